@@ -1,0 +1,197 @@
+"""The nouns of the house. Rooms talk to each other in these records only.
+
+    preference file -> Example (messages) -> TokenExample (ids) -> bins -> PackedBatch (tensors + fork layout)
+
+One idea carries everything: an *example* is a prompt with k answers. k=1 is a single answer or a plain document (empty
+prompt), k=2 is a preference pair (answer 0 is the chosen one), k>2 is a ranking.
+
+Shape legend, used in names and comments throughout:
+
+    T  token rows of a pack, padding included     R  logit rows: rows whose next-token log-prob is needed
+    S  attention segments of a pack (padded)      A  answers of a pack, all examples together
+    K  gathered key rows of a pack (padded)       N  examples of a pack
+    D  hidden size        V  vocabulary size      H  attention heads        k  answers of one example
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation, as chat templates take it."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where an example was read: a file and its row there, counted from 1."""
+
+    file: str
+    row: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.row}"
+
+
+Turns = tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A prompt with k answers, before tokenization.
+
+    `prompt` and each answer are both turns of a conversation, or both plain text that is used as it is.
+    An answer of several turns counts only its assistant turns in the loss.
+    """
+
+    source: Source
+    prompt: Turns | str
+    answers: tuple[Turns, ...] | tuple[str, ...]
+
+    @property
+    def id(self) -> str:
+        return str(self.source)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenAnswer:
+    """One answer's tokens: `ids` int32 [a]; `mask` bool [a], true where the token's log-prob counts."""
+
+    ids: np.ndarray
+    mask: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenExample:
+    """An example as token ids. `prompt_ids` int32 [p], p may be 0; its k answers each continue the whole prompt."""
+
+    source: Source
+    prompt_ids: np.ndarray
+    answers: tuple[TokenAnswer, ...]
+
+    @property
+    def id(self) -> str:
+        return str(self.source)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence (prompt + answer)."""
+        return len(self.prompt_ids) + max(len(a.ids) for a in self.answers)
+
+    @property
+    def plain_tokens(self) -> int:
+        """Tokens as a plain trainer counts them: the prompt once per answer."""
+        return sum(len(self.prompt_ids) + len(a.ids) for a in self.answers)
+
+    @property
+    def unique_tokens(self) -> int:
+        """Tokens with the prompt counted once."""
+        return len(self.prompt_ids) + sum(len(a.ids) for a in self.answers)
+
+    def answer_tokens(self, answer: int) -> int:
+        """Tokens of one answer whose log-prob counts. The first token of a document has no predictor, so none."""
+        mask = self.answers[answer].mask
+        return int(mask.sum()) - (1 if len(self.prompt_ids) == 0 and len(mask) and mask[0] else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedRow:
+    """A row that is not trained on, and why. `reason` is one of a few short phrases; `detail` says more."""
+
+    file: str
+    row: int
+    reason: str
+    detail: str = ""
+
+
+@dataclass(slots=True)
+class DataReport:
+    """What became of every row of a file set: rows_read = used + the sum of dropped."""
+
+    rows_read: int = 0
+    used: int = 0
+    dropped_rows: list[DroppedRow] = field(default_factory=list)
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """reason -> count, the most frequent first."""
+        return dict(Counter(row.reason for row in self.dropped_rows).most_common())
+
+
+@dataclass(frozen=True, slots=True)
+class ForkLayout:
+    """How the rows of one pack attend to each other: the prompt once, every answer forked from it.
+
+    An example with prompt P and answers A_0 .. A_{k-1} lies in the pack as ``P A_0 A_1 ..``. Query segments are
+    ``[P A_0] [A_1] ..``; the key segments are ``[P A_0] [P A_1] ..``, with P gathered again in front of each further
+    answer by `kv_index`. Causal attention aligned to the bottom right then shows every answer its prompt and itself.
+
+    Every row and every gathered key belongs to a segment, padding too: attention kernels leave rows outside the
+    segments unwritten.
+    """
+
+    cu_seqlens_q: Tensor  # int32 [S+1], on the rows of the pack
+    cu_seqlens_k: Tensor  # int32 [S+1], on the gathered keys (on the rows where kv_index is None)
+    kv_index: Tensor | None  # int64 [K], the row behind each gathered key; None where nothing is forked
+    example_of_row: Tensor  # int32 [T], the example of each row; every padding row is an example of its own kind, -1-i
+    answer_of_row: Tensor  # int32 [T], the answer within the example; -1 on prompt rows and padding
+    position_of_row: Tensor  # int64 [T], the position within the row's own sequence
+    max_seqlen: int  # no segment is longer; fixed per run and tight, since kernels launch work in proportion to it
+
+    def to(self, device: torch.device) -> ForkLayout:
+        move = lambda t: None if t is None else t.to(device, non_blocking=True)  # noqa: E731
+        return replace(
+            self,
+            cu_seqlens_q=move(self.cu_seqlens_q),
+            cu_seqlens_k=move(self.cu_seqlens_k),
+            kv_index=move(self.kv_index),
+            example_of_row=move(self.example_of_row),
+            answer_of_row=move(self.answer_of_row),
+            position_of_row=move(self.position_of_row),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """One pack: whole examples side by side in T rows, and the few logit rows whose log-probs are needed.
+
+    Row r of `logit_rows` predicts `targets[r]`, a counted token of answer `answer_of_logit_row[r]`. Answers are
+    numbered through the pack in order; example n owns `answers_per_example[n]` of them. Logit rows lie in the order of
+    their answers, so an example's are contiguous.
+    """
+
+    input_ids: Tensor  # int64 [T]
+    layout: ForkLayout
+    logit_rows: Tensor  # int64 [R]
+    targets: Tensor  # int64 [R]
+    answer_of_logit_row: Tensor  # int64 [R]
+    examples: tuple[TokenExample, ...]  # N of them, in pack order; stays on the host
+    unique_rows: int  # rows that are no padding
+
+    @property
+    def answers_per_example(self) -> list[int]:
+        return [len(example.answers) for example in self.examples]
+
+    @property
+    def answer_lengths(self) -> list[int]:
+        """Counted tokens of each of the A answers."""
+        return [e.answer_tokens(i) for e in self.examples for i in range(len(e.answers))]
+
+    def to(self, device: torch.device) -> PackedBatch:
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device, non_blocking=True),
+            layout=self.layout.to(device),
+            logit_rows=self.logit_rows.to(device, non_blocking=True),
+            targets=self.targets.to(device, non_blocking=True),
+            answer_of_logit_row=self.answer_of_logit_row.to(device, non_blocking=True),
+        )

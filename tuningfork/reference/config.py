@@ -1,0 +1,13 @@
+"""Settings of the reference cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class ReferenceConfig:
+    """Where the frozen model's log-probs are kept."""
+
+    cache: str = "./reference-cache"
+    """Folder of the cache. One folder serves one starting model; runs with the same model share it."""

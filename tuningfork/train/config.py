@@ -1,0 +1,58 @@
+"""Settings of training, and of what a run writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+
+@dataclass
+class TrainConfig:
+    """The optimizer and its schedule."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 5.0e-7
+    """Peak learning rate."""
+    epochs: Annotated[float, Field(gt=0)] = 1
+    """Passes over the data; may be a fraction."""
+    max_steps: Annotated[int, Field(ge=1)] | None = None
+    """Train exactly this many steps instead of `epochs`."""
+    examples_per_step: Annotated[int, Field(ge=1)] = 32
+    """Batch size in examples, exactly. How a batch is cut into packs changes nothing but speed."""
+    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    """Shape of the learning rate after warm-up; linear and cosine end at 0."""
+    warmup_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Share of all steps that the learning rate takes to rise from 0 to its peak."""
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Gradients are scaled down to this global norm; null turns clipping off."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay, on matrices only (no norms, no biases)."""
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """AdamW's decay of the gradient mean."""
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """AdamW's decay of the squared-gradient mean."""
+    adam_eps: Annotated[float, Field(gt=0)] = 1e-8
+    """AdamW's epsilon."""
+    activation_checkpointing: bool = False
+    """Recompute each decoder block in the backward pass: less memory, about a third more compute."""
+    seed: int = 0
+    """Seed of the data order."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda if there is a GPU."""
+
+
+@dataclass
+class OutputConfig:
+    """What a run writes, and when."""
+
+    dir: str = "runs/first"
+    """The run folder. An existing one is continued with --resume, otherwise refused; never overwritten."""
+    save_every: Annotated[int, Field(ge=1)] = 100
+    """Steps between checkpoints; the last step is always saved."""
+    keep_last: Annotated[int, Field(ge=1)] = 2
+    """Checkpoints kept; older ones are removed once a newer one is whole."""
+    log_every: Annotated[int, Field(ge=1)] = 1
+    """Steps between lines in metrics.jsonl; a line covers all steps since the last one."""
+    export_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the exported model. auto: that of the starting model's weights."""
