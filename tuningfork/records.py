@@ -16,7 +16,9 @@ Shape legend, used in names and comments throughout:
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -147,18 +149,6 @@ class ForkLayout:
     position_of_row: Tensor  # int64 [T], the position within the row's own sequence
     max_seqlen: int  # no segment is longer; fixed per run and tight, since kernels launch work in proportion to it
 
-    def to(self, device: torch.device) -> ForkLayout:
-        move = lambda t: None if t is None else t.to(device, non_blocking=True)  # noqa: E731
-        return replace(
-            self,
-            cu_seqlens_q=move(self.cu_seqlens_q),
-            cu_seqlens_k=move(self.cu_seqlens_k),
-            kv_index=move(self.kv_index),
-            example_of_row=move(self.example_of_row),
-            answer_of_row=move(self.answer_of_row),
-            position_of_row=move(self.position_of_row),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
@@ -187,11 +177,32 @@ class PackedBatch:
         return [e.answer_tokens(i) for e in self.examples for i in range(len(e.answers))]
 
     def to(self, device: torch.device) -> PackedBatch:
-        return replace(
-            self,
-            input_ids=self.input_ids.to(device, non_blocking=True),
-            layout=self.layout.to(device),
-            logit_rows=self.logit_rows.to(device, non_blocking=True),
-            targets=self.targets.to(device, non_blocking=True),
-            answer_of_logit_row=self.answer_of_logit_row.to(device, non_blocking=True),
-        )
+        """The same pack with its tensors on a device; the copy may still be under way if they are pinned."""
+        return _map_tensors(self, lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> PackedBatch:
+        """The same pack in page-locked memory, from which a GPU copies without blocking the host."""
+        return _map_tensors(self, Tensor.pin_memory)
+
+
+@dataclass(frozen=True, slots=True)
+class LogitTransform:
+    """What a model does to its raw logits: z -> softcap·tanh(scale·z / softcap), or scale·z without a softcap."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+Record = TypeVar("Record", ForkLayout, PackedBatch)
+
+
+def _map_tensors(record: Record, change: Callable[[Tensor], Tensor]) -> Record:
+    """A copy of a record with every tensor in it changed."""
+    changed: dict[str, Any] = {}
+    for item in fields(record):
+        value = getattr(record, item.name)
+        if isinstance(value, Tensor):
+            changed[item.name] = change(value)
+        elif isinstance(value, ForkLayout):
+            changed[item.name] = _map_tensors(value, change)
+    return replace(record, **changed)

@@ -13,6 +13,6 @@ class ModelConfig:
     path: str = ""
     """A Hugging Face model folder: config.json, safetensors weights, tokenizer."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Compute precision. Weights, gradients and optimizer are float32 always. auto: bfloat16 on a GPU, float32 on a CPU."""
+    """Compute precision; weights and optimizer are always float32. auto: bfloat16 on a GPU, float32 on a CPU."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile, one decoder block at a time. auto: on for a GPU."""

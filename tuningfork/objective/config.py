@@ -13,7 +13,7 @@ class ObjectiveConfig:
     """Which loss is minimised. docs/glossary.md gives each formula."""
 
     name: Literal["dpo", "dpo_norm", "ipo", "ipo_sum", "simpo"] = "dpo"
-    """dpo; dpo_norm (log-ratios per token); ipo (log-ratios per token); ipo_sum (the paper's sums); simpo (no reference)."""
+    """dpo; dpo_norm and ipo (log-ratios per token); ipo_sum (the paper's sums); simpo (without a reference)."""
     beta: Annotated[float, Field(gt=0)] = 0.1
     """Strength of the pull towards the reference; for simpo, the scale of the per-token reward."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0

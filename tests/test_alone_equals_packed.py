@@ -1,0 +1,121 @@
+"""Gates G1, G2, G3: a packed, shared example is exactly that example alone, in value and gradient, and leaks nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tiny import FAMILIES, head_of, one_pack, random_examples, score_alone, tiny_policy
+from tuningfork.records import TokenAnswer, TokenExample
+
+# Ragged lengths; one, two and three answers; an empty prompt; answers of one token; a prompt of one token.
+SHAPES = [(7, (5, 9)), (1, (1, 3)), (12, (8, 2, 4)), (0, (6,)), (0, (3, 5)), (9, (1, 1)), (4, (11,)), (17, (13, 20))]
+
+
+def _weighted_alone(policy, examples, weights):
+    """The truth of a weighted sum of answer log-probs, with gradients in the model."""
+    sums = [s for example in examples for s in score_alone(policy.model, example)]
+    total = sum(w * s for w, s in zip(weights, sums, strict=True))
+    return torch.stack([s.detach() for s in sums]), total
+
+
+def _gradients(policy, total):
+    policy.model.zero_grad()
+    total.backward()
+    return {name: p.grad.clone() for name, p in policy.model.named_parameters()}
+
+
+def _packed(policy, batch, weights, chunk_rows):
+    hidden = policy.hidden_rows(batch)
+    loss, logps = head_of(policy, chunk_rows).loss(
+        hidden, policy.head_weight, batch, lambda first, last, logps: (weights[first:last] * logps).sum()
+    )
+    return logps, loss
+
+
+def _assert_same_gradients(policy, truth, ours, relative):
+    for name, expected in truth.items():
+        # Error against the size of the whole tensor: single entries may cancel to nothing.
+        error = (ours[name] - expected).norm() / expected.norm().clamp_min(1e-12)
+        assert error < relative, f"{name}: {error:.2e}"
+
+
+@pytest.mark.parametrize("share_prompt", [True, False], ids=["shared", "unshared"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float64_packed_equals_alone(family, share_prompt):
+    policy = tiny_policy(family)
+    examples = random_examples(SHAPES, holes=True)
+    batch = one_pack(examples, share_prompt)
+    weights = torch.linspace(-1, 2, batch.answer_of_logit_row.max() + 1, dtype=torch.float64)
+
+    expected, truth = _weighted_alone(policy, examples, weights)
+    truth_gradients = _gradients(policy, truth)
+    logps, loss = _packed(policy, batch, weights, chunk_rows=16)  # several chunks, some examples larger than one
+    gradients = _gradients(policy, loss)
+
+    torch.testing.assert_close(logps, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(loss, truth.detach(), rtol=1e-6, atol=1e-6)
+    # transformers computes norms, rotary embeddings and softmax in float32 whatever the dtype: 1e-6 is its rounding.
+    _assert_same_gradients(policy, truth_gradients, gradients, relative=1e-6)
+    torch.testing.assert_close(head_of(policy, 16).score(policy.hidden_rows(batch), policy.head_weight, batch), logps)
+
+
+@pytest.mark.parametrize("share_prompt", [True, False], ids=["shared", "unshared"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2", "olmo3", "mistral", "gemma2"])
+def test_float32_packed_equals_alone(family, share_prompt):
+    policy = tiny_policy(family, torch.float32)
+    examples = random_examples(SHAPES, holes=True)
+    batch = one_pack(examples, share_prompt)
+    weights = torch.linspace(-1, 2, batch.answer_of_logit_row.max() + 1, dtype=torch.float64)
+
+    expected, truth = _weighted_alone(policy, examples, weights)
+    truth_gradients = _gradients(policy, truth)
+    logps, loss = _packed(policy, batch, weights, chunk_rows=8192)
+
+    torch.testing.assert_close(logps.float(), expected, rtol=1e-5, atol=1e-5)
+    _assert_same_gradients(policy, truth_gradients, _gradients(policy, loss), relative=2e-5)
+
+
+@pytest.mark.parametrize("share_prompt", [True, False], ids=["shared", "unshared"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_token_reaches_another_example(family, share_prompt):
+    """G3: change every token of one example; not a bit of any other example changes."""
+    policy = tiny_policy(family, torch.float32)
+    examples = random_examples(SHAPES)
+    scorer = head_of(policy)
+
+    def scores(changed: list[TokenExample]) -> torch.Tensor:
+        batch = one_pack(changed, share_prompt)
+        with torch.no_grad():
+            return scorer.score(policy.hidden_rows(batch), policy.head_weight, batch)
+
+    before = scores(examples)
+    first = 0
+    for place, example in enumerate(examples):
+        other = lambda ids: np.where(ids == 50, 51, 50).astype(np.int32)  # noqa: E731
+        answers = tuple(TokenAnswer(other(a.ids), a.mask) for a in example.answers)
+        changed = list(examples)
+        changed[place] = TokenExample(example.source, other(example.prompt_ids), answers)
+        after = scores(changed)
+        own = slice(first, first + len(answers))
+        assert (before[own] != after[own]).all()
+        keep = torch.ones(len(before), dtype=torch.bool)
+        keep[own] = False
+        assert torch.equal(before[keep], after[keep])
+        first += len(answers)
+
+
+def test_one_answer_does_not_see_the_other():
+    """G3 within an example: changing the rejected answer changes no bit of the chosen one's log-prob."""
+    policy = tiny_policy("olmo3", torch.float32)
+    [example] = random_examples([(7, (5, 9))])
+    rejected = TokenAnswer((example.answers[1].ids % 50 + 3).astype(np.int32), example.answers[1].mask)
+    changed = TokenExample(example.source, example.prompt_ids, (example.answers[0], rejected))
+    scores = []
+    for one in (example, changed):
+        batch = one_pack([one], share_prompt=True)
+        with torch.no_grad():
+            scores.append(head_of(policy).score(policy.hidden_rows(batch), policy.head_weight, batch))
+    assert scores[0][0] == scores[1][0]
+    assert scores[0][1] != scores[1][1]

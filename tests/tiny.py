@@ -1,0 +1,121 @@
+"""Tiny random models and examples that the tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from tuningfork.data.layout import build
+from tuningfork.data.pack import PackLimits, plan_limits
+from tuningfork.kernels.select import Kernels, plain
+from tuningfork.models import attention
+from tuningfork.models.policy import Policy
+from tuningfork.objective.head import Head
+from tuningfork.records import PackedBatch, Source, TokenAnswer, TokenExample
+
+VOCAB = 97
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# Windows are shorter than most test sequences, so that they cut something off.
+FAMILIES: dict[str, Any] = {
+    "llama": lambda: transformers.LlamaConfig(**_BASE),
+    "qwen2": lambda: transformers.Qwen2Config(**_BASE),
+    "qwen3": lambda: transformers.Qwen3Config(**_BASE, head_dim=16),
+    "olmo2": lambda: transformers.Olmo2Config(**_BASE),
+    "olmo3": lambda: transformers.Olmo3Config(**_BASE, sliding_window=5),
+    "mistral": lambda: transformers.MistralConfig(**_BASE, sliding_window=6),
+    "gemma2": lambda: transformers.Gemma2Config(**_BASE, head_dim=16, sliding_window=5, query_pre_attn_scalar=16),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**_BASE, head_dim=16, sliding_window=5),
+    "granite": lambda: transformers.GraniteConfig(**_BASE, logits_scaling=2.0, tie_word_embeddings=True),
+    "cohere": lambda: transformers.CohereConfig(**_BASE, logit_scale=0.5),
+}
+
+
+def tiny_model(family: str = "llama", dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
+    """A random model whose logits are spread enough that mistakes show."""
+    torch.manual_seed(seed)
+    config = FAMILIES[family]()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim >= 2:
+                weight.normal_(0, 0.2)
+            else:  # norms: away from the value that hides a missing multiplication
+                weight.add_(0.1 * torch.randn_like(weight))
+    return model.to(dtype).train()
+
+
+def tiny_policy(
+    family: str = "llama", dtype: torch.dtype = torch.float64, kernels: Kernels | None = None, seed: int = 0
+) -> Policy:
+    return Policy(tiny_model(family, dtype, seed), kernels or plain(), dtype)
+
+
+def random_examples(
+    shapes: Sequence[tuple[int, Sequence[int]]], seed: int = 0, vocab: int = VOCAB, holes: bool = False
+) -> list[TokenExample]:
+    """Examples with (prompt length, answer lengths); `holes` drops tokens in the middle of answers from the mask."""
+    rng = np.random.default_rng(seed)
+    examples = []
+    for row, (p, answers) in enumerate(shapes, start=1):
+        token_answers = []
+        for a in answers:
+            mask = np.ones(a, dtype=bool)
+            if holes and a > 3:
+                mask[1 : a // 2] = False
+            token_answers.append(TokenAnswer(rng.integers(3, vocab, a).astype(np.int32), mask))
+        prompt = rng.integers(3, vocab, p).astype(np.int32)
+        examples.append(TokenExample(Source("random", row), prompt, tuple(token_answers)))
+    return examples
+
+
+def random_pairs(n: int, seed: int = 0, longest: int = 20, vocab: int = VOCAB) -> list[TokenExample]:
+    rng = np.random.default_rng(seed + 1000)
+    shapes = [(int(rng.integers(1, longest)), tuple(map(int, rng.integers(1, longest, 2)))) for _ in range(n)]
+    return random_examples(shapes, seed, vocab)
+
+
+def one_pack(examples: Sequence[TokenExample], share_prompt: bool, tokens: int = 256) -> PackedBatch:
+    limits = plan_limits(examples, tokens, share_prompt, compiled=True)
+    return build(examples, limits.full, share_prompt)
+
+
+def limits_for(examples: Sequence[TokenExample], tokens: int = 256, share_prompt: bool = True) -> PackLimits:
+    return plan_limits(examples, tokens, share_prompt, compiled=False)
+
+
+def head_of(policy: Policy, chunk_rows: int = 8192) -> Head:
+    return Head(policy.kernels, policy.transform, chunk_rows)
+
+
+def score_alone(model: PreTrainedModel, example: TokenExample) -> list[torch.Tensor]:
+    """Each answer's summed log-prob from plain transformers, its sequence alone in a batch of one: the truth."""
+    # The sdpa form keeps float64 throughout; the eager one, which soft-capping needs, rounds its softmax to float32.
+    model.set_attn_implementation("eager" if getattr(model.config, "attn_logit_softcapping", None) else "sdpa")
+    try:
+        sums = []
+        for answer in example.answers:
+            ids = torch.from_numpy(np.concatenate([example.prompt_ids, answer.ids])).long()[None].to(model.device)
+            logps = model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
+            p = len(example.prompt_ids)
+            counted = [j for j in range(len(answer.ids)) if answer.mask[j] and p + j > 0]
+            rows = torch.tensor([p + j - 1 for j in counted], device=ids.device, dtype=torch.long)
+            sums.append(logps[rows, ids[0, rows + 1]].sum())
+        return sums
+    finally:
+        model.set_attn_implementation(attention.NAME)

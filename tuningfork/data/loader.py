@@ -1,0 +1,87 @@
+"""The order of examples through a run, and the packs of each step, built one step ahead.
+
+The order is a pure function of (seed, step), so the loader's whole resumable state is the number of steps done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+
+import numpy as np
+
+from tuningfork.data.layout import build
+from tuningfork.data.pack import PackLimits, pack
+from tuningfork.records import PackedBatch, TokenExample
+
+
+@dataclass(frozen=True, slots=True)
+class EpochOrder:
+    """Shuffled passes over the data, laid end to end and cut into steps.
+
+    A step holds exactly `examples_per_step` examples, also where it straddles two epochs; only the very last step of a
+    run by epochs may hold fewer. Within each epoch every example appears exactly once.
+    """
+
+    examples: int
+    examples_per_step: int
+    seed: int
+    total_examples: int
+
+    @classmethod
+    def plan(cls, examples: int, examples_per_step: int, seed: int, epochs: float, max_steps: int | None) -> EpochOrder:
+        total = max_steps * examples_per_step if max_steps is not None else max(1, round(epochs * examples))
+        return cls(examples, examples_per_step, seed, total)
+
+    @property
+    def total_steps(self) -> int:
+        return ceil(self.total_examples / self.examples_per_step)
+
+    def indices(self, step: int) -> list[int]:
+        """The examples of step `step` (from 0)."""
+        first = step * self.examples_per_step
+        places = range(first, min(first + self.examples_per_step, self.total_examples))
+        return [int(_permutation(self.examples, self.seed, n // self.examples)[n % self.examples]) for n in places]
+
+    def epoch_after(self, step: int) -> float:
+        """Passes over the data completed after step `step` (from 0)."""
+        return min((step + 1) * self.examples_per_step, self.total_examples) / self.examples
+
+
+@lru_cache(maxsize=2)
+def _permutation(examples: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(examples)
+
+
+class PackLoader:
+    """Yields `(step, packs)` from any step on; a thread builds the next step's packs meanwhile."""
+
+    def __init__(
+        self, examples: Sequence[TokenExample], order: EpochOrder, limits: PackLimits, pin_memory: bool = False
+    ) -> None:
+        self.examples = examples
+        self.order = order
+        self.limits = limits
+        self.pin_memory = pin_memory
+
+    def step(self, step: int) -> list[PackedBatch]:
+        """The packs of one step."""
+        return build_packs([self.examples[i] for i in self.order.indices(step)], self.limits, self.pin_memory)
+
+    def steps(self, first: int) -> Iterator[tuple[int, list[PackedBatch]]]:
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="packs") as pool:
+            ahead = pool.submit(self.step, first) if first < self.order.total_steps else None
+            for step in range(first, self.order.total_steps):
+                assert ahead is not None
+                packs = ahead.result()
+                ahead = pool.submit(self.step, step + 1) if step + 1 < self.order.total_steps else None
+                yield step, packs
+
+
+def build_packs(examples: Sequence[TokenExample], limits: PackLimits, pin_memory: bool = False) -> list[PackedBatch]:
+    """Pack the examples and lay each bin out as tensors."""
+    batches = [build(members, rung, limits.share_prompt) for rung, members in pack(examples, limits)]
+    return [batch.pinned() for batch in batches] if pin_memory else batches

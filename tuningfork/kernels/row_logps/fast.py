@@ -1,0 +1,115 @@
+# mypy: disable-error-code=no-untyped-def
+"""Row log-probs in Triton: one program a row, one read of the logits forward, one read and one write backward.
+
+A row's arithmetic depends on nothing but the row, so its bits do not depend on the chunk that it lies in.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from tuningfork.records import LogitTransform
+
+_BLOCK = 4096
+_WARPS = 8
+
+
+@triton.jit
+def _transformed(raw, scale, softcap, HAS_CAP: tl.constexpr):
+    z = raw.to(tl.float32) * scale
+    if HAS_CAP:
+        z = softcap * libdevice.tanh(z / softcap)
+    return z
+
+
+@triton.jit
+def _forward(logits, targets, logps, lses, stride, V, scale, softcap, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    base = logits + row * stride
+    lane = tl.arange(0, BLOCK)
+    # Running maximum and sum for each lane, merged once at the end.
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, V, BLOCK):
+        column = start + lane
+        inside = column < V
+        z = _transformed(tl.load(base + column, mask=inside, other=0.0), scale, softcap, HAS_CAP)
+        z = tl.where(inside, z, float("-inf"))
+        new_top = tl.maximum(top, z)
+        # A lane that has seen nothing yet has top -inf; exp(-inf - -inf) would be nan.
+        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        total = total * tl.exp(top - safe) + tl.exp(z - safe)
+        top = new_top
+    row_top = tl.max(top, 0)
+    row_total = tl.sum(tl.where(top == float("-inf"), 0.0, total * tl.exp(top - row_top)), 0)
+    lse = row_top + tl.log(row_total)
+    target = tl.load(targets + row)
+    picked = _transformed(tl.load(base + target), scale, softcap, HAS_CAP)
+    tl.store(lses + row, lse)
+    tl.store(logps + row, picked - lse)
+
+
+@triton.jit
+def _backward(logits, targets, lses, grads, stride, V, scale, softcap, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    base = logits + row * stride
+    lse = tl.load(lses + row)
+    grad = tl.load(grads + row) * scale
+    target = tl.load(targets + row)
+    for start in range(0, V, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < V
+        z = _transformed(tl.load(base + column, mask=inside, other=0.0), scale, softcap, HAS_CAP)
+        d = tl.where(column == target, 1.0, 0.0) - tl.exp(z - lse)
+        d = d * grad
+        if HAS_CAP:
+            d = d * (1.0 - (z / softcap) * (z / softcap))
+        tl.store(base + column, d.to(logits.dtype.element_ty), mask=inside)
+
+
+def row_logps(logits: Tensor, targets: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor]:
+    """See plain.row_logps. `logits` must have unit column stride."""
+    rows, vocabulary = logits.shape
+    logps = torch.empty(rows, device=logits.device, dtype=torch.float32)
+    lse = torch.empty_like(logps)
+    if rows:
+        _forward[(rows,)](
+            logits,
+            targets,
+            logps,
+            lse,
+            logits.stride(0),
+            vocabulary,
+            transform.scale,
+            transform.softcap or 1.0,
+            HAS_CAP=transform.softcap is not None,
+            BLOCK=_BLOCK,
+            num_warps=_WARPS,
+        )
+    return logps, lse
+
+
+def logits_gradient_(
+    logits: Tensor, targets: Tensor, lse: Tensor, grad_logps: Tensor, transform: LogitTransform
+) -> Tensor:
+    """See plain.logits_gradient_."""
+    rows, vocabulary = logits.shape
+    if rows:
+        _backward[(rows,)](
+            logits,
+            targets,
+            lse,
+            grad_logps.contiguous(),
+            logits.stride(0),
+            vocabulary,
+            transform.scale,
+            transform.softcap or 1.0,
+            HAS_CAP=transform.softcap is not None,
+            BLOCK=_BLOCK,
+            num_warps=_WARPS,
+        )
+    return logits

@@ -1,0 +1,47 @@
+"""Row log-probs in plain PyTorch: any float dtype, any device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tuningfork.records import LogitTransform
+
+
+def row_logps(logits: Tensor, targets: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor]:
+    """Log-prob of each row's target, and each row's log-sum-exp.
+
+    Args:
+        logits: [R, V], any float dtype; read, not changed.
+        targets: int64 [R].
+        transform: what the model does to its raw logits.
+
+    Returns:
+        `(logps, lse)`, both [R], float32 (float64 where the logits are).
+    """
+    z = _transform(logits, transform)
+    lse = torch.logsumexp(z, dim=-1)
+    return z.gather(1, targets[:, None])[:, 0] - lse, lse
+
+
+def logits_gradient_(
+    logits: Tensor, targets: Tensor, lse: Tensor, grad_logps: Tensor, transform: LogitTransform
+) -> Tensor:
+    """Overwrite the logits with the gradient of ``sum(grad_logps * logps)``, and return them.
+
+    d logp / d z = onehot(target) - softmax(z), times the derivative of the logit transform.
+    """
+    z = _transform(logits, transform)
+    gradient = -torch.exp(z - lse[:, None])
+    gradient.scatter_add_(1, targets[:, None], torch.ones_like(lse)[:, None])
+    gradient *= grad_logps[:, None] * transform.scale
+    if transform.softcap is not None:
+        gradient *= 1 - (z / transform.softcap) ** 2
+    return logits.copy_(gradient)
+
+
+def _transform(logits: Tensor, transform: LogitTransform) -> Tensor:
+    z = logits if logits.dtype == torch.float64 else logits.float()
+    if transform.scale != 1.0:
+        z = z * transform.scale
+    return z if transform.softcap is None else transform.softcap * torch.tanh(z / transform.softcap)

@@ -1,0 +1,120 @@
+"""From a Hugging Face folder to a model and tokenizer, and back to one."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from tuningfork.errors import ModelError
+from tuningfork.models import attention
+from tuningfork.models.support import check_config, check_modules
+
+_WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in float32 on the CPU, its tokenizer, and the dtype its weights were stored in."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    stored_dtype: torch.dtype
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The folder's tokenizer. Raises ModelError."""
+    _check_folder(path)
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:
+        raise ModelError(f"{path}: the tokenizer cannot be loaded: {_first_line(error)}") from error
+
+
+def load(path: str) -> Loaded:
+    """Load a model folder, with our attention under the model.
+
+    Raises:
+        ModelError: no folder, no config, no or incomplete weights, NaN in the weights, or a model that cannot be
+            packed correctly.
+    """
+    _check_folder(path)
+    tokenizer = load_tokenizer(path)
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+    except Exception as error:
+        raise ModelError(f"{path}: config.json cannot be read: {_first_line(error)}") from error
+    check_config(config, path)
+    if not any((Path(path) / name).exists() for name in _WEIGHT_FILES):
+        raise ModelError(f"{path}: no weights found (looked for {', '.join(_WEIGHT_FILES)}).")
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=torch.float32,
+            attn_implementation=attention.NAME,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except Exception as error:
+        raise ModelError(f"{path}: the model cannot be loaded: {_first_line(error)}") from error
+    model, info = loaded
+    _check_weights(model, info, path)
+    check_modules(model, path)
+    model.train()  # one mode for scoring and training, so that both run the same code; there is no dropout
+    return Loaded(model, tokenizer, _stored_dtype(config))
+
+
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype) -> None:
+    """Write a Hugging Face folder that plain transformers loads: weights in `dtype`, tokenizer, chat template.
+
+    The model in memory stays as it is.
+    """
+    weights = {name: tensor.detach().to("cpu", dtype) for name, tensor in model.state_dict().items()}
+    keep = model.config.dtype
+    model.config.dtype = dtype
+    try:
+        model.save_pretrained(folder, state_dict=weights)
+    finally:
+        model.config.dtype = keep
+    tokenizer.save_pretrained(folder)
+
+
+def _check_folder(path: str) -> None:
+    folder = Path(path)
+    if not folder.is_dir():
+        parent = folder.parent if folder.parent.is_dir() else Path()
+        near = difflib.get_close_matches(folder.name, [p.name for p in parent.iterdir() if p.is_dir()], n=1)
+        hint = f" Did you mean {parent / near[0]}?" if near else ""
+        raise ModelError(f"model.path: {path} is not a folder.{hint} Give a Hugging Face model folder on this machine.")
+    if not (folder / "config.json").exists():
+        raise ModelError(f"{path}: no config.json, so this is not a Hugging Face model folder.")
+
+
+def _check_weights(model: PreTrainedModel, info: dict[str, Any], path: str) -> None:
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(f"{path}: the weights lack {len(missing)} tensors of the model, first {missing[0]}.")
+    wrong = sorted(str(key) for key in info.get("mismatched_keys", ()))
+    if wrong:
+        raise ModelError(f"{path}: {len(wrong)} tensors have another shape than config.json says, first {wrong[0]}.")
+    bad = [name for name, weight in model.named_parameters() if not torch.isfinite(weight).all()]
+    if bad:
+        raise ModelError(f"{path}: NaN or infinite weights in {len(bad)} tensors, first {bad[0]}. Get the model anew.")
+
+
+def _stored_dtype(config: Any) -> torch.dtype:
+    dtype = getattr(config, "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,112 @@
+"""The policy: a transformers model that runs packs and hands out the hidden states of logit rows."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tuningfork.errors import ModelError
+from tuningfork.kernels.select import Kernels
+from tuningfork.models.flops import FlopCounter
+from tuningfork.records import LogitTransform, PackedBatch
+
+
+class Policy:
+    """A model under training, or frozen.
+
+    Weights are float32; matrix products run in `dtype` (autocast), with `kernels` under the attention interface.
+    """
+
+    def __init__(self, model: PreTrainedModel, kernels: Kernels, dtype: torch.dtype) -> None:
+        self.model = model
+        self.config: Any = model.config
+        self.kernels = kernels
+        self.dtype = dtype
+        self.transform = _logit_transform(self.config)
+        self.windows = frozenset({None, *_windows(self.config)})
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def head_weight(self) -> nn.Parameter:
+        """The output embedding [V, D]; the input embedding itself where a model ties them."""
+        return self.model.get_output_embeddings().weight  # type: ignore[operator]
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The decoder blocks."""
+        count = self.config.num_hidden_layers
+        lists = [m for m in self.model.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+        if not lists:
+            raise ModelError(f"{type(self.model).__name__}: no list of {count} decoder blocks found.")
+        return lists[0]
+
+    def hidden_rows(self, batch: PackedBatch) -> Tensor:
+        """Final hidden states of the pack's logit rows, [R, D] in the compute dtype."""
+        fork = self.kernels.attention.prepare(batch.layout, self.windows)  # type: ignore[attr-defined]
+        precision: Any = nullcontext()
+        if self.dtype != self.head_weight.dtype:
+            precision = torch.autocast(self.device.type, self.dtype)
+        with precision:
+            hidden = self.model.base_model(
+                input_ids=batch.input_ids[None],
+                position_ids=batch.layout.position_of_row[None],
+                use_cache=False,
+                fork=fork,
+            ).last_hidden_state[0]
+        return hidden.index_select(0, batch.logit_rows).to(self.dtype)
+
+    def compile(self) -> None:
+        """Compile the decoder blocks, one by one: they share their code, so each static shape compiles once."""
+        # Every rung of the pack ladder, with and without gradients, is a graph of its own.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+        for block in self.blocks:
+            block.compile(dynamic=False)
+
+    def checkpoint_activations(self) -> None:
+        """Recompute each block in the backward pass instead of keeping its activations."""
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+
+    def flops(self) -> FlopCounter:
+        """What a token costs in this model."""
+        config = self.config
+        # nn.Linear and GPT-2's Conv1D both hold a two-dimensional weight; embeddings and norms are no products.
+        weights = sum(
+            weight.numel()
+            for module in self.blocks.modules()
+            for weight in module.parameters(recurse=False)
+            if weight.ndim == 2 and not isinstance(module, nn.Embedding)
+        )
+        width = config.num_attention_heads * head_dim(config)
+        return FlopCounter(weights, self.head_weight.numel(), tuple((width, w) for w in _windows(config)))
+
+
+def _logit_transform(config: Any) -> LogitTransform:
+    scale = 1.0
+    if getattr(config, "logit_scale", None):  # Cohere multiplies
+        scale *= config.logit_scale
+    if getattr(config, "logits_scaling", None):  # Granite divides
+        scale /= config.logits_scaling
+    return LogitTransform(float(scale), getattr(config, "final_logit_softcapping", None))
+
+
+def head_dim(config: Any) -> int:
+    """Width of one attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _windows(config: Any) -> list[int | None]:
+    """The attention window of each layer; None sees the whole sequence."""
+    window = getattr(config, "sliding_window", None)
+    if not getattr(config, "use_sliding_window", True):
+        window = None
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return [window] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in types]

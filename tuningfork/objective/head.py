@@ -1,0 +1,163 @@
+"""The head: answer log-probs from hidden states in one pass, without ever holding all logits.
+
+Logit rows are cut into chunks of whole examples. A chunk's logits Z = H Wᵀ give the answers' log-probs; those few
+numbers give the loss and its gradient, since the reference is cached; the gradient of Z is written over Z and
+multiplied out at once. That is exact, costs 6·R·V·D flops with backward included, and recomputes nothing. Only an
+example with more rows than a chunk takes a second product: its log-probs first, then its gradient.
+
+Answer log-probs are sums over tokens in fixed point: integer addition is associative, so an answer gets the same bits
+whatever chunk, pack or order its rows come in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tuningfork.kernels.select import Kernels
+from tuningfork.records import LogitTransform, PackedBatch
+
+# (first answer, last answer + 1, their log-probs) -> these answers' share of the loss
+ChunkLoss = Callable[[int, int, Tensor], Tensor]
+
+_FIXED_POINT = 2.0**34  # steps of 6e-11; room for 50,000 tokens at a log-prob of -10,000
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The output projection's settings for a run."""
+
+    kernels: Kernels
+    transform: LogitTransform
+    chunk_rows: int
+
+    def score(self, hidden: Tensor, weight: Tensor, batch: PackedBatch) -> Tensor:
+        """Summed log-probs of each answer of a pack, float64 [A]. No gradient.
+
+        Args:
+            hidden: [R, D], final hidden states of the pack's logit rows.
+            weight: [V, D]; cast to the dtype of `hidden`.
+        """
+        with torch.no_grad():
+            projected = weight.to(hidden.dtype)
+            sums = [self._logps(hidden, projected, batch, chunk)[0] for chunk in _chunks(batch, self.chunk_rows)]
+            return torch.cat(sums)
+
+    def loss(self, hidden: Tensor, weight: Tensor, batch: PackedBatch, loss: ChunkLoss) -> tuple[Tensor, Tensor]:
+        """The pack's share of the loss, differentiable in `hidden` and `weight`, and its answer log-probs.
+
+        Returns:
+            `(loss, logps)`: float64 scalar; float64 [A], the same bits as `score` gives, without gradient.
+        """
+        return _OnePass.apply(hidden, weight, batch, self, loss)  # type: ignore[no-untyped-call]
+
+    def _logps(self, hidden: Tensor, weight: Tensor, batch: PackedBatch, chunk: _Chunk) -> tuple[Tensor, list[_Piece]]:
+        """Answer log-probs of a chunk, and what its backward pass needs."""
+        pieces = []
+        for start in range(chunk.rows.start, chunk.rows.stop, self.chunk_rows):
+            rows = slice(start, min(start + self.chunk_rows, chunk.rows.stop))
+            logits = hidden[rows] @ weight.t()
+            logps, lse = self.kernels.row_logps(logits, batch.targets[rows], self.transform)
+            pieces.append(_Piece(rows, logits if chunk.is_whole(rows) else None, logps, lse))
+        answers = batch.answer_of_logit_row[chunk.rows] - chunk.answers.start
+        row_logps = torch.cat([piece.logps for piece in pieces]) if pieces else hidden.new_zeros(0)
+        return sum_by_answer(row_logps, answers, chunk.answers.stop - chunk.answers.start), pieces
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Whole examples: their logit rows and their answers."""
+
+    rows: slice
+    answers: slice
+
+    def is_whole(self, rows: slice) -> bool:
+        return rows == self.rows
+
+
+@dataclass(slots=True)
+class _Piece:
+    rows: slice
+    logits: Tensor | None  # None where they are to be computed again
+    logps: Tensor
+    lse: Tensor
+
+
+class _OnePass(torch.autograd.Function):
+    """Forward computes the gradients too; backward only hands them out."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, hidden: Tensor, weight: Tensor, batch: PackedBatch, head: Head, loss: ChunkLoss
+    ) -> tuple[Tensor, Tensor]:
+        projected = weight.to(hidden.dtype)
+        d_hidden = torch.zeros_like(hidden)
+        d_weight = torch.zeros_like(weight)
+        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        logps = []
+        for chunk in _chunks(batch, head.chunk_rows):
+            sums, pieces = head._logps(hidden, projected, batch, chunk)
+            logps.append(sums)
+            with torch.enable_grad():
+                leaf = sums.requires_grad_()
+                share = loss(chunk.answers.start, chunk.answers.stop, leaf)
+                (d_sums,) = torch.autograd.grad(share, leaf)
+            total += share.detach()
+            sums.detach_()
+            for piece in pieces:
+                logits = piece.logits if piece.logits is not None else hidden[piece.rows] @ projected.t()
+                d_rows = d_sums.to(piece.lse.dtype)[batch.answer_of_logit_row[piece.rows] - chunk.answers.start]
+                d_logits = head.kernels.logits_gradient_(
+                    logits, batch.targets[piece.rows], piece.lse, d_rows, head.transform
+                )
+                torch.mm(d_logits, projected, out=d_hidden[piece.rows])
+                _accumulate_outer_(d_weight, d_logits, hidden[piece.rows])
+                piece.logits = None
+        ctx.save_for_backward(d_hidden, d_weight)
+        answer_logps = torch.cat(logps)
+        ctx.mark_non_differentiable(answer_logps)
+        return total, answer_logps
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        d_hidden, d_weight = ctx.saved_tensors
+        return d_hidden * grad_loss.to(d_hidden.dtype), d_weight * grad_loss.to(d_weight.dtype), None, None, None
+
+
+def sum_by_answer(row_logps: Tensor, answer_of_row: Tensor, answers: int) -> Tensor:
+    """Sum rows into answers, float64 [answers], independent of the order of addition. NaN where a row is not finite."""
+    finite = torch.isfinite(row_logps)
+    fixed = (torch.where(finite, row_logps, 0).double() * _FIXED_POINT).round().long()
+    sums = torch.zeros(answers, dtype=torch.int64, device=row_logps.device).index_add_(0, answer_of_row, fixed)
+    broken = torch.zeros_like(sums).index_add_(0, answer_of_row, (~finite).long())
+    return torch.where(broken > 0, torch.nan, sums.double() / _FIXED_POINT)
+
+
+def _chunks(batch: PackedBatch, limit: int) -> Iterator[_Chunk]:
+    """Cut a pack's logit rows at example borders, each chunk within the limit unless one example alone exceeds it."""
+    lengths = iter(batch.answer_lengths)
+    row = answer = rows_in_chunk = answers_in_chunk = 0
+    for k in batch.answers_per_example:
+        rows = sum(next(lengths) for _ in range(k))
+        if answers_in_chunk and rows_in_chunk + rows > limit:
+            yield _Chunk(slice(row, row + rows_in_chunk), slice(answer, answer + answers_in_chunk))
+            row, answer = row + rows_in_chunk, answer + answers_in_chunk
+            rows_in_chunk = answers_in_chunk = 0
+        rows_in_chunk += rows
+        answers_in_chunk += k
+    if answers_in_chunk:
+        yield _Chunk(slice(row, row + rows_in_chunk), slice(answer, answer + answers_in_chunk))
+
+
+def _accumulate_outer_(total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
+    """total [V, D] += d_logitsᵀ [V, r] · hidden [r, D], accumulated in the dtype of `total`."""
+    if d_logits.dtype == total.dtype:
+        total.addmm_(d_logits.t(), hidden)
+    elif d_logits.is_cuda:
+        total += torch.mm(d_logits.t(), hidden, out_dtype=total.dtype)
+    else:
+        total.addmm_(d_logits.t().to(total.dtype), hidden.to(total.dtype))
