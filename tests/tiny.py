@@ -50,7 +50,9 @@ def tiny_model(family: str = "llama", dtype: torch.dtype = torch.float64, seed: 
     """A random model whose logits are spread enough that mistakes show."""
     torch.manual_seed(seed)
     config = FAMILIES[family]()
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention.NAME, dtype=torch.float32
+    )
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim >= 2:

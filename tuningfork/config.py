@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
+from tuningfork import recipe as recipes
 from tuningfork.data.config import DataConfig, PackConfig
+from tuningfork.errors import ConfigError
 from tuningfork.models.config import ModelConfig
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.reference.config import ReferenceConfig
@@ -13,7 +18,8 @@ from tuningfork.train.config import OutputConfig, TrainConfig
 
 @dataclass
 class RunConfig:
-    """One training run. Every key can be set in the recipe and overridden by a dotted flag."""
+    """Settings of a run. Each stands in the recipe (train: {seed: 3}) or is a flag (--train.seed 3); a flag wins.
+    Relative paths start at the current directory, wherever the recipe lies."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -22,3 +28,141 @@ class RunConfig:
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
+
+
+SETTINGS = recipes.settings_of(RunConfig)
+"""Dotted key -> type, for every setting there is."""
+
+REQUIRED = {"model.path": "./model", "data.train": "./pairs.jsonl"}
+"""Settings without a usable default, each with an example."""
+
+
+_METAVAR: dict[Any, str] = {int: "INTEGER", float: "NUMBER", str: "TEXT", bool: "true|false"}
+
+
+def load_run_config(
+    recipe: Path | None, flags: Sequence[str], prog: str, *, options: Collection[str] = ()
+) -> RunConfig:
+    """The checked settings of a run: defaults, then the recipe, then dotted flags.
+
+    `--help` among the flags prints every setting, with the recipe's values, and exits. `options` are the command's own
+    flags, so that a mistyped one is recognised. Raises ConfigError.
+    """
+    given = recipes.parse(recipes.read(recipe), str(recipe), SETTINGS) if recipe else {}
+    if {"-h", "--help"} & set(flags):
+        print_help(_build(given), prog)
+    given |= recipes.parse_flags(flags, SETTINGS, options)
+    config = _build(given)
+    check(config)
+    return config
+
+
+def check(config: RunConfig) -> None:
+    """Refuse settings that are missing, contradict each other, or that nothing would read. Raises ConfigError."""
+    name, defaults = config.objective.name, RunConfig()
+
+    missing = [key for key in REQUIRED if not settings(config)[key]]
+    if missing:
+        flags = " ".join(f"--{key} {REQUIRED[key]}" for key in missing)
+        raise ConfigError(f"{' and '.join(missing)} must be set, in the recipe or by flag; for example: {flags}")
+    if config.objective.label_smoothing != 0 and name not in ("dpo", "dpo_norm"):
+        raise ConfigError(
+            f"objective.label_smoothing is {config.objective.label_smoothing}, but objective.name {name} "
+            "does not use it. Remove it, or choose dpo or dpo_norm."
+        )
+    if config.objective.gamma is not None and name != "simpo":
+        raise ConfigError(
+            f"objective.gamma is {config.objective.gamma}, but objective.name {name} "
+            "does not use it. Remove it, or choose simpo."
+        )
+    if config.reference != defaults.reference and name == "simpo":
+        raise ConfigError(
+            f"reference.cache is {config.reference.cache}, but objective.name simpo has no reference. Remove it."
+        )
+    longest = 2 * config.data.max_length
+    if config.pack.tokens < longest:
+        raise ConfigError(
+            f"pack.tokens is {config.pack.tokens}, but two answers of data.max_length {config.data.max_length} need "
+            f"{longest}. Raise pack.tokens to {longest} or lower data.max_length to {config.pack.tokens // 2}."
+        )
+
+
+def settings(config: RunConfig) -> dict[str, Any]:
+    """Dotted key -> value, in the order of the recipe."""
+    return {f"{section}.{name}": value for section, room in asdict(config).items() for name, value in room.items()}
+
+
+def to_yaml(config: RunConfig) -> str:
+    """Every setting as a recipe; loading it gives an equal config."""
+    return recipes.to_text(asdict(config))
+
+
+def from_yaml(text: str, name: str) -> RunConfig:
+    """The settings that a recipe's text gives, not yet checked across rooms. `name` stands for it in errors."""
+    return _build(recipes.parse(text, name, SETTINGS))
+
+
+def differences(a: RunConfig, b: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> (value in a, value in b), for the settings in which they differ."""
+    of_a, of_b = settings(a), settings(b)
+    return {key: (of_a[key], of_b[key]) for key in of_a if of_a[key] != of_b[key]}
+
+
+def print_help(config: RunConfig, prog: str) -> NoReturn:
+    """Print every setting with its type, its meaning and its value in `config`; then exit with status 0.
+
+    tyro draws the page. It does not parse: its spelling of booleans and null and the look of its errors are not ours.
+    """
+    import tyro  # here, because it takes half a second
+    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+    registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def _as_in_a_recipe(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+        if not (metavar := _metavar(info.type)):
+            return None  # a section
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar=metavar,
+            instance_from_str=lambda texts: texts[0],
+            is_instance=lambda value: True,
+            str_from_instance=lambda value: [value if isinstance(value, str) else recipes.found(value)],
+        )
+
+    shown = replace(config)
+    for key in REQUIRED:
+        section, _, name = key.partition(".")
+        if not getattr(getattr(shown, section), name):
+            setattr(shown, section, replace(getattr(shown, section), **{name: tyro.MISSING}))
+    tyro.cli(
+        RunConfig,
+        default=shown,
+        args=["--help"],
+        prog=prog,
+        use_underscores=True,
+        config=(tyro.conf.FlagConversionOff,),
+        registry=registry,
+    )
+    raise SystemExit(0)
+
+
+def _build(given: Mapping[str, Any]) -> RunConfig:
+    """A config from validated dotted keys; the defaults stand where a key is not given."""
+    config = RunConfig()
+    for section in fields(config):
+        room = getattr(config, section.name)
+        for setting in fields(room):
+            key = f"{section.name}.{setting.name}"
+            setattr(room, setting.name, given.get(key, getattr(room, setting.name)))
+    return config
+
+
+def _metavar(hint: Any) -> str:
+    """How the help page names a setting's values; empty for what is no setting."""
+    arms = get_args(hint)
+    if get_origin(hint) is Literal:
+        return "|".join(arms)
+    if arms:  # T | None, or T with constraints
+        return _metavar(arms[0]) + ("|null" if type(None) in arms else "")
+    return _METAVAR.get(hint, "")

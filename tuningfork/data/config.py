@@ -14,12 +14,12 @@ class DataConfig:
 
     train: str = ""
     """Preference pairs to train on: JSONL, JSON or Parquet, plain or gzipped."""
-    eval: str | None = None
+    eval: Annotated[str, Field(min_length=1)] | None = None
     """Held-out pairs in any of the same formats; scored before and after training."""
     max_length: Annotated[int, Field(ge=2)] = 2048
     """Tokens of the longest sequence (prompt + one answer). A longer example is dropped whole and listed."""
     template: Literal["chat", "none"] = "chat"
-    """chat: the tokenizer's chat template; plain strings become one user and one assistant turn. none: text as it is."""
+    """chat: the tokenizer's chat template; plain strings become a user and an assistant turn. none: text as it is."""
 
 
 @dataclass

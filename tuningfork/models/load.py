@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to a model and tokenizer, and back to one."""
+"""From a Hugging Face folder to a config, a tokenizer and a model, and back to a folder."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ _WEIGHT_FILES = (
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in float32 on the CPU, its tokenizer, and the dtype its weights were stored in."""
+    """A model in float32 on the CPU, and the dtype its weights were stored in."""
 
     model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
     stored_dtype: torch.dtype
 
 
@@ -40,6 +39,17 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         raise ModelError(f"{path}: the tokenizer cannot be loaded: {_first_line(error)}") from error
 
 
+def load_config(path: str) -> Any:
+    """The folder's config, of a model that can be trained as far as a config shows. Raises ModelError."""
+    _check_folder(path)
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+    except Exception as error:
+        raise ModelError(f"{path}: config.json cannot be read: {_first_line(error)}") from error
+    check_config(config, path)
+    return config
+
+
 def load(path: str) -> Loaded:
     """Load a model folder, with our attention under the model.
 
@@ -47,13 +57,7 @@ def load(path: str) -> Loaded:
         ModelError: no folder, no config, no or incomplete weights, NaN in the weights, or a model that cannot be
             packed correctly.
     """
-    _check_folder(path)
-    tokenizer = load_tokenizer(path)
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except Exception as error:
-        raise ModelError(f"{path}: config.json cannot be read: {_first_line(error)}") from error
-    check_config(config, path)
+    config = load_config(path)
     if not any((Path(path) / name).exists() for name in _WEIGHT_FILES):
         raise ModelError(f"{path}: no weights found (looked for {', '.join(_WEIGHT_FILES)}).")
     try:
@@ -70,7 +74,7 @@ def load(path: str) -> Loaded:
     _check_weights(model, info, path)
     check_modules(model, path)
     model.train()  # one mode for scoring and training, so that both run the same code; there is no dropout
-    return Loaded(model, tokenizer, _stored_dtype(config))
+    return Loaded(model, _stored_dtype(config))
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype) -> None:

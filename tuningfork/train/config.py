@@ -14,7 +14,7 @@ class TrainConfig:
 
     learning_rate: Annotated[float, Field(gt=0)] = 5.0e-7
     """Peak learning rate."""
-    epochs: Annotated[float, Field(gt=0)] = 1
+    epochs: Annotated[float, Field(gt=0)] = 1.0
     """Passes over the data; may be a fraction."""
     max_steps: Annotated[int, Field(ge=1)] | None = None
     """Train exactly this many steps instead of `epochs`."""
@@ -36,7 +36,7 @@ class TrainConfig:
     """AdamW's epsilon."""
     activation_checkpointing: bool = False
     """Recompute each decoder block in the backward pass: less memory, about a third more compute."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the data order."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if there is a GPU."""
@@ -46,7 +46,7 @@ class TrainConfig:
 class OutputConfig:
     """What a run writes, and when."""
 
-    dir: str = "runs/first"
+    dir: Annotated[str, Field(min_length=1)] = "runs/first"
     """The run folder. An existing one is continued with --resume, otherwise refused; never overwritten."""
     save_every: Annotated[int, Field(ge=1)] = 100
     """Steps between checkpoints; the last step is always saved."""

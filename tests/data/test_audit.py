@@ -1,0 +1,189 @@
+"""The whole way from file to token examples: every row is used or listed, and the account adds up."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.data.tiny_tokenizers import CHATML, INST, REWRITING, byte_bpe
+from tuningfork.data.audit import CHUNK, dataset_digest, prepare, report_dict
+from tuningfork.data.config import DataConfig
+from tuningfork.errors import DataError
+from tuningfork.records import Source, TokenAnswer, TokenExample
+
+NONE = DataConfig(template="none")
+
+
+def write(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    path = folder / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def pair(prompt: str, chosen: str, rejected: str) -> dict[str, str]:
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def test_transcripts_end_to_end(tmp_path: Path) -> None:
+    """A small file with every fault of the real one, through a template with strict roles."""
+    talk = "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: {}\n\nAssistant:{}"
+    twice = "\n\nHuman: Hi\n\nAssistant: Hello\n\nAssistant:{}"
+    rows = [
+        {"chosen": talk.format("q", " yes"), "rejected": talk.format("q", " no")},
+        {"chosen": talk.format("q", " same"), "rejected": talk.format("q", " same")},
+        {"chosen": talk.format("q", " yes"), "rejected": talk.format("q", "")},
+        {"chosen": talk.format("q", " yes"), "rejected": talk.format("r", " no")},
+        {"chosen": twice.format(" a"), "rejected": twice.format(" b")},
+        {"chosen": talk.format("q", " yes"), "rejected": talk.format("q", " " + 200 * "n")},
+        {"chosen": talk.format("z", " 1"), "rejected": talk.format("z", " 2")},
+        {"chosen": talk.format("z", " "), "rejected": talk.format("z", " 2")},
+    ]
+    path = write(tmp_path, rows)
+    tokenizer = byte_bpe(chat_template=INST)
+    examples, report = prepare(path, tokenizer, DataConfig(max_length=100), 260)
+    assert [e.source.row for e in examples] == [1, 7]
+    first = examples[0]
+    assert tokenizer.decode(first.prompt_ids) == "<s>[INST] Hi [/INST] Hello </s>[INST] q [/INST]"
+    assert [tokenizer.decode(a.ids[a.mask]) for a in first.answers] == [" yes </s>", " no </s>"]
+    assert report_dict(report)["dropped_rows"][-2] == {
+        "file": str(path),
+        "row": 6,
+        "reason": "longer than max_length",
+        "detail": "prompt 42, answers 6 and 203 tokens; data.max_length is 100",
+    }
+    assert [(row.row, row.reason) for row in report.dropped_rows] == [
+        (2, "chosen equals rejected"),
+        (3, "empty answer"),
+        (4, "prompts differ"),
+        (5, "the chat template refuses the conversation"),
+        (6, "longer than max_length"),
+        (8, "empty answer"),
+    ]
+    assert (report.rows_read, report.used, sum(report.dropped.values())) == (8, 2, 6)
+    # The same turns as plain text: the template cannot object, and nothing is added but EOS.
+    plain, report = prepare(path, tokenizer, NONE, 260)
+    assert [e.source.row for e in plain] == [1, 5, 6, 7]
+    assert tokenizer.decode(plain[1].prompt_ids) == "\n\nHuman: Hi\n\nAssistant: Hello\n\nAssistant:"
+    assert tokenizer.decode(plain[1].answers[1].ids) == " b</s>"
+
+
+def test_the_limit_holds_for_the_longer_of_the_answers_and_to_the_token(tmp_path: Path) -> None:
+    # byte tokens: prompt 6, answer 3 + EOS
+    rows = [
+        pair("123456", "abc", "d"),
+        pair("123456", "d", "abc"),
+        pair("1234567", "abc", "d"),
+        pair("1", "a", "b" * 99),
+    ]
+    path = write(tmp_path, rows)
+    for limit, kept in ((10, [1, 2]), (11, [1, 2, 3]), (101, [1, 2, 3, 4])):
+        examples, report = prepare(path, byte_bpe(), replace(NONE, max_length=limit), 260)
+        assert [e.source.row for e in examples] == kept
+        assert max(e.longest for e in examples) <= limit
+        assert report.dropped == ({"longer than max_length": 4 - len(kept)} if len(kept) < 4 else {})
+
+
+def test_a_prompt_as_long_as_the_limit_is_listed_and_not_trained_on(tmp_path: Path) -> None:
+    path = write(tmp_path, [pair("x" * 10, "a", "b"), pair("x", "a", "b")])
+    examples, report = prepare(path, byte_bpe(), replace(NONE, max_length=10), 260)
+    assert [e.source.row for e in examples] == [2]
+    assert report.dropped_rows[0].detail == "prompt 10, answers 2 and 2 tokens; data.max_length is 10"
+
+
+def test_answers_without_a_token_that_counts_and_answers_equal_as_tokens(tmp_path: Path) -> None:
+    tokenizer = byte_bpe(eos=None)
+    path = write(tmp_path, [pair("", "ab", "c"), pair("q", "a", "b")])
+    examples, report = prepare(path, tokenizer, NONE, 260)
+    assert [e.source.row for e in examples] == [2]
+    assert [(row.reason, row.detail) for row in report.dropped_rows] == [
+        ("no token of an answer counts", "answer 1 of 2")
+    ]
+    path = write(tmp_path, [pair("q", "a ", "a"), pair("q", "a", "b")])  # the template trims
+    _, report = prepare(path, byte_bpe(chat_template=INST), DataConfig(), 260)
+    assert report.dropped == {"chosen equals rejected": 1}
+
+
+def test_a_template_that_rewrites_earlier_turns_costs_only_the_rows_concerned(tmp_path: Path) -> None:
+    several = [
+        {"role": "assistant", "content": "a"},
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": "b"},
+    ]
+    path = write(tmp_path, [pair("q", "a", "b"), {"prompt": "q", "chosen": several, "rejected": "c"}])
+    examples, report = prepare(path, byte_bpe(chat_template=REWRITING), DataConfig(), 260)
+    assert [e.source.row for e in examples] == [1]
+    assert report.dropped == {"the chat template rewrites earlier turns": 1}
+
+
+def test_nothing_left_is_an_error_with_reasons_and_counts(tmp_path: Path) -> None:
+    path = write(tmp_path, [pair("q", "a", ""), pair("q", "", "b"), pair("q" * 20, "a", "b")])
+    with pytest.raises(DataError) as caught:
+        prepare(path, byte_bpe(), replace(NONE, max_length=5), 260)
+    assert str(caught.value) == (
+        f"{path}: none of its 3 rows can be used: 2 x empty answer (first: row 1, rejected); "
+        "1 x longer than max_length (first: row 3, prompt 20, answers 2 and 2 tokens; data.max_length is 5). "
+        "Mend the rows or change the settings named here."
+    )
+
+
+def test_order_chunks_and_progress(tmp_path: Path) -> None:
+    rows = [pair(f"p{i}", "a", "b" if i % 3 else "a") for i in range(2 * CHUNK)]
+    calls: list[tuple[int, int]] = []
+    path = write(tmp_path, rows)
+    examples, report = prepare(path, byte_bpe(), NONE, 260, progress=lambda done, total: calls.append((done, total)))
+    assert [e.source.row for e in examples] == [i + 1 for i in range(2 * CHUNK) if i % 3]
+    assert report.dropped == {"chosen equals rejected": len(rows) - len(examples)}
+    assert calls == [(CHUNK, len(examples)), (len(examples), len(examples))]
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused_before_the_file_is_read(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="embeds only the ids below 100"):
+        prepare(tmp_path / "missing.jsonl", byte_bpe(), NONE, 100)
+    with pytest.raises(DataError, match="no chat template"):
+        prepare(tmp_path / "missing.jsonl", byte_bpe(), DataConfig(), 260)
+    with pytest.raises(DataError, match="no such file"):
+        prepare(tmp_path / "missing.jsonl", byte_bpe(), NONE, 260)
+
+
+def test_the_report_is_plain_data(tmp_path: Path) -> None:
+    path = write(tmp_path, [pair("q", "a", "b"), pair("q", "a", "")])
+    _, report = prepare(path, byte_bpe(chat_template=CHATML), DataConfig(), 260)
+    expected = {
+        "rows_read": 2,
+        "used": 1,
+        "dropped": {"empty answer": 1},
+        "dropped_rows": [{"file": str(path), "row": 2, "reason": "empty answer", "detail": "rejected"}],
+    }
+    assert json.loads(json.dumps(report_dict(report))) == expected
+
+
+def example(prompt: list[int], *answers: tuple[list[int], list[int]], row: int = 1) -> TokenExample:
+    made = tuple(TokenAnswer(np.array(ids, np.int32), np.array(mask, bool)) for ids, mask in answers)
+    return TokenExample(Source("f", row), np.array(prompt, np.int32), made)
+
+
+def test_the_digest_sees_ids_masks_cuts_and_order_and_nothing_else() -> None:
+    a = example([1, 2], ([3], [1]), ([4, 5], [1, 1]))
+    b = example([6], ([7], [1]), ([8], [1]))
+    variants = [
+        [a, b],
+        [b, a],
+        [a],
+        [example([1, 9], ([3], [1]), ([4, 5], [1, 1])), b],
+        [example([1, 2], ([3], [1]), ([4, 5], [0, 1])), b],
+        [example([1], ([2, 3], [1, 1]), ([4, 5], [1, 1])), b],
+        [example([1, 2], ([3, 4], [1, 1]), ([5], [1])), b],
+        [example([1, 2], ([4, 5], [1, 1]), ([3], [1])), b],
+        [],
+    ]
+    digests = [dataset_digest(variant) for variant in variants]
+    assert len(set(digests)) == len(variants) and {len(d) for d in digests} == {32}
+    moved = example([1, 2], ([3], [1]), ([4, 5], [1, 1]), row=99)
+    assert dataset_digest([moved, b]) == digests[0] == dataset_digest(iter([a, b]))
+    # fixed for good: a run that is resumed by a later version must find its data unchanged
+    assert digests[0] == "e66965eee8168ad3d34665cc3e190f70"

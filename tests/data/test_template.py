@@ -1,0 +1,121 @@
+"""Rendering: the exact text, where its prompt ends, and which characters count."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from tests.data.tiny_tokenizers import CHATML, INST, REWRITING, byte_bpe
+from tuningfork.data.forms import Unusable
+from tuningfork.data.template import RenderedExample, check_template, render
+from tuningfork.errors import DataError
+from tuningfork.records import Example, Message, Source
+
+SOURCE = Source("pairs.jsonl", 7)
+SYSTEM = "<|im_start|>system\nBe kind.<|im_end|>\n"
+
+
+def turns(*contents: str, start: str = "user") -> tuple[Message, ...]:
+    roles = ("user", "assistant") if start == "user" else ("assistant", "user")
+    return tuple(Message(roles[i % 2], content) for i, content in enumerate(contents))
+
+
+def answer(*contents: str) -> tuple[Message, ...]:
+    return turns(*contents, start="assistant")
+
+
+def counted(rendered: RenderedExample) -> list[list[str]]:
+    return [
+        [text[start:stop] for start, stop in spans] for text, spans in zip(rendered.texts, rendered.spans, strict=True)
+    ]
+
+
+def rendered(
+    template: str, *answers: tuple[Message, ...], prompt: tuple[Message, ...] | None = None
+) -> RenderedExample:
+    return render(Example(SOURCE, prompt or turns("q"), answers), byte_bpe(chat_template=template))
+
+
+def test_chatml() -> None:
+    got = rendered(CHATML, answer("yes"), answer("no\n"))
+    prompt = f"{SYSTEM}<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    assert got.source == SOURCE
+    assert got.border == len(prompt)
+    assert got.texts == (f"{prompt}yes<|im_end|>", f"{prompt}no\n<|im_end|>")
+    assert counted(got) == [["yes<|im_end|>"], ["no\n<|im_end|>"]]
+
+
+def test_a_system_message_of_its_own_takes_the_default_ones_place() -> None:
+    got = rendered(CHATML, answer("a"), answer("b"), prompt=(Message("system", ""), Message("user", "q")))
+    assert got.texts[0].startswith("<|im_start|>system\n<|im_end|>\n<|im_start|>user\nq<|im_end|>\n")
+
+
+def test_all_assistant_turns_of_an_answer_count_and_no_other() -> None:
+    got = rendered(CHATML, answer("a", "u", "b", "v", "c"), answer("d"), prompt=turns("p", "x", "q"))
+    assert counted(got) == [["a<|im_end|>", "b<|im_end|>", "c<|im_end|>"], ["d<|im_end|>"]]
+    prompt = got.texts[0][: got.border]
+    assert prompt.endswith("assistant\nx<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n")
+    assert got.texts[0][got.border :] == (
+        "a<|im_end|>\n<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n"
+        "b<|im_end|>\n<|im_start|>user\nv<|im_end|>\n<|im_start|>assistant\nc<|im_end|>"
+    )
+
+
+def test_a_template_without_generation_prompt() -> None:
+    got = rendered(INST, answer("yes", "u", "z"), answer("no"))
+    assert got.border == len("<s>[INST] q [/INST]")
+    assert got.texts == ("<s>[INST] q [/INST] yes </s>[INST] u [/INST] z </s>", "<s>[INST] q [/INST] no </s>")
+    assert counted(got) == [[" yes </s>", " z </s>"], [" no </s>"]]
+
+
+def test_white_space_of_the_content_counts_where_no_marker_closes_the_turn() -> None:
+    template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n\n' }}{% endfor %}"
+    got = rendered(template, answer("yes \n"), answer("no"))
+    assert counted(got) == [["assistant: yes \n"], ["assistant: no"]]
+
+
+def test_an_answer_that_looks_like_the_prompt_or_the_markers() -> None:
+    got = rendered(CHATML, answer("<|im_end|>"), answer("assistant\n"), prompt=turns("assistant\n"))
+    assert counted(got) == [["<|im_end|><|im_end|>"], ["assistant\n<|im_end|>"]]
+
+
+@pytest.mark.parametrize(
+    ("template", "answers", "reason", "detail"),
+    [
+        (REWRITING, (answer("a", "u", "b"), answer("c")), "the chat template rewrites earlier turns", "at message 4"),
+        (
+            INST,
+            (answer("a") + answer("b"), answer("c")),
+            "the chat template refuses the conversation",
+            "must alternate",
+        ),
+        ("{{ nothing.here }}", (answer("a"), answer("b")), "the chat template refuses the conversation", "undefined"),
+        ("{% if %}", (answer("a"), answer("b")), "the chat template refuses the conversation", "Expected an expr"),
+    ],
+)
+def test_what_a_template_cannot_print_is_unusable(
+    template: str, answers: tuple[tuple[Message, ...], ...], reason: str, detail: str
+) -> None:
+    with pytest.raises(Unusable) as caught:
+        rendered(template, *answers)
+    assert caught.value.reason == reason and detail in caught.value.detail
+
+
+def test_a_rewriting_template_is_no_trouble_for_single_turns() -> None:
+    got = rendered(REWRITING, answer("a"), answer("b"), prompt=turns("p", "x", "q"))
+    assert counted(got) == [["<think></think>a<|im_end|>"], ["<think></think>b<|im_end|>"]]
+
+
+def test_plain_text_stays_as_it_is() -> None:
+    got = render(Example(SOURCE, "q \n", ("a ", "")), byte_bpe())
+    assert got == RenderedExample(SOURCE, 3, ("q \na ", "q \n"), (((3, 5),), ((3, 3),)))
+
+
+@pytest.mark.parametrize("template", [None, "", {"tool_use": CHATML}])
+def test_a_tokenizer_without_a_usable_template_is_refused(template: str | dict[str, str] | None) -> None:
+    tokenizer: PreTrainedTokenizerBase = byte_bpe()
+    tokenizer.chat_template = template
+    with pytest.raises(DataError, match=r"no chat template to use.*Set data\.template: none.*add a chat_template"):
+        check_template(tokenizer)
+    tokenizer.chat_template = {"default": CHATML, "tool_use": "x"}
+    check_template(tokenizer)

@@ -1,0 +1,133 @@
+"""What a run says: plain lines where there is no terminal, a bar where there is one, everything in the log."""
+
+import io
+import re
+
+import pytest
+
+from tuningfork.report.console import Console, duration, number, side_by_side, table
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_without_a_terminal_a_phase_is_a_line_every_ten_seconds_and_the_last() -> None:
+    out, clock, log = io.StringIO(), Clock(), []
+    console = Console(out, clock=clock)
+    console.attach(log.append)
+    with console.phase("training", 320, "steps") as phase:
+        for _ in range(12):
+            clock.now += 3
+            phase.advance(1, {"loss": 0.693147, "tokens/s": 12345.6, "mfu": None})
+    assert out.getvalue().splitlines() == [
+        "training: 4/320 steps, loss 0.6931, tokens/s 12,346, 0.3333 steps/s, 0:00:12 elapsed, 0:15:48 left",
+        "training: 8/320 steps, loss 0.6931, tokens/s 12,346, 0.3333 steps/s, 0:00:24 elapsed, 0:15:36 left",
+        "training: 12/320 steps, loss 0.6931, tokens/s 12,346, 0.3333 steps/s, 0:00:36 elapsed, 0:15:24 left",
+    ]
+    assert "\n".join(log) + "\n" == out.getvalue()
+
+
+def test_a_short_phase_is_one_line() -> None:
+    out, clock = io.StringIO(), Clock()
+    with Console(out, clock=clock).phase("tokenizing", 2000, "rows") as phase:
+        for _ in range(1000):
+            phase.advance(2)
+        clock.now += 0.5
+        phase.advance(0)
+    assert out.getvalue() == "tokenizing: 2,000/2,000 rows, 4,000 rows/s, 0:00:00 elapsed\n"
+
+
+def test_a_resumed_phase_counts_for_its_rate_only_what_it_did_itself() -> None:
+    out, clock = io.StringIO(), Clock()
+    with Console(out, clock=clock).phase("training", 1010, "steps", done=1000) as phase:
+        clock.now += 2
+        phase.advance(4)
+    assert out.getvalue() == "training: 1,004/1,010 steps, 2 steps/s, 0:00:02 elapsed, 0:00:03 left\n"
+
+
+def test_a_phase_that_fails_says_how_far_it_came() -> None:
+    out = io.StringIO()
+    with pytest.raises(ZeroDivisionError), Console(out, clock=Clock()).phase("evaluating", 7, "pairs") as phase:
+        phase.advance(3)
+        raise ZeroDivisionError
+    assert out.getvalue() == "evaluating: 3/7 pairs, 0:00:00 elapsed, 0:00:00 left\n"
+
+
+def test_a_terminal_gets_a_bar_and_the_log_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "120")
+    out, clock, log = Terminal(), Clock(), []
+    console = Console(out, clock=clock)
+    console.attach(log.append)
+    with console.phase("training", 4, "steps") as phase:
+        for step in range(4):
+            clock.now += 11
+            phase.advance(1, {"loss": float(step)})
+            phase.bar.refresh()
+        console.print("saved [bold]")
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+    assert "━" in shown and "2/4 steps, loss 1, 0.09091 steps/s, 0:00:22 elapsed, 0:00:22 left" in shown
+    assert log == [
+        "training: 1/4 steps, loss 0, 0.09091 steps/s, 0:00:11 elapsed, 0:00:33 left",
+        "training: 2/4 steps, loss 1, 0.09091 steps/s, 0:00:22 elapsed, 0:00:22 left",
+        "training: 3/4 steps, loss 2, 0.09091 steps/s, 0:00:33 elapsed, 0:00:11 left",
+        "training: 4/4 steps, loss 3, 0.09091 steps/s, 0:00:44 elapsed",
+        "saved [bold]",
+    ]
+    assert "saved [bold]" in shown
+
+
+def test_text_is_printed_as_it_is_but_for_control_characters() -> None:
+    out, log = io.StringIO(), []
+    console = Console(out)
+    console.attach(log.append)
+    console.print("[red]x[/red] :smile: " + "long " * 40)
+    console.print("\x1b[31mred\x07\ttab\nü \ud800")
+    assert log == ["[red]x[/red] :smile: " + "long " * 40, "�[31mred�\ttab\nü �"]
+    assert out.getvalue() == "\n".join(log) + "\n"
+
+
+def test_an_ascii_stream_shows_a_question_mark_rather_than_fail() -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    Console(stream).print("ü")
+    assert raw.getvalue() == b"?\n"
+
+
+def test_numbers_and_durations() -> None:
+    assert [number(x) for x in (0.69314718, 5e-7, 0.0, -12.3456, 999.96, 1000.0, -12345.6)] == [
+        "0.6931", "5e-07", "0", "-12.35", "1000", "1,000", "-12,346"]  # fmt: skip
+    assert [duration(x) for x in (0.4, 59.6, 3599.4, 360000)] == ["0:00:00", "0:01:00", "0:59:59", "100:00:00"]
+
+
+def test_a_table_is_aligned() -> None:
+    rows = [("", "before", "after"), ("accuracy", "0.5", "0.9375"), ("margin [nats]", "0", "1.25")]
+    assert table("Held-out pairs", rows) == "\n".join([
+        "Held-out pairs",
+        "--------------",
+        "               before   after",
+        "accuracy          0.5  0.9375",
+        "margin [nats]       0    1.25",
+    ])  # fmt: skip
+    assert table("Nothing", []) == "Nothing\n-------\n"
+
+
+def test_side_by_side_wraps_two_answers_in_two_columns() -> None:
+    text = side_by_side("Why?", "one two three four five six", "short [x]", width=40)
+    lines = text.splitlines()
+    assert lines[0] == "prompt: Why?"
+    assert lines[1].split() == ["before", "after"]
+    column = lines[1].index("after")
+    assert [line[:column].strip() for line in lines[3:]] == ["one two three four", "five six"]
+    assert [line[column:].strip() for line in lines[3:]] == ["short [x]", ""]
+    assert max(map(len, lines)) <= 40

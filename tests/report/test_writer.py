@@ -1,0 +1,155 @@
+"""What a run leaves on disk survives kills, resumes and full disks."""
+
+import errno
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from tuningfork.errors import NonFiniteError, RunFolderError
+from tuningfork.report.writer import RunWriter, read_metrics, write_json, write_text
+
+
+def board(folder: Path, tag: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def steps(folder: Path) -> list[int]:
+    return [json.loads(text)["step"] for text in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_line_is_on_disk_at_once_and_the_folder_holds_all_three_records(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "first"
+    with RunWriter(folder) as writer:
+        writer.line({"step": 1, "loss": 0.1, "mfu": None})
+        writer.log("hello ü \udc80")
+        assert (folder / "metrics.jsonl").read_text() == '{"step": 1, "loss": 0.1, "mfu": null}\n'
+        assert (folder / "log.txt").read_text() == "hello ü \\udc80\n"
+        assert board(folder, "loss") == [(1, pytest.approx(0.1))]
+        writer.scalars(1, {"loss": 0.25, "rewards/margin": None}, prefix="eval/")
+        assert board(folder, "eval/loss") == [(1, 0.25)]
+    assert read_metrics(folder / "metrics.jsonl") == [{"step": 1, "loss": 0.1, "mfu": None}]
+
+
+def test_a_fresh_run_refuses_a_folder_with_metrics(tmp_path: Path) -> None:
+    RunWriter(tmp_path).close()
+    with pytest.raises(RunFolderError, match="Add --resume to continue that run"):
+        RunWriter(tmp_path)
+
+
+def test_resuming_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+    with RunWriter(tmp_path) as writer:
+        for step in range(1, 8):
+            writer.line({"step": step, "loss": step / 3})
+        writer.log("first")
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "lo')  # torn by a kill
+
+    with RunWriter(tmp_path, resume_at_step=5) as writer:
+        assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": step, "loss": step / 3} for step in range(1, 6)]
+        for step in range(6, 9):
+            writer.line({"step": step, "loss": 100 + step})
+        writer.log("second")
+
+    assert steps(tmp_path) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [value for _, value in board(tmp_path, "loss")] == pytest.approx(
+        [1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 106, 107, 108]
+    )
+    assert (tmp_path / "log.txt").read_text() == "first\nsecond\n"
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_resuming_before_the_first_checkpoint_or_without_metrics(tmp_path: Path) -> None:
+    with RunWriter(tmp_path) as writer:
+        writer.line({"step": 1, "loss": 1.0})
+    for folder in (tmp_path, tmp_path / "new"):
+        with RunWriter(folder, resume_at_step=0) as writer:
+            writer.line({"step": 1, "loss": 2.0})
+        assert read_metrics(folder / "metrics.jsonl") == [{"step": 1, "loss": 2.0}]
+
+
+@pytest.mark.parametrize("tail", [b'{"step": 2, "loss"', b'{"step": 2', b"{", b"\0\0\0", b'{"step": 2}'])
+def test_only_a_last_line_may_be_torn(tmp_path: Path, tail: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + tail)
+    whole = tail.endswith(b"}")  # the kill came between a line and its newline
+    assert read_metrics(path) == [{"step": 1}, {"step": 2}][: 1 + whole]
+    with RunWriter(tmp_path, resume_at_step=9) as writer:
+        writer.line({"step": 3})
+    assert steps(tmp_path) == ([1, 2, 3] if whole else [1, 3])
+
+
+@pytest.mark.parametrize("bad", ["{torn", "7", '{"loss": 1}', '{"step": null}', ""])
+def test_a_damaged_line_elsewhere_is_an_error(tmp_path: Path, bad: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{bad}\n{{"step": 3}}\n')
+    with pytest.raises(RunFolderError, match="line 2 is no line of metrics"):
+        RunWriter(tmp_path, resume_at_step=3)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3  # untouched
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_json_cannot_say_is_refused_before_it_is_written(tmp_path: Path, value: float) -> None:
+    with RunWriter(tmp_path) as writer:
+        with pytest.raises(NonFiniteError, match=f"step 3: rewards/margin is {value}"):
+            writer.line({"step": 3, "rewards/margin": value})
+        assert (tmp_path / "metrics.jsonl").read_text() == ""
+    with pytest.raises(NonFiniteError, match="nan or infinite"):
+        write_json(tmp_path / "summary.json", {"a": [value]})
+    assert not (tmp_path / "summary.json").exists()
+
+
+def test_json_is_readable_and_whole(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "summary.json"
+    value = {"text": "ü\n", "lone": "\udc80", "number": 1 / 3, "none": None}
+    write_json(path, value)
+    assert json.loads(path.read_text()) == value
+    assert '"ü\\n"' in path.read_text() and path.read_text().endswith("}\n")
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "summary.json"
+    write_text(path, "old")
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(RunFolderError) as caught:
+        write_text(path, "new")
+    assert str(caught.value) == (
+        f"{path} cannot be written: No space left on device. "
+        "Make room or permit it, then continue with --resume; or choose another output.dir."
+    )
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["summary.json"]
+
+
+def test_a_crash_before_the_rename_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "summary.json"
+    write_text(path, "old")
+
+    def killed(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            write_text(path, "new")
+    assert path.read_text() == "old"
+    write_text(path, "newer")  # over what the crash left beside it
+    assert path.read_text() == "newer"
+    assert os.listdir(tmp_path) == ["summary.json"]
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunFolderError, match="file/run cannot be written: Not a directory"):
+        RunWriter(tmp_path / "file" / "run")

@@ -1,0 +1,393 @@
+"""Recipes and flags: one set of rules for both, and messages that say what, where and what instead."""
+
+import re
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import pytest
+import yaml
+from pydantic import ConfigDict, TypeAdapter
+
+from tuningfork import config as config_module
+from tuningfork.config import (
+    REQUIRED,
+    SETTINGS,
+    RunConfig,
+    check,
+    differences,
+    from_yaml,
+    load_run_config,
+    settings,
+    to_yaml,
+)
+from tuningfork.errors import ConfigError
+from tuningfork.recipe import parse_scalar, split_flags, to_text
+
+BOTH = ["--model.path", "m", "--data.train", "d.jsonl"]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def load(text: str | None = None, *flags: str) -> RunConfig:
+    """The config of a recipe with `text`, and flags. The required keys are given by flag."""
+    if text is not None:
+        Path("r.yaml").write_text(text)
+    named = {flag.partition("=")[0] for flag in flags}
+    given = [f"--{key}=m" for key in REQUIRED if f"--{key}" not in named]
+    return load_run_config(Path("r.yaml") if text is not None else None, [*given, *flags], "tuningfork train")
+
+
+def error(text: str | None = None, *flags: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(text, *flags)
+    return str(caught.value)
+
+
+# What can be set
+
+
+def another(hint: Any, default: Any) -> Any:
+    """A valid value of a setting that is not its default."""
+    if get_origin(hint) is Annotated:
+        hint = hint.__origin__
+    if get_origin(hint) is Literal:
+        return next(value for value in get_args(hint) if value != default)
+    if get_args(hint):
+        return another(get_args(hint)[0], default)
+    if hint is str:
+        return f"{default}-other"
+    if hint is bool:
+        return not default
+    return {int: (default and default * 2) or 7, float: default / 2 if default else 0.25}[hint]
+
+
+# What must stand beside a setting for it to be read at all.
+NEEDS = {"data.max_length": ["--pack.tokens", "8192"], "objective.gamma": ["--objective.name", "simpo"]}
+
+
+@pytest.mark.parametrize("key", SETTINGS)
+def test_every_setting_can_be_given_in_a_recipe_and_as_a_flag_which_wins(key: str) -> None:
+    section, _, name = key.partition(".")
+    before = settings(load(None, *NEEDS.get(key, [])))[key]
+    value = another(SETTINGS[key], RunConfig().__dict__[section].__dict__[name])
+    text = value if isinstance(value, str) else yaml.safe_dump(value).split("\n")[0]
+
+    by_flag = load(None, f"--{key}", text, *NEEDS.get(key, []))
+    assert settings(by_flag)[key] == value != before
+    assert type(settings(by_flag)[key]) is type(value)
+
+    Path("r.yaml").write_text(to_text({section: {name: value}}))
+    if key not in REQUIRED:
+        by_recipe = load_run_config(Path("r.yaml"), [*BOTH, *NEEDS.get(key, [])], "tuningfork train")
+        assert differences(by_recipe, load(None, *BOTH, *NEEDS.get(key, []))).keys() == {key}
+        flag = before if isinstance(before, str) else yaml.safe_dump(before).split("\n")[0]
+        back = load_run_config(Path("r.yaml"), [*BOTH, f"--{key}={flag}", *NEEDS.get(key, [])], "tuningfork train")
+        assert settings(back)[key] == before
+
+
+def test_the_settings_are_sections_of_plain_values_whose_defaults_are_valid() -> None:
+    for section in fields(RunConfig):
+        assert is_dataclass(getattr(RunConfig(), section.name))
+    for key, default in settings(RunConfig()).items():
+        if key not in REQUIRED:
+            value = TypeAdapter(SETTINGS[key], config=ConfigDict(strict=True)).validate_python(default)
+            assert (value, type(value)) == (default, type(default)), key
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("train.learning_rate", "5e-7", 5e-7),
+        ("train.learning_rate", "1E-05", 1e-5),
+        ("train.learning_rate", "1", 1.0),
+        ("train.learning_rate", ".5", 0.5),
+        ("train.epochs", "3", 3.0),
+        ("train.seed", "010", 10),
+        ("train.max_steps", "null", None),
+        ("train.max_grad_norm", "null", None),
+        ("train.max_grad_norm", "~", None),
+        ("pack.share_prompt", "false", False),
+        ("pack.share_prompt", "False", False),
+        ("pack.share_prompt", "true", True),
+        ("model.compile", "on", "on"),
+        ("data.template", "none", "none"),
+        ("data.eval", "null", None),
+    ],
+)
+def test_a_value_reads_the_same_in_a_recipe_and_as_a_flag(key: str, text: str, value: Any) -> None:
+    section, _, name = key.partition(".")
+    for loaded in (load(f"{section}:\n  {name}: {text}\n"), load(None, f"--{key}", text)):
+        assert (settings(loaded)[key], type(settings(loaded)[key])) == (value, type(value))
+
+
+@pytest.mark.parametrize("text", ["7", "1e5", "true", "on", "2024-01-01", "a: b", "[x", "#1", "-x", "ü b"])
+def test_text_needs_no_quotes_as_a_flag(text: str) -> None:
+    assert load(None, f"--data.train={text}").data.train == text
+    assert load(None, "--data.eval", text).data.eval == text
+    assert load(None, "--output.dir", text).output.dir == text
+
+
+def test_flags_take_an_equals_sign_and_hyphens() -> None:
+    assert load(None, "--train.max-grad-norm=0.5", "--train.warmup_ratio=0").train.max_grad_norm == 0.5
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "message"),
+    [
+        ("objective.beta", "-1", "objective.beta is -1; allowed: a number, greater than 0."),
+        ("objective.beta", "0", "objective.beta is 0; allowed: a number, greater than 0."),
+        ("objective.beta", "much", "objective.beta is the text 'much'; allowed: a number, greater than 0."),
+        ("objective.beta", "null", "objective.beta is null; allowed: a number, greater than 0."),
+        ("objective.beta", "true", "objective.beta is true; allowed: a number, greater than 0."),
+        ("train.learning_rate", ".inf", "train.learning_rate is .inf; allowed: a number, greater than 0."),
+        ("objective.gamma", ".nan", "objective.gamma is .nan; allowed: a number, at least 0, or null."),
+        ("objective.label_smoothing", "0.5",
+         "objective.label_smoothing is 0.5; allowed: a number, at least 0 and less than 0.5."),
+        ("train.max_steps", "10.0", "train.max_steps is 10.0; allowed: a whole number, at least 1, or null."),
+        ("train.max_steps", "None",
+         "train.max_steps is the text 'None'; allowed: a whole number, at least 1, or null."),
+        ("train.examples_per_step", "true",
+         "train.examples_per_step is true; allowed: a whole number, at least 1."),
+        ("pack.share_prompt", "yes", "pack.share_prompt is the text 'yes'; allowed: true or false."),
+        ("pack.share_prompt", "1", "pack.share_prompt is 1; allowed: true or false."),
+        ("model.dtype", "bfloat", "model.dtype is the text 'bfloat'; "
+         "allowed: one of auto, bfloat16, float32. Did you mean bfloat16?"),
+        ("model.dtype", "int8", "model.dtype is the text 'int8'; allowed: one of auto, bfloat16, float32."),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_gets_the_same_message_in_a_recipe_and_as_a_flag(key: str, text: str, message: str) -> None:
+    section, _, name = key.partition(".")
+    assert error(f"{section}:\n  {name}: {text}\n") == f"r.yaml: {message}"
+    assert error(None, f"--{key}", text) == f"command line: {message}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train:\n  lerning_rate: 1e-6", "train.lerning_rate is not a setting; did you mean train.learning_rate?"),
+        ("trian:\n  seed: 1", "trian.seed is not a setting; did you mean train.seed?"),
+        ("train:\n  beta: 1", "train.beta is not a setting; did you mean objective.beta?"),
+        ("learning_rate: 1", "learning_rate is not a setting; did you mean train.learning_rate?"),
+        ("zzz: 1", "zzz is not a setting; the sections are model, data, objective, pack, reference, train, output."),
+        ("1: 1", "1 is not a setting; the sections are model, data, objective, pack, reference, train, output."),
+        ("train.seed: 1", "train.seed is written with a dot; in a recipe, seed stands below train."),
+        ("train: 3", "train is 3; allowed: settings below it, such as train.learning_rate."),
+        ("train: [seed]", "train is a list; allowed: settings below it, such as train.learning_rate."),
+        ("train:\n  seed: {a: 1}",
+         "train.seed is a mapping; allowed: a whole number, at least 0 and less than 4294967296."),
+        ('train:\n  learning_rate: "5e-7"',
+         "train.learning_rate is the text '5e-7'; allowed: a number, greater than 0."),
+        ("model:\n  path: 7", "model.path is 7; allowed: text."),
+        ("output:\n  dir: ''", "output.dir is the text ''; allowed: text that is not empty."),
+        ("- train", "r.yaml is a list; allowed: the sections model, data, objective, pack, reference, train, output."),
+        ("hm",
+         "r.yaml is the text 'hm'; allowed: the sections model, data, objective, pack, reference, train, output."),
+        ("", "r.yaml is empty. A recipe gives settings, for example:\n  model:\n    path: ./model"),
+        ("# nothing\n", "r.yaml is empty. A recipe gives settings, for example:\n  model:\n    path: ./model"),
+        ("train:\n  seed: 1\n  seed: 2", "line 3, column 3: seed is given twice (first in line 2); keep one."),
+        ("train: {seed: 1}\npack: {}\ntrain: {}",
+         "line 3, column 1: train is given twice (first in line 1); keep one."),
+        ("train:\n  seed: [1\n",
+         "line 3, column 1: while parsing a flow sequence, expected ',' or ']', but got '<stream end>'."),
+        ("train:\n\tseed: 1\n",
+         "line 2, column 1: while scanning for the next token, found character '\\t' that cannot start any token."),
+        ("? [a]\n: 1", "line 1, column 3: while constructing a mapping, found unhashable key."),
+        ("train: !!python/name:os.system",
+         "line 1, column 8: could not determine a constructor for the tag 'tag:yaml.org,2002:python/name:os.system'."),
+    ],
+)  # fmt: skip
+def test_a_wrong_recipe(text: str, message: str) -> None:
+    assert error(text) == (message if message.startswith("r.yaml") else f"r.yaml: {message}")
+
+
+def test_everything_wrong_is_said_at_once() -> None:
+    assert error("objective: {beta: -1}\ntrain: {sed: 1}\npack: 3\n").splitlines() == [
+        "r.yaml: pack is 3; allowed: settings below it, such as pack.tokens.",
+        "r.yaml: objective.beta is -1; allowed: a number, greater than 0.",
+        "r.yaml: train.sed is not a setting; did you mean train.seed?",
+    ]
+
+
+def test_a_section_may_be_empty() -> None:
+    assert load("train:\n  # seed: 3\npack: {tokens: 9000}\n").pack.tokens == 9000
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--train.lerning_rate", "1"], "--train.lerning_rate is not a setting; did you mean --train.learning_rate?"),
+        (["--learning_rate", "1"], "--learning_rate is not a setting; did you mean --train.learning_rate?"),
+        (["--resum"], "--resum is not a setting; did you mean --resume?"),
+        (["--train", "1"], "--train is a section; name a setting in it, such as --train.learning_rate."),
+        (["--train.seed"], "--train.seed needs a value: a whole number, at least 0 and less than 4294967296."),
+        (["--pack.share_prompt", "--train.seed", "1"], "--pack.share_prompt needs a value: true or false."),
+        (["--train.max_steps="],
+         "command line: train.max_steps is the text ''; allowed: a whole number, at least 1, or null."),
+        (["--data.eval", ""], "command line: data.eval is the text ''; allowed: text that is not empty, or null."),
+        (["--train.seed", "1", "--train.seed", "2"], "--train.seed is given twice; keep one."),
+        (["more.yaml"], "'more.yaml' is not expected here. Settings are given as --train.seed 3."),
+    ],
+)  # fmt: skip
+def test_a_wrong_flag(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(None, flags, "tuningfork train", options=["--resume"])
+    assert str(caught.value) == message
+
+
+def test_a_recipe_that_cannot_be_read() -> None:
+    Path("recipes").mkdir()
+    Path("recipes/first-run.yaml").touch()
+    Path("latin.yaml").write_bytes(b"model: {path: \xfc}")
+    for path, message in {
+        "recipes/first_run.yml": "recipes/first_run.yml: there is no such recipe. Did you mean recipes/first-run.yaml?",
+        "recipes/zzz": "recipes/zzz: there is no such recipe.",
+        "nowhere/r.yaml": "nowhere/r.yaml: there is no folder nowhere.",
+        "recipes": "recipes cannot be read: Is a directory.",
+        "latin.yaml": "latin.yaml is not UTF-8 text (byte 14). A recipe is a YAML file.",
+    }.items():
+        with pytest.raises(ConfigError) as caught:
+            load_run_config(Path(path), [], "tuningfork train")
+        assert str(caught.value) == message
+
+
+def test_required_settings() -> None:
+    cases = {
+        "": "model.path and data.train must be set, in the recipe or by flag; "
+        "for example: --model.path ./model --data.train ./pairs.jsonl",
+        "--data.train=d": "model.path must be set, in the recipe or by flag; for example: --model.path ./model",
+        "--model.path=m": "data.train must be set, in the recipe or by flag; for example: --data.train ./pairs.jsonl",
+    }
+    for flag, message in cases.items():
+        with pytest.raises(ConfigError) as caught:
+            load_run_config(None, [flag] if flag else [], "tuningfork train")
+        assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--objective.name ipo --objective.label_smoothing 0.1",
+         "objective.label_smoothing is 0.1, but objective.name ipo does not use it. "
+         "Remove it, or choose dpo or dpo_norm."),
+        ("--objective.gamma 0", "objective.gamma is 0.0, but objective.name dpo does not use it. "
+         "Remove it, or choose simpo."),
+        ("--objective.name simpo --reference.cache c",
+         "reference.cache is c, but objective.name simpo has no reference. Remove it."),
+        ("--pack.tokens 4095", "pack.tokens is 4095, but two answers of data.max_length 2048 need 4096. "
+         "Raise pack.tokens to 4096 or lower data.max_length to 2047."),
+    ],
+)  # fmt: skip
+def test_settings_that_contradict_each_other(flags: str, message: str) -> None:
+    assert error(None, *flags.split()) == message
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--objective.label_smoothing 0.1", "--objective.name dpo_norm --objective.label_smoothing 0.1",
+     "--objective.name simpo --objective.gamma 0", "--objective.name simpo", "--pack.tokens 4096"],
+)  # fmt: skip
+def test_settings_that_go_together(flags: str) -> None:
+    check(load(None, *flags.split()))
+
+
+# Saving, comparing, splitting, help
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["on", "yes", "No", "null", "~", "true", "5e-7", "1:30", "2024-01-01", "010", "0x10", "1_000", ".inf", "<<", "=",
+     " x ", "a: b", "- a", "#x", "'", '"', "ü\n\tx", "!x", "&a", "*a", "%", "@", "\x85", "x" * 300],
+)  # fmt: skip
+def test_any_text_survives_saving(text: str) -> None:
+    config = load()
+    config.output.dir = text
+    saved = to_yaml(config)
+    assert from_yaml(saved, "saved") == config
+    assert yaml.safe_load(saved)["output"]["dir"] == text  # and any other reader of YAML sees the same
+
+
+@pytest.mark.parametrize("number", [5e-7, 1e-8, 0.1, 1 / 3, 5e-324, 1.7976931348623157e308, 1e16, 1e22, 123456789.123])
+def test_floats_survive_saving_to_the_last_bit(number: float) -> None:
+    config = load()
+    config.train.learning_rate = number
+    loaded = from_yaml(to_yaml(config), "saved")
+    assert loaded == config
+    assert loaded.train.learning_rate.hex() == number.hex()
+    assert parse_scalar(repr(number)) == number
+
+
+def test_a_saved_config_loads_as_a_recipe() -> None:
+    config = load("train: {learning_rate: 5e-7, max_grad_norm: null}\nmodel: {compile: on}\n", "--train.seed", "3")
+    Path("config.yaml").write_text(to_yaml(config))
+    assert load_run_config(Path("config.yaml"), [], "tuningfork train") == config
+    assert list(yaml.safe_load(to_yaml(config))) == [field.name for field in fields(RunConfig)]
+
+
+def test_differences() -> None:
+    a = load("train: {seed: 3}")
+    b = load("train: {max_grad_norm: null}")
+    assert differences(a, b) == {"train.seed": (3, 0), "train.max_grad_norm": (1.0, None)}
+    assert differences(a, a) == {}
+
+
+def test_split_parts_the_commands_own_arguments_from_settings() -> None:
+    own = ("--resume", "--name")
+    typed = "--train.seed 3 r.yaml --resume --a.b=1 --typo --name x --objective.beta -1"
+    assert split_flags(typed.split(), own) == (
+        ["r.yaml", "--resume", "--name", "x"],
+        ["--train.seed", "3", "--a.b=1", "--typo", "--objective.beta", "-1"],
+    )
+    assert split_flags(["r.yaml", "--help"], own) == (["r.yaml"], ["--help"])
+
+
+def test_help_shows_every_setting_with_the_values_of_the_recipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")  # one column of boxes
+    Path("r.yaml").write_text("train: {learning_rate: 3e-6, max_grad_norm: null}\ndata: {train: mine.jsonl}\n")
+    with pytest.raises(SystemExit) as caught:
+        load_run_config(Path("r.yaml"), ["--help"], "tuningfork train")
+    assert caught.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("usage: tuningfork train ")
+    shown: dict[str, str] = {}  # key -> its line and its meaning, as one line
+    for line in lines:
+        if match := re.match(r"[│ ] +--(\w+\.\w+) ", line):
+            key = match[1]
+            shown[key] = ""
+        if shown:
+            shown[key] += line.strip("│ ") + " "
+    assert list(shown) == list(SETTINGS)
+    for key, expected in {
+        "train.learning_rate": ["NUMBER", "Peak learning rate", "(default: 3.0e-06)"],
+        "train.max_grad_norm": ["NUMBER|null", "(default: null)"],
+        "pack.share_prompt": ["true|false", "(default: true)"],
+        "model.compile": ["auto|on|off", "(default: auto)"],
+        "train.max_steps": ["INTEGER|null", "(default: null)"],
+        "data.train": ["TEXT", "(default: mine.jsonl)"],
+        "model.path": ["TEXT", "(required)"],
+    }.items():
+        for part in expected:
+            assert part in shown[key], (key, part)
+
+
+def test_every_setting_has_a_meaning() -> None:
+    """A docstring below each field: it is what --help prints."""
+    import ast
+    import inspect
+
+    for section in fields(RunConfig):
+        room = type(getattr(RunConfig(), section.name))
+        module = ast.parse(inspect.getsource(inspect.getmodule(room) or config_module))
+        body = next(node for node in module.body if isinstance(node, ast.ClassDef) and node.name == room.__name__).body
+        for node, after in zip(body, [*body[1:], None], strict=True):
+            if isinstance(node, ast.AnnAssign):
+                documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and after.value.value
+                assert documented, f"{room.__name__}.{ast.unparse(node.target)}"

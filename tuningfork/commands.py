@@ -1,0 +1,137 @@
+"""What each command does, from a checked config to its last line on the screen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from tuningfork.config import RunConfig, differences, from_yaml, to_yaml
+from tuningfork.data.loader import build_packs
+from tuningfork.errors import ConfigError, ModelError
+from tuningfork.models.load import load, load_tokenizer
+from tuningfork.records import DataReport
+from tuningfork.report.console import Console, table
+from tuningfork.train import folder as run_folder
+from tuningfork.train.evaluate import Evaluation
+from tuningfork.train.evaluate import evaluate as evaluate_packs
+from tuningfork.train.loop import RunResult, run
+from tuningfork.train.setup import Data, Start, choose_compile, choose_device, open_reference, read_data, start_model
+
+
+def train(config: RunConfig, resume: bool) -> int:
+    """`tuningfork train`: the main job."""
+    console = Console()
+    folder = Path(config.output.dir)
+    run_folder.enter(
+        folder, resume, to_yaml(config), lambda old: differences(from_yaml(old, str(folder / "config.yaml")), config)
+    )
+    data, start, tokenizer = _prepare(config, console)
+    result = run(data, start, tokenizer, config.pack, config.reference, config.train, config.output, console)
+    if not result.finished:
+        return 130
+    console.print("\n" + summary(result, data))
+    return 0
+
+
+def reference(config: RunConfig) -> int:
+    """`tuningfork reference`: fill the reference cache and nothing else."""
+    console = Console()
+    data, start, _ = _prepare(config, console)
+    if not start.objective.needs_reference:
+        raise ConfigError(f"objective.name {config.objective.name} has no reference; there is nothing to score.")
+    start.objective.check([*data.train, *data.held_out])
+    examples = [*data.train, *data.held_out]
+    store = open_reference(start, config.pack.share_prompt, config.reference.cache, examples, data.limits, console)
+    console.print(f"{config.reference.cache}: {len(store):,} answers cached, all {len(examples):,} examples covered")
+    return 0
+
+
+def evaluate(config: RunConfig, policy: str | None) -> int:
+    """`tuningfork eval`: a trained model on the held-out pairs, against the recipe's reference."""
+    console = Console()
+    if config.data.eval is None:
+        raise ConfigError("data.eval must be set to evaluate; for example: --data.eval held_out.jsonl")
+    path = policy or str(Path(config.output.dir) / "model")
+    if not Path(path).is_dir():
+        raise ModelError(f"{path} is not a folder. Train first, or name a model folder with --policy.")
+    data, start, _ = _prepare(config, console)
+    store = None
+    if start.objective.needs_reference:
+        examples = data.held_out
+        store = open_reference(start, config.pack.share_prompt, config.reference.cache, examples, data.limits, console)
+    weights = load(path).model.state_dict()
+    try:
+        start.policy.model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ModelError(f"{path} is not a model of the same architecture as {config.model.path}: {error}") from None
+    with console.phase("evaluating", len(data.held_out), "pairs") as phase:
+        result = evaluate_packs(start, build_packs(data.held_out, data.limits), store, phase.advance)
+    console.print(table(f"{path} on {config.data.eval}", _evaluation_rows(None, result)))
+    return 0
+
+
+def summary(result: RunResult, data: Data) -> str:
+    """What a finished run ended with, as text."""
+    parts = [table("data", _data_rows("train", data.train_report) + _held_out_rows(data))]
+    if result.pairs_checked is not None:
+        parts.append(f"step-0 check: margin exactly 0 for all {result.pairs_checked} pairs of the first step")
+    if result.after is not None:
+        parts.append(table("held-out pairs", _evaluation_rows(result.before, result.after)))
+    if result.throughput:
+        rates = result.throughput
+        rows = [
+            ("steps", f"{result.steps_done:,}"),
+            ("tokens/s (prompt once per answer)", _number(rates["tokens_per_s"])),
+            ("unique tokens/s", _number(rates["unique_tokens_per_s"])),
+            ("examples/s", _number(rates["examples_per_s"])),
+            ("padding share", f"{rates['pad_share']:.1%}"),
+            ("model flops utilisation", "unknown peak" if rates["mfu"] is None else f"{rates['mfu']:.1%}"),
+        ]
+        if rates["warmup_steps"]:
+            rows.append(("warm-up (compilation), not in the rates", f"{rates['warmup_seconds']:.0f} s"))
+        parts.append(table("training", rows))
+    places = [
+        ("exported model", str(result.folder / "model")),
+        ("metrics", str(result.folder / "metrics.jsonl")),
+        ("data report", str(result.folder / "data_report.json")),
+        ("settings", str(result.folder / "config.yaml")),
+        ("log", str(result.folder / "log.txt")),
+    ]
+    parts.append(table("where everything lies", places))
+    return "\n\n".join(parts)
+
+
+def _prepare(config: RunConfig, console: Console) -> tuple[Data, Start, PreTrainedTokenizerBase]:
+    device = choose_device(config.train.device)
+    compiled = choose_compile(config.model.compile, device)
+    tokenizer = load_tokenizer(config.model.path)
+    data = read_data(config.model, config.data, config.pack, tokenizer, compiled, console)
+    start = start_model(config.model, config.objective, config.train, device, console)
+    return data, start, tokenizer
+
+
+def _data_rows(name: str, report: DataReport) -> list[tuple[str, str]]:
+    rows = [(f"{name}: rows read", f"{report.rows_read:,}"), (f"{name}: used", f"{report.used:,}")]
+    return rows + [(f"{name}: dropped, {reason}", f"{count:,}") for reason, count in report.dropped.items()]
+
+
+def _held_out_rows(data: Data) -> list[tuple[str, str]]:
+    return [] if data.held_out_report is None else _data_rows("held-out", data.held_out_report)
+
+
+def _evaluation_rows(before: Evaluation | None, after: Evaluation) -> list[tuple[str, ...]]:
+    """One row a number; with a column for the starting model if it was evaluated."""
+    rows: list[tuple[str, ...]] = [("", "before", "after") if before else ("", "")]
+    names = {"rewards/accuracy": "accuracy", "rewards/margin": "margin", "loss": "loss", "pairs": "pairs"}
+    for key, name in names.items():
+        values = [evaluation.as_dict()[key] for evaluation in (before, after) if evaluation is not None]
+        shown = [f"{value:.1%}" if name == "accuracy" else _number(value) for value in values]
+        rows.append((name, *shown))
+    return rows
+
+
+def _number(value: float | int | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3f}"

@@ -1,0 +1,173 @@
+"""Preference file -> rows: JSONL, JSON or Parquet, plain or gzipped, with the values exactly as the file has them.
+
+A file that cannot be used is a DataError that names file, line and column.
+"""
+
+from __future__ import annotations
+
+import difflib
+import gzip
+import json
+import shutil
+import tempfile
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow.parquet
+
+from tuningfork.errors import DataError
+
+Row = dict[str, Any]
+SUFFIXES = (".jsonl", ".json", ".parquet")
+
+
+def read_rows(path: str | Path) -> list[tuple[int, Row]]:
+    """All rows of a file with their numbers from 1: the line of a JSONL file, else the place in the file.
+
+    Values are exactly the file's. Raises DataError naming file, line and column where something is wrong.
+    """
+    path = Path(path)
+    suffix = _checked_suffix(path)
+    with _plain_twin(path, suffix) as (plain, folder), _quiet_library():
+        if plain.stat().st_size == 0:
+            raise DataError(f"{path}: the file is empty. Give a file with preference pairs.")
+        rows = _parquet_rows(path, plain, folder) if suffix == ".parquet" else _json_rows(path, plain, folder)
+    if not rows:
+        raise DataError(f"{path}: the file has no rows. Give a file with preference pairs.")
+    return rows
+
+
+def _checked_suffix(path: Path) -> str:
+    if path.is_dir():
+        inside = sorted(p.name for p in path.iterdir() if any(s in SUFFIXES for s in p.suffixes))[:5]
+        hint = f"Name one of its files: {', '.join(inside)}." if inside else f"It has no {', '.join(SUFFIXES)} file."
+        raise DataError(f"{path}: is a folder, not a file. {hint}")
+    if not path.exists():
+        names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, names, n=1)
+        hint = f"did you mean {path.parent / near[0]}?" if near else "check the path in the recipe."
+        where = "no such file" if path.parent.is_dir() else f"no such file, there is no folder {path.parent}"
+        raise DataError(f"{path}: {where}; {hint}")
+    suffix = (Path(path.stem) if path.suffix == ".gz" else path).suffix
+    if suffix not in SUFFIXES:
+        raise DataError(f"{path}: unknown suffix {suffix!r}. Give {', '.join(SUFFIXES)}, plain or with .gz.")
+    return suffix
+
+
+@contextmanager
+def _plain_twin(path: Path, suffix: str) -> Iterator[tuple[Path, Path]]:
+    """The file, unzipped, under a plain name in a fresh folder; yields (file, folder).
+
+    The library takes a path for a pattern, so `pairs[1].jsonl` would load another file; and its cache in the user's
+    home could answer with a file's old content. A name and a cache folder of our own rule out both.
+    """
+    with tempfile.TemporaryDirectory(prefix="tuningfork-") as name:
+        plain = Path(name) / f"rows{suffix}"
+        try:
+            with open(path, "rb") as file:
+                zipped = file.read(2) == b"\x1f\x8b"
+            if zipped:
+                with gzip.open(path) as file, open(plain, "wb") as out:
+                    shutil.copyfileobj(file, out)
+            else:
+                plain.symlink_to(path.resolve())
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise DataError(f"{path}: the gzip data is cut short or damaged ({error}). Copy the file again.") from error
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror or error}). Check the file's rights.") from error
+        yield plain, Path(name)
+
+
+@contextmanager
+def _quiet_library() -> Iterator[None]:
+    """No progress bars and no log lines from `datasets`: what it has to say is in our errors."""
+    level, silent = datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
+        if not silent:
+            datasets.enable_progress_bars()
+
+
+def _parquet_rows(path: Path, plain: Path, folder: Path) -> list[tuple[int, Row]]:
+    try:
+        if pyarrow.parquet.read_metadata(plain).num_rows == 0:  # the library fails on a table without rows
+            return []
+        table = datasets.Dataset.from_parquet(str(plain), cache_dir=str(folder), keep_in_memory=True)
+        return list(enumerate(table, 1))
+    except Exception as error:  # the library raises whatever its own libraries raise
+        raise DataError(f"{path}: is not a whole Parquet file ({_cause(error)}). Copy or write it again.") from error
+
+
+def _json_rows(path: Path, plain: Path, folder: Path) -> list[tuple[int, Row]]:
+    """Rows of JSON Lines, or of a .json file that is one array.
+
+    The library's text loader gives the lines and json the values. Its JSON loader would guess types for whole columns:
+    answers that look like dates become timestamps, a missing field becomes null, numbers change, blank lines vanish.
+    """
+    try:
+        table = datasets.Dataset.from_text(str(plain), cache_dir=str(folder), keep_in_memory=True, encoding="utf-8-sig")
+        lines: list[str] = table[:]["text"]
+    except Exception as error:  # the library raises whatever its own libraries raise
+        raise DataError(f"{path}: {_not_utf8(plain) or 'cannot be read as text'} ({_cause(error)}).") from error
+    whole = next((line for line in lines if line.strip()), "").lstrip().startswith("[") and plain.suffix == ".json"
+    if whole:
+        rows = _parsed(path, 1, "\n".join(lines))
+        numbered = list(enumerate(rows, 1))
+    else:
+        numbered = [(n, _parsed(path, n, line)) for n, line in enumerate(lines, 1) if line.strip()]
+    for number, row in numbered:
+        if not isinstance(row, dict):
+            place = "row" if whole else "line"
+            raise DataError(
+                f"{path}: {place} {number} is {kind_of(row)}, not an object with the fields of a preference pair."
+            )
+    return numbered
+
+
+def _parsed(path: Path, line: int, text: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_object)
+    except json.JSONDecodeError as error:
+        line += error.lineno - 1
+        place, what = f"line {line}", f"{error.msg}, column {error.colno}"
+    except (ValueError, RecursionError) as error:  # a field given twice; a number or a nesting beyond all use
+        place, what = f"line {line}", str(error)
+    raise DataError(
+        f"{path}: {place} is not JSON ({what}). Mend or remove it: a file has one object a line, "
+        "or (.json only) one array of objects."
+    )
+
+
+def _object(pairs: list[tuple[str, Any]]) -> Row:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"field {twice!r} is given twice")
+    return row
+
+
+def _not_utf8(plain: Path) -> str | None:
+    try:
+        plain.read_bytes().decode()
+    except UnicodeDecodeError as error:  # counted here, since the library's positions begin anew at every chunk
+        line = error.object.count(b"\n", 0, error.start) + 1
+        return f"line {line} is not UTF-8 text. Save the file as UTF-8"
+    return None
+
+
+def _cause(error: BaseException) -> str:
+    return str(error.__cause__ or error).strip().split("\n")[0]
+
+
+def kind_of(value: Any) -> str:
+    names = {str: "a string", dict: "an object", list: "a list", bool: "a boolean", int: "a number", float: "a number"}
+    return names.get(type(value), "null" if value is None else f"a {type(value).__name__}")

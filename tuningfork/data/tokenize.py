@@ -1,0 +1,106 @@
+"""Rendered text -> token ids: prompt once, each answer after it, and a mask over the tokens that count.
+
+A sequence is encoded whole, since tokens can merge across the border of prompt and answer: ids are never glued together
+from two encodings. The shared prompt is then what all of an example's encodings have in common before the border, and
+what the border cuts through belongs to the answer. Whether a token counts is decided by its characters, never by its
+id, so a pad token that is also the end token loses nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from tuningfork.data.template import RenderedExample, Span, check_template
+from tuningfork.errors import DataError
+from tuningfork.records import TokenAnswer, TokenExample
+
+
+class Encoder:
+    """Encodes rendered examples with one tokenizer.
+
+    template "chat": the text is all there is, BOS and end markers included. "none": a BOS in front where the tokenizer
+    itself would put one, and its EOS, which counts, behind each answer. Raises DataError for an unfit tokenizer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: Literal["chat", "none"]) -> None:
+        if not tokenizer.is_fast:
+            raise DataError(
+                f"The tokenizer {tokenizer.name_or_path or '(unnamed)'} is a slow one ({type(tokenizer).__name__}) and "
+                "cannot tell which characters a token covers. Use a model folder with a tokenizer.json."
+            )
+        self.bos = self.eos = np.empty(0, dtype=np.int32)
+        if template == "chat":
+            check_template(tokenizer)
+        else:
+            bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+            if bos is not None and tokenizer("").input_ids[:1] == [bos]:
+                self.bos = np.array([bos], dtype=np.int32)
+            if eos is not None:
+                self.eos = np.array([eos], dtype=np.int32)
+        # Post-processing may trim white space from a token's offsets, which would hide that it reaches over a border.
+        # It also adds special tokens, and those are not wanted here. The caller's tokenizer stays as it is.
+        self.tokenizer = copy.deepcopy(tokenizer)
+        self.tokenizer.backend_tokenizer.post_processor = None
+
+    def __call__(self, examples: Sequence[RenderedExample]) -> list[TokenExample]:
+        """Encode examples, all in one call of the tokenizer."""
+        texts = [text for example in examples for text in example.texts]
+        if not texts:
+            return []
+        encoded = self.tokenizer(
+            texts, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False
+        )
+        ids = iter(encoded["input_ids"])
+        offsets = iter(encoded["offset_mapping"])
+        return [self._split(e, [_Sequence(next(ids), next(offsets)) for _ in e.texts]) for e in examples]
+
+    def _split(self, example: RenderedExample, sequences: list[_Sequence]) -> TokenExample:
+        """Cut an example's sequences behind the prompt tokens that all of them share."""
+        p = min(sequence.tokens_before(example.border) for sequence in sequences)
+        for other in sequences[1:]:
+            differ = np.flatnonzero(sequences[0].ids[:p] != other.ids[:p])
+            p = int(differ[0]) if len(differ) else p
+        given = all(np.array_equal(sequence.ids[:1], self.bos) for sequence in sequences)
+        prompt_ids = sequences[0].ids[:p] if given else np.concatenate([self.bos, sequences[0].ids[:p]])
+        answers = tuple(self._answer(s, p, spans) for s, spans in zip(sequences, example.spans, strict=True))
+        return TokenExample(example.source, prompt_ids, answers)
+
+    def _answer(self, sequence: _Sequence, p: int, spans: Sequence[Span]) -> TokenAnswer:
+        ids, mask = sequence.ids[p:], sequence.covered(spans)[p:]
+        if not np.array_equal(ids[-1:], self.eos):
+            ids, mask = np.concatenate([ids, self.eos]), np.concatenate([mask, np.ones(len(self.eos), dtype=bool)])
+        return TokenAnswer(ids, mask)
+
+
+class _Sequence:
+    """One encoded text: `ids` int32 [n], `starts` and `stops` int64 [n], the characters that each token covers."""
+
+    def __init__(self, ids: list[int], offsets: list[tuple[int, int]]) -> None:
+        self.ids = np.array(ids, dtype=np.int32)
+        self.starts, self.stops = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+
+    def tokens_before(self, border: int) -> int:
+        """How many leading tokens end at or before the border."""
+        beyond = np.flatnonzero(self.stops > border)
+        return int(beyond[0]) if len(beyond) else len(self.ids)
+
+    def covered(self, spans: Sequence[Span]) -> np.ndarray:
+        """bool [n]: which tokens lie, even partly, in one of the spans."""
+        return np.any([(self.starts < stop) & (self.stops > start) for start, stop in spans], axis=0)
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Raise DataError where the tokenizer has ids that the model's embedding, of vocab_size rows, has not."""
+    vocabulary = tokenizer.get_vocab()
+    token = max(vocabulary, key=vocabulary.__getitem__)
+    if vocabulary[token] >= vocab_size:
+        raise DataError(
+            f"The tokenizer {tokenizer.name_or_path or '(unnamed)'} has token {token!r} with id {vocabulary[token]}, "
+            f"but the model embeds only the ids below {vocab_size}. Use the model's own tokenizer, or resize the "
+            "model's embeddings and save it."
+        )

@@ -1,0 +1,256 @@
+"""Reading recipes and flags: text -> dotted settings -> validated values.
+
+The YAML dialect is YAML 1.2's core: `5e-7` is a number, only `true` and `false` are booleans (`on` and `no` are text),
+and a key that stands twice is an error. A flag, `--train.learning_rate 5e-7`, is read exactly as if its value stood in
+the recipe, and checked by the same code. Which settings exist is read off the dataclasses.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from tuningfork.errors import ConfigError
+
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+_FLOAT = re.compile(
+    r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$"
+)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 core scalars, and no key twice."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  pyyaml's own name
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        first_line: dict[str, int] = {}
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in first_line:
+                problem = f"{key.value} is given twice (first in line {first_line[key.value]}); keep one"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            first_line[key.value] = key.start_mark.line + 1
+        return super().construct_mapping(node, deep=deep)
+
+    def scalar(self, text: str) -> Any:
+        """The value of one bare scalar."""
+        return self.construct_object(yaml.ScalarNode(self.resolve(yaml.ScalarNode, text, (True, False)), text))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes any text that YAML 1.1 *or* our loader would read as something else."""
+
+
+_TAG = "tag:yaml.org,2002:"
+_Loader.add_implicit_resolver(_TAG + "null", re.compile(r"(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
+_Loader.add_implicit_resolver(_TAG + "bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+_Loader.add_implicit_resolver(_TAG + "int", re.compile(r"[-+]?[0-9]{1,4000}$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(_TAG + "float", _FLOAT, list("-+.0123456789"))
+_Loader.add_constructor(_TAG + "int", lambda loader, node: int(loader.construct_scalar(node)))  # pyyaml: 010 is 8
+_Dumper.add_representer(
+    str, lambda dumper, text: dumper.represent_scalar(_TAG + "str", text, style=None if text.isprintable() else '"')
+)
+_Dumper.add_implicit_resolver(_TAG + "float", _FLOAT, list("-+.0123456789"))
+
+
+def parse_scalar(text: str) -> Any:
+    """One value as it would stand in a recipe: ``"5e-7"`` -> 5e-07, ``"null"`` -> None, ``"chat"`` -> "chat"."""
+    return _Loader("").scalar(text)
+
+
+def to_text(values: Mapping[str, Any]) -> str:
+    """YAML that `parse` reads back exactly, floats to the last bit."""
+    return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False)
+
+
+def read(path: Path) -> str:
+    """The text of a recipe file. Raises ConfigError where there is none, naming the file that was probably meant."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        folder = path.parent
+        if not folder.is_dir():
+            raise ConfigError(f"{path}: there is no folder {folder}.") from None
+        near = difflib.get_close_matches(path.name, [entry.name for entry in folder.iterdir()], n=1, cutoff=0.5)
+        hint = f" Did you mean {folder / near[0]}?" if near else ""
+        raise ConfigError(f"{path}: there is no such recipe.{hint}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}). A recipe is a YAML file.") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+
+
+def parse(text: str, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted key -> validated value, for the keys that the YAML `text` gives. `settings` maps each key to its type.
+
+    Raises ConfigError, with one line for everything that is wrong. `name` says where the text comes from.
+    """
+    try:
+        tree = yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise ConfigError(f"{name}: {where}{', '.join(filter(None, (error.context, error.problem)))}.") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name}: not YAML ({' '.join(str(error).split())}).") from None
+    if tree is None:
+        raise ConfigError(f"{name} is empty. A recipe gives settings, for example:\n  model:\n    path: ./model")
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{name} is {found(tree)}; allowed: the sections {', '.join(_sections(settings))}.")
+
+    given: dict[str, Any] = {}
+    wrong: list[str] = []
+    for section, content in tree.items():
+        if isinstance(content, dict):
+            given |= {f"{section}.{key}": value for key, value in content.items()}
+        elif section not in _sections(settings):
+            wrong.append(unknown(str(section), settings))
+        elif content is not None:  # a section whose lines are all commented out is null, and fine
+            example = _first(section, settings)
+            wrong.append(f"{section} is {found(content)}; allowed: settings below it, such as {example}.")
+    return validate(given, settings, f"{name}: ", wrong)
+
+
+def parse_flags(flags: Sequence[str], settings: Mapping[str, Any], options: Collection[str] = ()) -> dict[str, Any]:
+    """Dotted key -> validated value. Takes `--key value` and `--key=value`, and hyphens for underscores.
+
+    Raises ConfigError. `options` are the command's other flags, for the suggestion when a name is unknown.
+    """
+    given: dict[str, Any] = {}
+    rest = list(flags)
+    while rest:
+        flag = rest.pop(0)
+        if not flag.startswith("--"):
+            raise ConfigError(f"{flag!r} is not expected here. Settings are given as --train.seed 3.")
+        name, equals, text = flag[2:].partition("=")
+        key = name.replace("-", "_")
+        if key not in settings:
+            raise ConfigError(unknown(name, settings, "--", [option.lstrip("-") for option in options]))
+        if key in given:
+            raise ConfigError(f"--{name} is given twice; keep one.")
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise ConfigError(f"--{name} needs a value: {allowed(settings[key])}.")
+            text = rest.pop(0)
+        given[key] = _value(text, settings[key])
+    return validate(given, settings, "command line: ")
+
+
+def split_flags(arguments: Sequence[str], own: Collection[str]) -> tuple[list[str], list[str]]:
+    """(the command's own arguments, flags that are settings). `own` are its options, such as "--resume".
+
+    Every other `--name value` is taken for a setting; a mistyped one meets `parse_flags`, which names the nearest.
+    """
+    mine: list[str] = []
+    flags: list[str] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if argument in ("-h", "--help"):
+            flags.append(argument)
+        elif argument.startswith("--") and argument.partition("=")[0] not in own:
+            flags.append(argument)
+            if "=" not in argument and rest and not rest[0].startswith("--"):
+                flags.append(rest.pop(0))
+        else:
+            mine.append(argument)
+    return mine, flags
+
+
+def validate(
+    given: Mapping[str, Any], settings: Mapping[str, Any], prefix: str, wrong: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Each value in its setting's type. Raises one ConfigError with a line, led by `prefix`, for everything wrong."""
+    wrong, values = list(wrong), {}
+    for key, value in given.items():
+        if key not in settings:
+            wrong.append(unknown(key, settings))
+            continue
+        try:
+            values[key] = TypeAdapter(settings[key], config=_STRICT).validate_python(value)
+        except (ValidationError, OverflowError):
+            near = difflib.get_close_matches(str(value), _choices(settings[key]), n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            wrong.append(f"{key} is {found(value)}; allowed: {allowed(settings[key])}.{hint}")
+    if wrong:
+        raise ConfigError("\n".join(prefix + line for line in wrong))
+    return values
+
+
+def unknown(key: str, settings: Mapping[str, Any], dashes: str = "", others: Iterable[str] = ()) -> str:
+    """What to say about a key that does not exist: the nearest one that does, by its own name first."""
+    if key in _sections(settings):
+        return f"{dashes}{key} is a section; name a setting in it, such as {dashes}{_first(key, settings)}."
+    names = [*settings, *others]
+    same_name = [name for name in names if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    near = same_name or difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    if not near:
+        return f"{dashes}{key} is not a setting; the sections are {', '.join(_sections(settings))}."
+    if near[0] == key:  # "train.seed: 1" on one line
+        section, _, name = key.partition(".")
+        return f"{key} is written with a dot; in a recipe, {name} stands below {section}."
+    return f"{dashes}{key} is not a setting; did you mean {dashes}{near[0]}?"
+
+
+def settings_of(config: type) -> dict[str, Any]:
+    """Dotted key -> type with its constraints, for a dataclass of section dataclasses."""
+    return {
+        f"{section}.{name}": hint
+        for section, room in get_type_hints(config).items()
+        for name, hint in get_type_hints(room, include_extras=True).items()
+    }
+
+
+def allowed(hint: Any) -> str:
+    """The values that a setting may have, in words."""
+    if get_origin(hint) is Annotated:
+        base, *_ = get_args(hint)
+        words = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
+        limits = [
+            f"{word} {getattr(rule, name)}"
+            for rule in getattr(hint.__metadata__[0], "metadata", [])
+            for name, word in words.items()
+            if hasattr(rule, name)
+        ]
+        if base is str:
+            return "text that is not empty"
+        return f"{allowed(base)}, {' and '.join(limits)}" if limits else allowed(base)
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(get_args(hint))}"
+    if arms := get_args(hint):  # T | None
+        return f"{allowed(arms[0])}, or null"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[hint]
+
+
+def found(value: Any) -> str:
+    """A value from a recipe, as a message names it."""
+    if isinstance(value, str):
+        return f"the text {value!r}"
+    if isinstance(value, (dict, list)):
+        return "a mapping" if isinstance(value, dict) else "a list"
+    return yaml.dump(value, Dumper=_Dumper).removesuffix("...\n").strip()
+
+
+def _choices(hint: Any) -> list[str]:
+    return list(get_args(hint)) if get_origin(hint) is Literal else []
+
+
+def _sections(settings: Mapping[str, Any]) -> list[str]:
+    return list(dict.fromkeys(key.partition(".")[0] for key in settings))
+
+
+def _first(section: str, settings: Mapping[str, Any]) -> str:
+    return next(key for key in settings if key.startswith(f"{section}."))
+
+
+def _value(text: str, hint: Any) -> Any:
+    """A flag's text as the recipe's value. Where a setting is text, `7` is text without quotes; nothing is not null."""
+    value = parse_scalar(text)
+    is_text = hint is str or any(str in (arm, *get_args(arm)) for arm in get_args(hint))
+    return text if text == "" or (is_text and value is not None) else value

@@ -1,0 +1,134 @@
+"""The reference cache: answer log-probs of the frozen model, under the hash of exactly what was scored.
+
+A folder holds `fingerprint.json` and shards of rows. Shards are written whole and never changed, so a kill loses at
+most the rows not flushed yet, several runs may fill one folder, and the cache grows when the data does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+import zipfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from tuningfork.errors import ReferenceMismatch
+from tuningfork.files import whole_file
+from tuningfork.records import TokenExample
+from tuningfork.reference.fingerprint import differences
+
+_KEY_BYTES = 16
+
+
+class ReferenceStore:
+    """Reference log-probs by content. One folder serves one fingerprint."""
+
+    def __init__(self, folder: Path, fingerprint: dict[str, str]) -> None:
+        """Open a cache folder, or start one.
+
+        Raises:
+            ReferenceMismatch: the folder belongs to another fingerprint, or a shard of it is damaged.
+        """
+        self.folder = folder
+        self._rows: dict[bytes, float] = {}
+        self._new: dict[bytes, float] = {}
+        path = folder / "fingerprint.json"
+        if path.exists():
+            _check_fingerprint(path, fingerprint)
+        else:
+            with whole_file(path) as file:
+                file.write(json.dumps(fingerprint, indent=2).encode() + b"\n")
+        for shard in sorted(folder.glob("rows-*.npz")):
+            self._rows.update(_read_shard(shard))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def missing(self, examples: Iterable[TokenExample]) -> list[TokenExample]:
+        """The examples of which an answer is not cached, each content once."""
+        found: dict[bytes, TokenExample] = {}
+        for example in examples:
+            keys = _keys(example)
+            if any(key not in self._rows for key in keys):
+                found.setdefault(b"".join(keys), example)
+        return list(found.values())
+
+    def add(self, examples: Sequence[TokenExample], logps: Sequence[float]) -> None:
+        """Keep the log-probs of all answers of these examples, in order. `flush` brings them to the disk."""
+        keys = [key for example in examples for key in _keys(example)]
+        for key, logp in zip(keys, logps, strict=True):
+            if not np.isfinite(logp):
+                raise ReferenceMismatch(f"{self.folder}: the reference gives a log-prob of {logp}; nothing was stored.")
+            self._rows[key] = self._new[key] = float(logp)
+
+    def flush(self) -> None:
+        """Write what was added since the last flush as one new shard."""
+        if not self._new:
+            return
+        keys = np.frombuffer(b"".join(self._new), dtype=np.uint8).reshape(-1, _KEY_BYTES)
+        logps = np.fromiter(self._new.values(), dtype=np.float64)
+        with whole_file(self.folder / f"rows-{uuid.uuid4().hex[:12]}.npz") as file:
+            np.savez(file, keys=keys, logps=logps, digest=_digest(keys, logps))
+        self._new.clear()
+
+    def lookup(self, examples: Sequence[TokenExample]) -> np.ndarray:
+        """Log-probs of all answers of these examples, float64 [A].
+
+        Raises:
+            ReferenceMismatch: an answer is not cached. A hole is never filled with a number.
+        """
+        logps = [[self._rows.get(key) for key in _keys(example)] for example in examples]
+        holes = [example.id for example, row in zip(examples, logps, strict=True) if None in row]
+        if holes:
+            raise ReferenceMismatch(
+                f"{self.folder}: {len(holes)} of {len(examples)} examples are not in the cache, first {holes[0]}. "
+                "Build it with: tuningfork reference <recipe>."
+            )
+        return np.array([logp for row in logps for logp in row], dtype=np.float64)
+
+
+def answer_key(prompt_ids: np.ndarray, ids: np.ndarray, mask: np.ndarray) -> bytes:
+    """The hash of exactly what is scored: prompt ids, answer ids, and which answer tokens count."""
+    digest = hashlib.blake2b(len(prompt_ids).to_bytes(8, "little"), digest_size=_KEY_BYTES)
+    for part, dtype in ((prompt_ids, np.int32), (ids, np.int32), (mask, np.bool_)):
+        digest.update(np.ascontiguousarray(part, dtype=dtype).tobytes())
+    return digest.digest()
+
+
+def _keys(example: TokenExample) -> list[bytes]:
+    return [answer_key(example.prompt_ids, answer.ids, answer.mask) for answer in example.answers]
+
+
+def _check_fingerprint(path: Path, ours: dict[str, str]) -> None:
+    try:
+        theirs = json.loads(path.read_text())
+    except ValueError:
+        raise ReferenceMismatch(f"{path} is damaged. Remove the folder {path.parent} to build it anew.") from None
+    different = differences(ours, theirs)
+    if different:
+        lines = [
+            f"  {name}: this run has {mine!r}, the cache was built with {other!r}" for name, mine, other in different
+        ]
+        raise ReferenceMismatch(
+            f"{path.parent} holds the reference log-probs of another set-up:\n" + "\n".join(lines) + "\n"
+            "They would not equal this run's. Choose another reference.cache, or remove that folder to build it anew."
+        )
+
+
+def _read_shard(path: Path) -> dict[bytes, float]:
+    try:
+        with np.load(path, allow_pickle=False) as shard:
+            keys, logps, digest = shard["keys"], shard["logps"], shard["digest"]
+        intact = bytes(digest) == bytes(_digest(keys, logps)) and len(keys) == len(logps)
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        intact = False
+    if not intact:
+        raise ReferenceMismatch(f"{path} is damaged. Remove that file: its rows are then scored again.")
+    return {key.tobytes(): float(logp) for key, logp in zip(keys, logps, strict=True)}
+
+
+def _digest(keys: np.ndarray, logps: np.ndarray) -> np.ndarray:
+    return np.frombuffer(hashlib.blake2b(keys.tobytes() + logps.tobytes(), digest_size=16).digest(), dtype=np.uint8)

@@ -1,0 +1,197 @@
+"""What every number of metrics.jsonl means, and the one accumulator that makes a line of them.
+
+A line covers all steps since the line before it. Every rate divides by the wall time of exactly those steps, so
+tokens/s does not depend on how often lines are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+METRICS: dict[str, str] = {
+    "step": "The last optimizer step that the line covers, counted from 1.",
+    "epoch": "Passes over the training data after that step; 0.5 is half of the first.",
+    "loss": "Mean loss over the examples of the line, the SFT term included, nats (ipo, ipo_sum: nats squared).",
+    "lr": "Learning rate of the last step.",
+    "grad_norm": "Global gradient norm before clipping, mean over the steps of the line.",
+    "examples": "Examples trained on in this line.",
+    "tokens": "Their tokens as a plain trainer counts them: the prompt once per answer.",
+    "unique_tokens": "Their tokens as they were computed: with a shared prompt, the prompt once per example.",
+    "answer_tokens": "Tokens whose log-prob counts in the loss.",
+    "pad_share": "Padding rows / all rows of the packs.",
+    "rewards/chosen": "Mean reward of the chosen answers, nats: beta x log-ratio to the reference, a token's mean for "
+    "dpo_norm and ipo; beta x mean log-prob of a token for simpo.",
+    "rewards/rejected": "The same for the rejected answers.",
+    "rewards/margin": "Mean of (reward of chosen - reward of rejected), nats.",
+    "rewards/accuracy": "Share of pairs whose chosen answer has the higher reward; a tie counts half.",
+    "logps/chosen": "Mean log-prob of a whole chosen answer under the model, summed over its tokens, nats.",
+    "logps/rejected": "The same for the rejected answers.",
+    "step_s": "Mean wall seconds of a step, waiting for data included; evaluation and checkpoints excluded.",
+    "data_s": "Mean seconds of a step spent waiting for data.",
+    "examples_per_s": "examples / wall seconds of the steps of the line.",
+    "tokens_per_s": "tokens / the same seconds.",
+    "unique_tokens_per_s": "unique_tokens / the same seconds.",
+    "mfu": "Model flops of the line / the same seconds / peak flops of all devices; null where the peak is unknown.",
+    "peak_memory_gib": "Most device memory held at once during the line, GiB; null on a CPU.",
+}
+"""Key -> definition with its unit, in the order in which a line gives them."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairSums:
+    """Sums over `pairs` preference pairs: rewards and margins in nats, `correct` in pairs, logps in nats."""
+
+    pairs: int = 0
+    reward_chosen: float = 0.0
+    reward_rejected: float = 0.0
+    margin: float = 0.0
+    correct: float = 0.0
+    logp_chosen: float = 0.0
+    logp_rejected: float = 0.0
+
+    def __add__(self, other: PairSums) -> PairSums:
+        return PairSums(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def means(self) -> dict[str, float | None]:
+        """The rewards/* and logps/* of METRICS; all null where there is no pair."""
+        sums = {
+            "rewards/chosen": self.reward_chosen,
+            "rewards/rejected": self.reward_rejected,
+            "rewards/margin": self.margin,
+            "rewards/accuracy": self.correct,
+            "logps/chosen": self.logp_chosen,
+            "logps/rejected": self.logp_rejected,
+        }
+        return {key: total / self.pairs if self.pairs else None for key, total in sums.items()}
+
+
+def pair_statistics(
+    rewards_chosen: Iterable[float],
+    rewards_rejected: Iterable[float],
+    logps_chosen: Iterable[float],
+    logps_rejected: Iterable[float],
+) -> PairSums:
+    """The sums of some pairs, from one number per pair in each argument (lists or one-dimensional CPU tensors)."""
+    total = PairSums()
+    for values in zip(rewards_chosen, rewards_rejected, logps_chosen, logps_rejected, strict=True):
+        chosen, rejected, logp_chosen, logp_rejected = map(float, values)
+        margin = chosen - rejected
+        correct = 0.5 if margin == 0 else float(margin > 0)
+        total += PairSums(1, chosen, rejected, margin, correct, logp_chosen, logp_rejected)
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one optimizer step did, added up over its packs and over all ranks."""
+
+    step: int  # counted from 1, over the whole run, resumed or not
+    epoch: float
+    lr: float
+    grad_norm: float  # before clipping
+    examples: int
+    loss_sum: float  # the loss of the step x its examples
+    tokens: int  # as a plain trainer counts them: the prompt once per answer
+    unique_tokens: int
+    answer_tokens: int
+    rows: int  # of the packs, padding included
+    pad_rows: int
+    seconds: float  # wall time of the whole step, measured after the device has finished it; data_seconds included
+    data_seconds: float  # of these, waiting for data
+    model_flops: float  # necessary work only, as models/flops.py counts it
+    pairs: PairSums = PairSums()  # empty where examples are no pairs
+    peak_memory_bytes: int | None = None  # of the fullest device during the step; None on a CPU
+    compiled: bool = False  # something was compiled or tuned in this step, so its time says nothing about speed
+
+
+@dataclass(slots=True)
+class Sums:
+    """What can be added up about some steps, and the rates that follow from it."""
+
+    steps: int = 0
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    examples: int = 0
+    tokens: int = 0
+    unique_tokens: int = 0
+    answer_tokens: int = 0
+    rows: int = 0
+    pad_rows: int = 0
+    seconds: float = 0.0
+    data_seconds: float = 0.0
+    model_flops: float = 0.0
+    pairs: PairSums = PairSums()
+    peak_memory_bytes: int | None = None
+
+    def add(self, step: StepResult) -> None:
+        self.steps += 1
+        self.loss += step.loss_sum
+        self.grad_norm += step.grad_norm
+        self.examples += step.examples
+        self.tokens += step.tokens
+        self.unique_tokens += step.unique_tokens
+        self.answer_tokens += step.answer_tokens
+        self.rows += step.rows
+        self.pad_rows += step.pad_rows
+        self.seconds += step.seconds
+        self.data_seconds += step.data_seconds
+        self.model_flops += step.model_flops
+        self.pairs += step.pairs
+        if step.peak_memory_bytes is not None:
+            self.peak_memory_bytes = max(step.peak_memory_bytes, self.peak_memory_bytes or 0)
+
+    @property
+    def pad_share(self) -> float | None:
+        return self.pad_rows / self.rows if self.rows else None
+
+    @property
+    def peak_memory_gib(self) -> float | None:
+        return None if self.peak_memory_bytes is None else self.peak_memory_bytes / 2**30
+
+    def rates(self, peak_flops: float | None) -> dict[str, float | None]:
+        """The *_per_s and mfu of METRICS; null where no time was spent or the peak is unknown."""
+        per_s = {
+            "examples_per_s": self.examples,
+            "tokens_per_s": self.tokens,
+            "unique_tokens_per_s": self.unique_tokens,
+            "mfu": self.model_flops / peak_flops if peak_flops else None,
+        }
+        return {key: amount / self.seconds if self.seconds and amount is not None else None
+                for key, amount in per_s.items()}  # fmt: skip
+
+
+class Interval:
+    """The steps since the last line of metrics.jsonl. `peak_flops` is that of all devices together, if known."""
+
+    def __init__(self, peak_flops: float | None) -> None:
+        self.peak_flops = peak_flops
+        self.sums = Sums()
+        self.last: StepResult | None = None
+
+    def add(self, step: StepResult) -> None:
+        self.sums.add(step)
+        self.last = step
+
+    def take(self) -> dict[str, float | int | None]:
+        """One line with exactly the keys of METRICS, and a fresh start. At least one step must have been added."""
+        last, sums = self.last, self.sums
+        assert last is not None, "no step since the last line"
+        self.last, self.sums = None, Sums()
+        return {
+            "step": last.step,
+            "epoch": last.epoch,
+            "loss": sums.loss / sums.examples,
+            "lr": last.lr,
+            "grad_norm": sums.grad_norm / sums.steps,
+            "examples": sums.examples,
+            "tokens": sums.tokens,
+            "unique_tokens": sums.unique_tokens,
+            "answer_tokens": sums.answer_tokens,
+            "pad_share": sums.pad_share,
+            **sums.pairs.means(),
+            "step_s": sums.seconds / sums.steps,
+            "data_s": sums.data_seconds / sums.steps,
+            **sums.rates(self.peak_flops),
+            "peak_memory_gib": sums.peak_memory_gib,
+        }

@@ -1,0 +1,128 @@
+"""What a run leaves on disk: metrics.jsonl, TensorBoard, log.txt, and JSON files that are whole or absent."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tuningfork.errors import NonFiniteError, RunFolderError
+from tuningfork.files import explained, whole_file
+
+
+class RunWriter:
+    """Writes the running records of a run into its folder. One process, the first rank, has one.
+
+    - `metrics.jsonl`: a line of JSON for each `line`, on disk as soon as it is written
+    - `tensorboard/`: the same numbers as scalars
+    - `log.txt`: what the run said
+
+    A fresh run refuses a folder that has metrics already. A resumed one (`resume_at_step=n`, n the step of the
+    checkpoint) forgets everything after step n, so that no step stands twice. Raises RunFolderError.
+    """
+
+    def __init__(self, folder: Path, resume_at_step: int | None = None) -> None:
+        self.folder = folder
+        self.metrics_path = folder / "metrics.jsonl"
+        self.log_path = folder / "log.txt"
+        if resume_at_step is not None:
+            _keep_lines(self.metrics_path, last_step=resume_at_step)
+        elif self.metrics_path.exists():
+            raise RunFolderError(
+                f"{self.metrics_path} exists. Add --resume to continue that run, or choose another output.dir."
+            )
+        from torch.utils.tensorboard import SummaryWriter  # here, because it takes a second
+
+        with explained(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._metrics = self.metrics_path.open("a", encoding="utf-8")
+            self._log = self.log_path.open("a", encoding="utf-8", errors="backslashreplace")
+            self._board = SummaryWriter(
+                str(folder / "tensorboard"), purge_step=None if resume_at_step is None else resume_at_step + 1
+            )
+
+    def line(self, metrics: Mapping[str, float | int | None]) -> None:
+        """Append one line of numbers, among them "step". Raises NonFiniteError rather than write what JSON lacks."""
+        step = int(metrics["step"] or 0)
+        for key, value in metrics.items():
+            if value is not None and not math.isfinite(value):
+                raise NonFiniteError(f"step {step}: {key} is {value}.")
+        with explained(self.metrics_path):
+            self._metrics.write(json.dumps(metrics, allow_nan=False) + "\n")
+            self._metrics.flush()
+        self.scalars(step, {key: value for key, value in metrics.items() if key != "step"})
+
+    def scalars(self, step: int, values: Mapping[str, float | int | None], prefix: str = "") -> None:
+        """Show numbers in TensorBoard only; nulls are left out. `prefix` such as "eval/" leads their names."""
+        with explained(self.folder / "tensorboard"):
+            for key, value in values.items():
+                if value is not None:
+                    self._board.add_scalar(prefix + key, value, step)
+            self._board.flush()
+
+    def log(self, text: str) -> None:
+        """Append a line of text to log.txt."""
+        with explained(self.log_path):
+            self._log.write(text + "\n")
+            self._log.flush()
+
+    def close(self) -> None:
+        with explained(self.folder):
+            self._metrics.close()
+            self._log.close()
+            self._board.close()
+
+    def __enter__(self) -> RunWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; none where there is no file. A last line that a kill has torn is left out.
+
+    Raises RunFolderError for any other line that is not JSON.
+    """
+    if not path.exists():
+        return []
+    texts = path.read_bytes().split(b"\n")  # a whole file ends in a newline, so its last piece is empty
+    lines = []
+    for number, text in enumerate(texts, start=1):
+        try:
+            line = json.loads(text)
+            lines.append(line | {"step": int(line["step"])})
+        except (ValueError, TypeError, KeyError):
+            if number < len(texts):
+                raise RunFolderError(
+                    f"{path}: line {number} is no line of metrics. Remove it, then try again."
+                ) from None
+    return lines
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write indented JSON, atomically. Raises NonFiniteError for a nan or infinity, RunFolderError as `write_text`."""
+    try:
+        text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        raise NonFiniteError(f"{path}: a number to be written is nan or infinite.") from None
+    write_text(path, text + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file as a whole: after a crash at any moment it is the old one or the new one, never a part.
+
+    Raises RunFolderError, naming the file, where the disk refuses (full, read-only).
+    """
+    # A lone surrogate has no UTF-8; backslashreplace makes it \udc80, which in a JSON string means the same.
+    with whole_file(path) as file:
+        file.write(text.encode("utf-8", errors="backslashreplace"))
+
+
+def _keep_lines(path: Path, last_step: int) -> None:
+    """Cut metrics.jsonl back to the lines up to a step."""
+    lines = [json.dumps(line) + "\n" for line in read_metrics(path) if line["step"] <= last_step]
+    if path.exists():
+        write_text(path, "".join(lines))

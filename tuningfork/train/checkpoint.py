@@ -1,0 +1,109 @@
+"""Checkpoints: whole or absent, in torch.distributed.checkpoint's format, resumed bit for bit."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from tuningfork.errors import RunFolderError
+from tuningfork.files import ASIDE, whole_folder
+
+_NAME = re.compile(r"step-(\d+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a run stands, beside its tensors. The data's position is the number of steps done."""
+
+    step: int  # steps done
+    data_digest: str  # of the examples trained on; a resumed run must have the same
+
+
+def save(folder: Path, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer, keep_last: int) -> Path:
+    """Write ``step-N`` in `folder`, then remove all but the newest `keep_last`.
+
+    Raises:
+        RunFolderError: the disk refuses. What was there before is still whole.
+    """
+    path = folder / f"step-{progress.step}"
+    if path.exists():  # a run that was killed between this save and its end, and came by again
+        return path
+    with whole_folder(path) as aside:
+        try:
+            dcp.save(_state(model, optimizer), checkpoint_id=aside, no_dist=True)
+        except CheckpointException as error:
+            raise _os_error(error) or error from error
+        (aside / "progress.json").write_text(json.dumps(asdict(progress)))
+    for old in _all(folder)[:-keep_last]:
+        _remove(old)
+    return path
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest whole checkpoint. What a kill left half written or half removed is cleared away."""
+    for rest in folder.glob(f"*{ASIDE}"):
+        shutil.rmtree(rest, ignore_errors=True)
+    return _all(folder)[-1] if _all(folder) else None
+
+
+def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+    """Load a checkpoint into model, optimizer and the random generators.
+
+    Raises:
+        RunFolderError: the checkpoint cannot be read, or belongs to another model.
+    """
+    state = _state(model, optimizer)
+    try:
+        dcp.load(state, checkpoint_id=path, no_dist=True)
+        progress = Progress(**json.loads((path / "progress.json").read_text()))
+    except (CheckpointException, OSError, ValueError, KeyError, TypeError) as error:
+        cause = error.failures[0][0] if isinstance(error, CheckpointException) and error.failures else error
+        raise RunFolderError(
+            f"{path} cannot be loaded ({cause}). Remove that folder; --resume then takes the checkpoint before it."
+        ) from error
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    torch.set_rng_state(state["rng"]["cpu"])
+    if torch.cuda.is_available() and "cuda" in state["rng"]:
+        torch.cuda.set_rng_state(state["rng"]["cuda"])
+    return progress
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    weights, moments = get_state_dict(model, optimizer)
+    rng = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        rng["cuda"] = torch.cuda.get_rng_state()
+    return {"model": weights, "optimizer": moments, "rng": rng}
+
+
+def _all(folder: Path) -> list[Path]:
+    found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _NAME.match(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def _remove(path: Path) -> None:
+    """Rename first, so that a kill leaves no folder that looks whole."""
+    aside = path.with_name(path.name + ASIDE)
+    path.rename(aside)
+    shutil.rmtree(aside)
+
+
+def _os_error(error: CheckpointException) -> OSError | None:
+    """The disk's own complaint inside a failed save."""
+    for failure, _ in error.failures.values():
+        cause: BaseException | None = failure
+        while cause is not None:
+            if isinstance(cause, OSError):
+                return cause
+            cause = cause.__cause__ or cause.__context__
+    return None

@@ -1,0 +1,82 @@
+"""Scores of the policy on held-out pairs, and the check that a start really is the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tuningfork.errors import ReferenceMismatch
+from tuningfork.records import PackedBatch
+from tuningfork.reference.store import ReferenceStore
+from tuningfork.report.metrics import PairSums, pair_statistics
+from tuningfork.train.setup import Start
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Held-out pairs under the policy as it is."""
+
+    pairs: int
+    loss: float  # the preference loss alone, mean over the pairs
+    sums: PairSums
+
+    def as_dict(self) -> dict[str, float | int | None]:
+        return {"pairs": self.pairs, "loss": self.loss, **self.sums.means()}
+
+
+def evaluate(
+    start: Start,
+    packs: Sequence[PackedBatch],
+    reference: ReferenceStore | None,
+    scored: Callable[[int], None] = lambda count: None,
+) -> Evaluation:
+    """Score every pair of the packs; nothing is trained."""
+    sums, loss, pairs = PairSums(), 0.0, 0
+    for pack in packs:
+        logps = start.score(pack).cpu()
+        lengths = torch.tensor(pack.answer_lengths, dtype=torch.float64)
+        ref = None if reference is None else torch.from_numpy(reference.lookup(pack.examples)).view(-1, 2)
+        rewards = start.objective.rewards(logps.view(-1, 2), ref, lengths.view(-1, 2))
+        sums += pair_statistics(rewards[:, 0], rewards[:, 1], logps[0::2], logps[1::2])
+        loss += float(start.objective.pair_losses(rewards).sum())
+        pairs += len(pack.examples)
+        scored(len(pack.examples))
+    return Evaluation(pairs, loss / max(pairs, 1), sums)
+
+
+def check_start(start: Start, packs: Sequence[PackedBatch], reference: ReferenceStore) -> int:
+    """The policy at its start *is* the reference: every log-prob must have the very bits of the cached one.
+
+    Runs the packs as training will, with gradients on. Any other layout, batch, kernel or rounding between policy and
+    reference shows here, and so does a cache with wrong numbers in it.
+
+    Returns:
+        The number of pairs checked.
+
+    Raises:
+        ReferenceMismatch: some log-prob differs.
+    """
+    wrong: list[tuple[float, str, float, float]] = []
+    pairs = 0
+    for pack in packs:
+        cached = reference.lookup(pack.examples)
+        with torch.enable_grad():
+            on_device = pack.to(start.policy.device)
+            hidden = start.policy.hidden_rows(on_device)
+        now = start.head.score(hidden.detach(), start.policy.head_weight, on_device).cpu().numpy()
+        ids = [f"{example.id}, answer {i}" for example in pack.examples for i in range(len(example.answers))]
+        for place in np.flatnonzero(now != cached):
+            wrong.append((abs(now[place] - cached[place]), ids[place], now[place], cached[place]))
+        pairs += len(pack.examples)
+    if wrong:
+        _, name, policy_logp, cached_logp = max(wrong)
+        raise ReferenceMismatch(
+            f"step-0 check: {len(wrong)} of {2 * pairs} log-probs of the starting model are not those in the cache "
+            f"{reference.folder}; worst {name}: model {policy_logp:.6f}, cache {cached_logp:.6f}. At the start the two "
+            "must be equal to the bit, and the margin exactly 0. The cache is spoiled, or was built by other code: "
+            "remove that folder to build it anew."
+        )
+    return pairs

@@ -1,0 +1,257 @@
+"""A training run, from its first step or from where it stopped, to the exported model."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from tuningfork.data.audit import dataset_digest, report_dict
+from tuningfork.data.config import PackConfig
+from tuningfork.data.loader import EpochOrder, PackLoader, build_packs
+from tuningfork.errors import NonFiniteError, RunFolderError
+from tuningfork.files import whole_folder
+from tuningfork.models import load
+from tuningfork.records import PackedBatch
+from tuningfork.reference.config import ReferenceConfig
+from tuningfork.reference.store import ReferenceStore
+from tuningfork.report.console import Console
+from tuningfork.report.metrics import Interval, StepResult, pair_statistics
+from tuningfork.report.throughput import RunTotals, peak_flops
+from tuningfork.report.writer import RunWriter, write_json
+from tuningfork.train import checkpoint
+from tuningfork.train.checkpoint import Progress
+from tuningfork.train.config import OutputConfig, TrainConfig
+from tuningfork.train.evaluate import Evaluation, check_start, evaluate
+from tuningfork.train.optimizer import build_optimizer, learning_rate
+from tuningfork.train.setup import Data, Start, open_reference
+from tuningfork.train.step import train_step
+
+
+@dataclass
+class RunResult:
+    """What a run ended with."""
+
+    folder: Path
+    finished: bool  # false after Ctrl-C: the folder can be resumed
+    steps_done: int
+    total_steps: int
+    pairs_checked: int | None = None  # by the step-0 check; None without a reference
+    before: Evaluation | None = None
+    after: Evaluation | None = None
+    throughput: dict[str, float | int | None] = field(default_factory=dict)
+
+
+def run(
+    data: Data,
+    start: Start,
+    tokenizer: PreTrainedTokenizerBase,
+    pack: PackConfig,
+    reference_config: ReferenceConfig,
+    config: TrainConfig,
+    output: OutputConfig,
+    console: Console,
+) -> RunResult:
+    """Train, or continue training, in the run folder `output.dir`, which already holds the run's config.yaml.
+
+    Raises:
+        ReferenceMismatch: the reference is not that of the starting model.
+        NonFiniteError: a number is not finite; the last checkpoint is whole.
+        RunFolderError: the disk refuses, or the checkpoint belongs to other data.
+    """
+    folder = Path(output.dir)
+    write_json(folder / "data_report.json", _reports(data))
+    order = EpochOrder.plan(len(data.train), config.examples_per_step, config.seed, config.epochs, config.max_steps)
+    loader = PackLoader(data.train, order, data.limits, pin_memory=start.policy.device.type == "cuda")
+    start.objective.check([*data.train, *data.held_out])
+    digest = dataset_digest(data.train)
+    last = checkpoint.newest(folder / "checkpoints")
+
+    # Whatever compares with the starting model happens before a checkpoint is loaded into it.
+    reference = None
+    result = RunResult(folder, False, 0, order.total_steps)
+    if start.objective.needs_reference:
+        examples = [*data.train, *data.held_out]
+        reference = open_reference(start, pack.share_prompt, reference_config.cache, examples, data.limits, console)
+        result.pairs_checked = check_start(start, loader.step(0), reference)
+        console.print(f"step-0 check: margin exactly 0 for {result.pairs_checked} of {result.pairs_checked} pairs")
+    held_out = build_packs(data.held_out, data.limits)
+    result.before = _evaluate(start, held_out, reference, console, "evaluating the starting model")
+
+    optimizer = build_optimizer(start.policy.model, config)
+    if last is not None:
+        progress = checkpoint.restore(last, start.policy.model, optimizer)
+        if progress.data_digest != digest:
+            raise RunFolderError(
+                f"{last} was trained on other examples than data.train gives now. Restore the data file, or choose "
+                "another output.dir."
+            )
+        result.steps_done = progress.step
+        console.print(f"continuing from {last}")
+
+    peak = peak_flops(_card(start.policy.device), "bfloat16" if start.policy.dtype == torch.bfloat16 else "float32")
+    totals = RunTotals(peak)
+    with RunWriter(folder, resume_at_step=result.steps_done) as writer, _stop_on_ctrl_c() as stop_asked:
+        console.attach(writer.log)
+
+        def save() -> None:
+            progress = Progress(result.steps_done, digest)
+            checkpoint.save(folder / "checkpoints", progress, start.policy.model, optimizer, output.keep_last)
+
+        interval = Interval(peak)
+        with console.phase("training", order.total_steps, "steps", done=result.steps_done) as phase:
+            for step in _steps(loader, start, optimizer, reference, config, result.steps_done):
+                result.steps_done = step.step
+                interval.add(step)
+                totals.add(step)
+                at_end = step.step == order.total_steps
+                stopping = stop_asked() and not at_end
+                means = step.pairs.means()
+                phase.advance(
+                    1,
+                    {
+                        "loss": step.loss_sum / step.examples,
+                        "margin": means["rewards/margin"],
+                        "accuracy": means["rewards/accuracy"],
+                        "tokens/s": step.tokens / step.seconds,
+                    },
+                )
+                if step.step % output.log_every == 0 or at_end or stopping:
+                    writer.line(interval.take())
+                if step.step % output.save_every == 0 or at_end or stopping:
+                    save()
+                if stopping:
+                    console.print(f"stopped after step {step.step} as asked; continue with --resume")
+                    return result
+
+        result.after = _evaluate(start, held_out, reference, console, "evaluating the trained model")
+        if result.after is not None and result.before is not None:
+            writer.scalars(0, result.before.as_dict(), prefix="eval/")
+            writer.scalars(result.steps_done, result.after.as_dict(), prefix="eval/")
+            write_json(folder / "eval.json", {"before": result.before.as_dict(), "after": result.after.as_dict()})
+        if totals.all.steps:
+            result.throughput = totals.summary()
+            write_json(folder / "summary.json", result.throughput)
+        _export(start, tokenizer, folder / "model", output)
+    result.finished = True
+    return result
+
+
+def _steps(
+    loader: PackLoader,
+    start: Start,
+    optimizer: torch.optim.Optimizer,
+    reference: ReferenceStore | None,
+    config: TrainConfig,
+    first: int,
+) -> Iterator[StepResult]:
+    """Train step after step, and measure each."""
+    cuda = start.policy.device.type == "cuda"
+    flops = start.policy.flops()
+    shapes_seen: set[int] = set()
+    begun = time.perf_counter()
+    for step, packs in loader.steps(first):
+        data_seconds = time.perf_counter() - begun
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        lr = learning_rate(config, step, loader.order.total_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        shapes = {len(pack.input_ids) for pack in packs}
+        refs = None if reference is None else [reference.lookup(pack.examples) for pack in packs]
+        try:
+            outcome = train_step(
+                start.policy, start.head, start.objective, optimizer, packs, refs, config.max_grad_norm
+            )
+        except NonFiniteError as error:
+            raise NonFiniteError(
+                f"step {step + 1}: {error} The weights were not moved; the last checkpoint is whole. "
+                "Lower train.learning_rate, or look at that example."
+            ) from None
+        if cuda:
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        examples = [example for pack in packs for example in pack.examples]
+        rows = sum(len(pack.input_ids) for pack in packs)
+        yield StepResult(
+            step=step + 1,
+            epoch=loader.order.epoch_after(step),
+            lr=lr,
+            grad_norm=outcome.grad_norm,
+            examples=len(examples),
+            loss_sum=outcome.loss * len(examples),
+            tokens=sum(example.plain_tokens for example in examples),
+            unique_tokens=sum(pack.unique_rows for pack in packs),
+            answer_tokens=sum(sum(pack.answer_lengths) for pack in packs),
+            rows=rows,
+            pad_rows=rows - sum(pack.unique_rows for pack in packs),
+            seconds=now - begun,
+            data_seconds=data_seconds,
+            model_flops=flops.training(examples),
+            pairs=pair_statistics(
+                outcome.rewards[:, 0], outcome.rewards[:, 1], outcome.logps[:, 0], outcome.logps[:, 1]
+            ),
+            peak_memory_bytes=torch.cuda.max_memory_allocated() if cuda else None,
+            compiled=start.compiled and not shapes <= shapes_seen,
+        )
+        shapes_seen |= shapes
+        begun = time.perf_counter()
+
+
+def _evaluate(
+    start: Start, packs: list[PackedBatch], reference: ReferenceStore | None, console: Console, name: str
+) -> Evaluation | None:
+    if not packs:
+        return None
+    with console.phase(name, sum(len(pack.examples) for pack in packs), "pairs") as phase:
+        return evaluate(start, packs, reference, phase.advance)
+
+
+def _export(start: Start, tokenizer: PreTrainedTokenizerBase, path: Path, output: OutputConfig) -> None:
+    """Write the trained model as a Hugging Face folder; one that is there already is this run's own."""
+    named = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    dtype = named.get(output.export_dtype, start.loaded.stored_dtype)
+    if not path.exists():
+        with whole_folder(path) as aside:
+            load.save(start.policy.model, tokenizer, aside, dtype)
+
+
+def _reports(data: Data) -> dict[str, object]:
+    """data_report.json: the training file's account, and the held-out file's below `eval`."""
+    report: dict[str, object] = report_dict(data.train_report)
+    if data.held_out_report is not None:
+        report["eval"] = report_dict(data.held_out_report)
+    return report
+
+
+def _card(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+@contextmanager
+def _stop_on_ctrl_c() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C once asks to stop after the current step; a second one stops at once."""
+    asked = False
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    try:
+        before = signal.signal(signal.SIGINT, ask)
+    except ValueError:  # not in the main thread: whoever embeds us handles signals
+        yield lambda: False
+        return
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)

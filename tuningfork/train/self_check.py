@@ -1,0 +1,78 @@
+"""At every start: does this very model give a packed example the numbers that it has alone?
+
+Families differ in ways that no table of ours can promise to know (logit scales, new attention keywords, state that
+leaks). A few short sequences through plain transformers and through our path settle it for the model at hand.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from tuningfork.data.layout import build
+from tuningfork.data.pack import plan_limits
+from tuningfork.errors import ModelError
+from tuningfork.kernels import select
+from tuningfork.models import attention
+from tuningfork.models.policy import Policy
+from tuningfork.objective.head import Head
+from tuningfork.records import Source, TokenAnswer, TokenExample
+
+_SHAPES = ((5, (4, 7)), (9, (6, 3)))
+_TOLERANCE = 1e-3  # of the largest log-prob; float32 differs by 1e-6, a wrong model by its whole size
+
+
+def check_packed_equals_alone(model: PreTrainedModel, path: str) -> None:
+    """Compare in float32 with plain kernels, before anything is compiled. Raises ModelError."""
+    examples = _examples(model.config.vocab_size)
+    batch = build(examples, plan_limits(examples, 64, True, compiled=False).full, share_prompt=True).to(model.device)
+    kernels = select.plain()
+    policy = Policy(model, kernels, torch.float32)
+    with torch.no_grad():
+        try:
+            hidden = policy.hidden_rows(batch)
+        except ModelError:
+            raise
+        except Exception as error:
+            raise ModelError(
+                f"{path}: {type(model).__name__} does not run with packed attention ({error}). Not supported."
+            ) from error
+        packed = Head(kernels, policy.transform, 8192).score(hidden, policy.head_weight, batch).cpu()
+        alone = torch.stack([score for example in examples for score in _score_alone(model, example)])
+    worst = float((packed - alone).abs().max() / alone.abs().max())
+    if not worst <= _TOLERANCE:
+        raise ModelError(
+            f"{path}: {type(model).__name__} gives packed examples other log-probs than the same examples alone "
+            f"(relative difference {worst:.1e}). Some layer of it looks across examples, or changes its logits in a "
+            "way that is not known here. Training it would be wrong, so it is not supported."
+        )
+
+
+def _examples(vocab_size: int) -> list[TokenExample]:
+    rng = np.random.default_rng(0)
+
+    def draw(n: int) -> np.ndarray:
+        return rng.integers(0, vocab_size, size=(n,)).astype(np.int32)
+
+    return [
+        TokenExample(
+            Source("self-check", row), draw(p), tuple(TokenAnswer(draw(a), np.ones(a, dtype=bool)) for a in answers)
+        )
+        for row, (p, answers) in enumerate(_SHAPES, start=1)
+    ]
+
+
+def _score_alone(model: PreTrainedModel, example: TokenExample) -> list[torch.Tensor]:
+    """Each answer's log-prob by the model's own forward and its own eager attention."""
+    model.set_attn_implementation("eager")
+    try:
+        scores = []
+        for answer in example.answers:
+            ids = torch.from_numpy(np.concatenate([example.prompt_ids, answer.ids])).long()[None].to(model.device)
+            logps = model(input_ids=ids, use_cache=False).logits[0].double().log_softmax(-1)
+            rows = torch.arange(len(example.prompt_ids) - 1, ids.shape[1] - 1, device=ids.device)
+            scores.append(logps[rows, ids[0, rows + 1]].sum().cpu())
+        return scores
+    finally:
+        model.set_attn_implementation(attention.NAME)

@@ -1,0 +1,190 @@
+"""From a recipe to everything a run works with: data, starting model, reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from tuningfork.data.audit import prepare
+from tuningfork.data.config import DataConfig, PackConfig
+from tuningfork.data.loader import build_packs
+from tuningfork.data.pack import PackLimits, plan_limits, split_fitting
+from tuningfork.errors import ConfigError, DataError
+from tuningfork.kernels.select import select
+from tuningfork.models.config import ModelConfig
+from tuningfork.models.load import Loaded, load, load_config
+from tuningfork.models.policy import Policy, head_dim
+from tuningfork.objective.config import ObjectiveConfig
+from tuningfork.objective.head import Head
+from tuningfork.objective.objectives import PreferenceObjective
+from tuningfork.records import DataReport, PackedBatch, TokenExample
+from tuningfork.reference.build import fill
+from tuningfork.reference.fingerprint import fingerprint, text_digest
+from tuningfork.reference.store import ReferenceStore
+from tuningfork.report.console import Console
+from tuningfork.train.config import TrainConfig
+from tuningfork.train.self_check import check_packed_equals_alone
+
+
+@dataclass(frozen=True)
+class Data:
+    """Examples to train on and held-out ones, each with the account of its file."""
+
+    train: list[TokenExample]
+    train_report: DataReport
+    held_out: list[TokenExample]
+    held_out_report: DataReport | None
+    limits: PackLimits
+
+
+@dataclass(frozen=True)
+class Start:
+    """The starting model, ready to score and to train."""
+
+    policy: Policy
+    head: Head
+    objective: PreferenceObjective
+    loaded: Loaded
+    compiled: bool
+
+    def score(self, batch: PackedBatch) -> Tensor:
+        """Summed log-probs of a pack's answers under the policy as it is now, float64 [A] on its device."""
+        with torch.no_grad():
+            batch = batch.to(self.policy.device)
+            return self.head.score(self.policy.hidden_rows(batch), self.policy.head_weight, batch)
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is the GPU if there is one. Raises ConfigError where cuda is asked for and absent."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("train.device is cuda, but PyTorch sees no GPU. Use --train.device cpu, or auto.")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on a GPU and float32 on a CPU."""
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" else "float32"
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+
+
+def choose_compile(name: str, device: torch.device) -> bool:
+    """`auto` compiles on a GPU."""
+    return name == "on" or (name == "auto" and device.type == "cuda")
+
+
+def read_data(
+    model: ModelConfig,
+    data: DataConfig,
+    pack: PackConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    compiled: bool,
+    console: Console,
+) -> Data:
+    """Read, tokenize and audit the recipe's files. Raises DataError, ModelError."""
+    config = load_config(model.path)
+    train, train_report = _read(data.train, tokenizer, data, pack, config.vocab_size, console)
+    held_out: list[TokenExample] = []
+    held_out_report = None
+    if data.eval is not None:
+        held_out, held_out_report = _read(data.eval, tokenizer, data, pack, config.vocab_size, console)
+    longest = max([*train, *held_out], key=lambda example: example.longest)
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions and longest.longest > positions:
+        raise DataError(
+            f"{longest.id} has {longest.longest} tokens, but {model.path} knows {positions} positions. "
+            f"Set data.max_length to {positions} or less."
+        )
+    limits = plan_limits([*train, *held_out], pack.tokens, pack.share_prompt, compiled)
+    return Data(train, train_report, held_out, held_out_report, limits)
+
+
+def _read(
+    path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    pack: PackConfig,
+    vocab_size: int,
+    console: Console,
+) -> tuple[list[TokenExample], DataReport]:
+    with console.phase(f"reading {Path(path).name}", total=0, unit="rows") as phase:
+
+        def progress(done: int, total: int) -> None:
+            phase.total = total
+            phase.advance(done - phase.done)
+
+        examples, report = prepare(path, tokenizer, data, vocab_size, progress)
+    examples, too_large = split_fitting(examples, pack.tokens, pack.share_prompt)
+    report.used = len(examples)
+    report.dropped_rows = sorted([*report.dropped_rows, *too_large], key=lambda row: row.row)
+    if not examples:
+        raise DataError(f"{path}: no example fits a pack of {pack.tokens} rows. Raise pack.tokens.")
+    return examples, report
+
+
+def start_model(
+    model: ModelConfig, objective: ObjectiveConfig, train: TrainConfig, device: torch.device, console: Console
+) -> Start:
+    """Load the starting model, check that packing it is exact, and put kernels and compiler under it."""
+    dtype = choose_dtype(model.dtype, device)
+    compiled = choose_compile(model.compile, device)
+    loaded = load(model.path)
+    loaded.model.to(device)  # type: ignore[arg-type]
+    check_packed_equals_alone(loaded.model, model.path)
+    config = loaded.model.config
+    softcap = getattr(config, "attn_logit_softcapping", None) is not None
+    kernels = select(device, dtype, softcap=softcap, head_dim=head_dim(config))
+    policy = Policy(loaded.model, kernels, dtype)
+    if train.activation_checkpointing:
+        policy.checkpoint_activations()
+    if compiled:
+        policy.compile()
+    console.print(
+        f"{model.path}: {sum(p.numel() for p in loaded.model.parameters()):,} parameters on {device_name(device)}, "
+        f"computing in {str(dtype).removeprefix('torch.')}, "
+        + ", ".join(f"{kind} kernel {name}" for kind, name in kernels.names.items())
+        + (", blocks compiled" if compiled else "")
+    )
+    head = Head(kernels, policy.transform, objective.head_chunk_rows)
+    return Start(policy, head, PreferenceObjective(objective), loaded, compiled)
+
+
+def open_reference(
+    start: Start, share_prompt: bool, cache: str, examples: Sequence[TokenExample], limits: PackLimits, console: Console
+) -> ReferenceStore:
+    """The reference cache of the *starting* model, filled for these examples. Raises ReferenceMismatch."""
+    policy = start.policy
+    config = policy.config.to_dict()
+    for key in ("_name_or_path", "transformers_version", "dtype", "architectures"):
+        config.pop(key, None)
+    store = ReferenceStore(
+        Path(cache),
+        fingerprint(
+            policy.model.named_parameters(),
+            config=text_digest(repr(sorted(config.items(), key=lambda item: item[0]))),
+            dtype=str(policy.dtype).removeprefix("torch."),
+            **{f"{kind} kernel": name for kind, name in policy.kernels.names.items()},
+            compiled=str(start.compiled),
+            share_prompt=str(share_prompt),
+            device=device_name(policy.device),
+            transformers=transformers.__version__,
+        ),
+    )
+    missing = store.missing(examples)
+    if missing:
+        with console.phase("scoring the reference", total=len(missing), unit="examples") as phase:
+            fill(store, missing, lambda some: build_packs(some, limits), start.score, phase.advance)
+    return store
+
+
+def device_name(device: torch.device) -> str:
+    """The card's name, or the processor's instruction set: what decides the bits of a matrix product."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu {torch.backends.cpu.get_cpu_capability()}"

@@ -1,0 +1,86 @@
+"""One optimizer step: every pack of the batch forward and backward, then the weights move once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tuningfork.errors import NonFiniteError
+from tuningfork.models.policy import Policy
+from tuningfork.objective.head import Head
+from tuningfork.objective.objectives import BatchScale, PreferenceObjective
+from tuningfork.records import PackedBatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What a step computed, on the host. Pairs are in the order of the packs."""
+
+    loss: float  # mean over the batch's examples, SFT term included
+    grad_norm: float  # before clipping
+    logps: Tensor  # float64 [N, 2], before the weights moved
+    rewards: Tensor  # float64 [N, 2]
+
+
+def train_step(
+    policy: Policy,
+    head: Head,
+    objective: PreferenceObjective,
+    optimizer: torch.optim.Optimizer,
+    packs: Sequence[PackedBatch],
+    reference: Sequence[np.ndarray] | None,
+    max_grad_norm: float | None,
+) -> StepOutcome:
+    """Train on one batch, already cut into packs; how it is cut does not change the step.
+
+    Args:
+        reference: cached log-probs of each pack's answers, float64 [A]; None for an objective without a reference.
+
+    Raises:
+        NonFiniteError: a log-prob or the gradient is not finite. The weights have not moved.
+    """
+    scale = BatchScale.of(example for pack in packs for example in pack.examples)
+    losses, logps, rewards = [], [], []
+
+    for i, pack in enumerate(packs):
+        pack = pack.to(policy.device)
+        lengths = torch.tensor(pack.answer_lengths, dtype=torch.float64, device=policy.device)
+        ref = None if reference is None else torch.from_numpy(reference[i]).to(policy.device)
+
+        def share(first: int, last: int, chunk_logps: Tensor, ref=ref, lengths=lengths) -> Tensor:  # type: ignore[no-untyped-def]
+            of_chunk = None if ref is None else ref[first:last]
+            return objective.loss(chunk_logps, of_chunk, lengths[first:last], scale)
+
+        hidden = policy.hidden_rows(pack)
+        loss, answer_logps = head.loss(hidden, policy.head_weight, pack, share)
+        loss.backward()
+
+        losses.append(loss.detach())
+        logps.append(answer_logps.view(-1, 2))
+        rewards.append(objective.rewards(logps[-1], None if ref is None else ref.view(-1, 2), lengths.view(-1, 2)))
+
+    weights = [p for p in policy.model.parameters() if p.grad is not None]
+    norm = torch.nn.utils.clip_grad_norm_(weights, max_grad_norm or float("inf"), foreach=True)
+    outcome = StepOutcome(
+        float(torch.stack(losses).sum()), float(norm), torch.cat(logps).cpu(), torch.cat(rewards).cpu()
+    )
+    _check_finite(outcome, packs)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return outcome
+
+
+def _check_finite(outcome: StepOutcome, packs: Sequence[PackedBatch]) -> None:
+    examples = [example for pack in packs for example in pack.examples]
+    for example, row in zip(examples, outcome.logps.tolist(), strict=True):
+        for answer, logp in enumerate(row):
+            if not np.isfinite(logp):
+                raise NonFiniteError(f"the log-prob of answer {answer} of {example.id} is {logp}.")
+            if logp > 1e-3:
+                raise NonFiniteError(f"the log-prob of answer {answer} of {example.id} is {logp}, above 0.")
+    if not (np.isfinite(outcome.loss) and np.isfinite(outcome.grad_norm)):
+        raise NonFiniteError(f"the loss is {outcome.loss} and the gradient norm {outcome.grad_norm}.")
