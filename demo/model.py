@@ -59,10 +59,12 @@ def prepare_model(folder: Path = DEFAULT_FOLDER) -> Path:
     """
     if (folder / "model.safetensors").is_file():
         return folder
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RuntimeError(f"{folder} is there but holds no model. Remove it or name another folder.")
     gguf = _find_gguf()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as aside:
-        made = Path(aside) / folder.name
+        made = Path(aside) / "model"
         tokenizer = _load_tokenizer(gguf)
         tokenizer.save_pretrained(made)
         _load_weights(gguf, tokenizer).save_pretrained(made)

@@ -1,6 +1,6 @@
 """Make the demo's preference pairs: our short answers against the model's own.
 
-    python demo/sample_rejected.py             # reads questions.jsonl, writes pairs.jsonl and held_out.jsonl
+    python demo/sample_rejected.py --force     # questions.jsonl -> pairs.jsonl and held_out.jsonl, a few CPU minutes
 
 Every question of questions.jsonl has a short, plain answer that we wrote: the chosen one. The rejected one is drawn
 here from the model itself. That matters: against answers in a style that the model never uses, DPO has nothing to
@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 HERE = Path(__file__).parent
 QUESTIONS, TRAIN, HELD_OUT = HERE / "questions.jsonl", HERE / "pairs.jsonl", HERE / "held_out.jsonl"
 HELD_OUT_ROWS = 60
-# Close to what the model says when nothing is drawn at all; its rare words make answers that nobody would learn from.
+# Top-p leaves the least likely words out: without it, many answers of so small a model are about something else.
 TEMPERATURE, TOP_P = 0.8, 0.9
 MAX_NEW_TOKENS = 32
 BATCH = 40
@@ -52,7 +52,7 @@ def sample_answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, p
         **inputs, do_sample=True, temperature=TEMPERATURE, top_p=TOP_P, top_k=0, max_new_tokens=MAX_NEW_TOKENS
     )
     answers = tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return [answer.strip().rstrip("\ufffd") for answer in answers]  # a cut may leave half a character behind
+    return [answer.rstrip("\ufffd").strip() for answer in answers]  # a cut may leave half a character behind
 
 
 def is_useful(rejected: str, chosen: str) -> bool:

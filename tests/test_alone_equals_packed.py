@@ -1,4 +1,4 @@
-"""Gates G1, G2, G3: a packed, shared example is exactly that example alone, in value and gradient, and leaks nothing."""
+"""Gates G1, G2, G3: a packed, shared example is that example alone, in value and gradient, and leaks nothing."""
 
 from __future__ import annotations
 

@@ -127,9 +127,7 @@ def _json_rows(path: Path, plain: Path, folder: Path) -> list[tuple[int, Row]]:
     for number, row in numbered:
         if not isinstance(row, dict):
             place = "row" if whole else "line"
-            raise DataError(
-                f"{path}: {place} {number} is {kind_of(row)}, not an object with the fields of a preference pair."
-            )
+            raise DataError(f"{path}: {place} {number} is {kind_of(row)}, not an object like a preference pair.")
     return numbered
 
 

@@ -5,8 +5,10 @@ The arithmetic of a segment depends on nothing but the segment, so an example ge
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -15,31 +17,52 @@ from tuningfork.records import ForkLayout
 
 
 class PlainAttention(NamedTuple):
-    """Segment borders on the host, and the key gather."""
+    """Where to cut the rows into pieces, and each segment's query and key pieces.
 
-    queries: list[tuple[int, int]]
-    keys: list[tuple[int, int]]
-    kv_index: Tensor | None
+    Cutting once and joining pieces again costs the backward pass one join; slicing per segment would cost it a full
+    tensor of zeros per segment.
+    """
+
+    piece_lengths: list[int]
+    queries: list[range]
+    keys: list[list[range]]
 
     @classmethod
     def prepare(cls, layout: ForkLayout, windows: frozenset[int | None]) -> PlainAttention:
         q, k = layout.cu_seqlens_q.tolist(), layout.cu_seqlens_k.tolist()
+        rows = np.arange(q[-1]) if layout.kv_index is None else layout.kv_index.cpu().numpy()
         used = [i for i in range(len(q) - 1) if q[i + 1] > q[i]]
-        return cls([(q[i], q[i + 1]) for i in used], [(k[i], k[i + 1]) for i in used], layout.kv_index)
+        queries = [(q[i], q[i + 1]) for i in used]
+        keys = [_runs(rows[k[i] : k[i + 1]]) for i in used]
+        cuts = sorted(
+            {0, q[-1], *(cut for run in queries for cut in run), *(cut for r in keys for run in r for cut in run)}
+        )
+        place = {cut: piece for piece, cut in enumerate(cuts)}
+        return cls(
+            [b - a for a, b in pairwise(cuts)],
+            [range(place[a], place[b]) for a, b in queries],
+            [[range(place[a], place[b]) for a, b in runs] for runs in keys],
+        )
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
-        if self.kv_index is not None:
-            key, value = key.index_select(0, self.kv_index), value.index_select(0, self.kv_index)
         groups = query.shape[1] // key.shape[1]
-        key, value = (t.repeat_interleave(groups, dim=1).transpose(0, 1) for t in (key, value))  # [H, K, d]
-        query = query.transpose(0, 1)  # [H, T, d]
-        outs = [
-            _attend_one(query[:, q0:q1], key[:, k0:k1], value[:, k0:k1], scale, window, softcap)
-            for (q0, q1), (k0, k1) in zip(self.queries, self.keys, strict=True)
-        ]
+        q, k, v = (t.transpose(0, 1).split(self.piece_lengths, dim=1) for t in (query, key, value))  # [H, ., d] each
+        outs = []
+        for own, seen in zip(self.queries, self.keys, strict=True):
+            own_query = torch.cat([q[i] for i in own], dim=1)
+            own_key, own_value = (torch.cat([t[i] for run in seen for i in run], dim=1) for t in (k, v))
+            if groups > 1:
+                own_key, own_value = (t.repeat_interleave(groups, dim=0) for t in (own_key, own_value))
+            outs.append(_attend_one(own_query, own_key, own_value, scale, window, softcap))
         return torch.cat(outs, dim=1).transpose(0, 1)
+
+
+def _runs(rows: np.ndarray) -> list[tuple[int, int]]:
+    """Stretches of consecutive rows, as (first, last + 1)."""
+    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+    return [(int(part[0]), int(part[-1]) + 1) for part in np.split(rows, breaks)]
 
 
 def _attend_one(
