@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +43,8 @@ def save(folder: Path, progress: Progress, model: nn.Module, optimizer: torch.op
         return path
     with whole_folder(path) as aside:
         try:
-            dcp.save(_state(model, optimizer), checkpoint_id=aside, no_dist=True)
+            with _one_process():
+                dcp.save(_state(model, optimizer), checkpoint_id=aside, no_dist=True)
         except CheckpointException as error:
             raise _os_error(error) or error from error
         (aside / "progress.json").write_text(json.dumps(asdict(progress)))
@@ -64,7 +68,8 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> P
     """
     state = _state(model, optimizer)
     try:
-        dcp.load(state, checkpoint_id=path, no_dist=True)
+        with _one_process():
+            dcp.load(state, checkpoint_id=path, no_dist=True)
         progress = Progress(**json.loads((path / "progress.json").read_text()))
     except (CheckpointException, OSError, ValueError, KeyError, TypeError) as error:
         cause = error.failures[0][0] if isinstance(error, CheckpointException) and error.failures else error
@@ -76,6 +81,14 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> P
     if torch.cuda.is_available() and "cuda" in state["rng"]:
         torch.cuda.set_rng_state(state["rng"]["cuda"])
     return progress
+
+
+@contextmanager
+def _one_process() -> Iterator[None]:
+    """Without torch's warning that `no_dist` means one process: that is what is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

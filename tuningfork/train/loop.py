@@ -107,7 +107,7 @@ def run(
 
         interval = Interval(peak)
         with console.phase("training", order.total_steps, "steps", done=result.steps_done) as phase:
-            for step in _steps(loader, start, optimizer, reference, config, result.steps_done):
+            for step in training_steps(loader, start, optimizer, reference, config, result.steps_done):
                 result.steps_done = step.step
                 interval.add(step)
                 totals.add(step)
@@ -144,7 +144,7 @@ def run(
     return result
 
 
-def _steps(
+def training_steps(
     loader: PackLoader,
     start: Start,
     optimizer: torch.optim.Optimizer,
@@ -152,7 +152,7 @@ def _steps(
     config: TrainConfig,
     first: int,
 ) -> Iterator[StepResult]:
-    """Train step after step, and measure each."""
+    """Train step after step from step `first` (from 0), and measure each."""
     cuda = start.policy.device.type == "cuda"
     flops = start.policy.flops()
     shapes_seen: set[int] = set()
