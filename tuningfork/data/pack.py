@@ -72,6 +72,7 @@ class PackLimits:
 
 
 COMPILED_LADDER = (0.25, 0.5, 0.75, 1.0)  # each size is compiled once, the first time it is needed
+SMALLEST_COMPILED = 1024  # below, the compiler adds up rows in another order, and a log-prob's last bits change
 EAGER_QUANTUM = (
     64  # without a compiler any size is static enough; a multiple of this many rows keeps matmul kernels alike
 )
@@ -101,7 +102,8 @@ def plan_limits(examples: Sequence[TokenExample], tokens: int, share_prompt: boo
         return Rung(rows, max(density, largest_k) + padding, keys, max_seqlen)
 
     if compiled:
-        rows = sorted({_round_up(int(tokens * share), EAGER_QUANTUM) for share in COMPILED_LADDER[:-1]} | {tokens})
+        ladder = {_round_up(int(tokens * share), EAGER_QUANTUM) for share in COMPILED_LADDER}
+        rows = sorted({size for size in ladder if SMALLEST_COMPILED <= size < tokens} | {tokens})
     else:
         rows = sorted({*range(EAGER_QUANTUM, tokens, EAGER_QUANTUM), tokens})
     return PackLimits(tuple(rung(r) for r in rows), share_prompt)

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch._inductor.config
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -64,10 +65,10 @@ class Policy:
 
     def compile(self) -> None:
         """Compile the decoder blocks, one by one: they share their code, so each static shape compiles once."""
-        # Every rung of the pack ladder, with and without gradients, is a graph of its own.
+        # Every rung of the pack ladder is a graph of its own, for each kind of block.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         for block in self.blocks:
-            block.compile(dynamic=False)
+            block.compile(dynamic=False, options=_compiler_options())
 
     def checkpoint_activations(self) -> None:
         """Recompute each block in the backward pass instead of keeping its activations."""
@@ -85,6 +86,15 @@ class Policy:
         )
         width = config.num_attention_heads * head_dim(config)
         return FlopCounter(weights, self.head_weight.numel(), tuple((width, w) for w in _windows(config)))
+
+
+def _compiler_options() -> dict[str, bool]:
+    """A reduction must add in the same order in every graph, or the margin at step 0 is not 0.
+
+    By default the compiler times several orders on the device and keeps the fastest, anew for every graph.
+    """
+    known = torch._inductor.config
+    return {name: True for name in ("deterministic", "batch_invariant") if hasattr(known, name)}
 
 
 def _logit_transform(config: Any) -> LogitTransform:

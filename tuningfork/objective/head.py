@@ -156,8 +156,8 @@ def _chunks(batch: PackedBatch, limit: int) -> Iterator[_Chunk]:
 def _accumulate_outer_(total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
     """total [V, D] += d_logitsᵀ [V, r] · hidden [r, D], accumulated in the dtype of `total`."""
     if d_logits.dtype == total.dtype:
-        total.addmm_(d_logits.t(), hidden)
+        torch.addmm(total, d_logits.t(), hidden, out=total)
     elif d_logits.is_cuda:
         total += torch.mm(d_logits.t(), hidden, out_dtype=total.dtype)
     else:
-        total.addmm_(d_logits.t().to(total.dtype), hidden.to(total.dtype))
+        torch.addmm(total, d_logits.t().to(total.dtype), hidden.to(total.dtype), out=total)

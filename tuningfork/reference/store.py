@@ -33,6 +33,7 @@ class ReferenceStore:
             ReferenceMismatch: the folder belongs to another fingerprint, or a shard of it is damaged.
         """
         self.folder = folder
+        self.fingerprint = fingerprint
         self._rows: dict[bytes, float] = {}
         self._new: dict[bytes, float] = {}
         path = folder / "fingerprint.json"

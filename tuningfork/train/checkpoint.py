@@ -30,6 +30,7 @@ class Progress:
 
     step: int  # steps done
     data_digest: str  # of the examples trained on; a resumed run must have the same
+    start_weights: str  # content hash of the model the run started from, and so of its reference
 
 
 def save(folder: Path, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer, keep_last: int) -> Path:

@@ -50,7 +50,7 @@ def evaluate(
 def check_start(start: Start, packs: Sequence[PackedBatch], reference: ReferenceStore) -> int:
     """The policy at its start *is* the reference: every log-prob must have the very bits of the cached one.
 
-    Runs the packs as training will, with gradients on. Any other layout, batch, kernel or rounding between policy and
+    Any other layout, batch, kernel or rounding between policy and
     reference shows here, and so does a cache with wrong numbers in it.
 
     Returns:
@@ -63,10 +63,7 @@ def check_start(start: Start, packs: Sequence[PackedBatch], reference: Reference
     pairs = 0
     for pack in packs:
         cached = reference.lookup(pack.examples)
-        with torch.enable_grad():
-            on_device = pack.to(start.policy.device)
-            hidden = start.policy.hidden_rows(on_device)
-        now = start.head.score(hidden.detach(), start.policy.head_weight, on_device).cpu().numpy()
+        now = start.score(pack).cpu().numpy()
         ids = [f"{example.id}, answer {i}" for example in pack.examples for i in range(len(example.answers))]
         for place in np.flatnonzero(now != cached):
             wrong.append((abs(now[place] - cached[place]), ids[place], now[place], cached[place]))

@@ -21,6 +21,7 @@ from tuningfork.files import whole_folder
 from tuningfork.models import load
 from tuningfork.records import PackedBatch
 from tuningfork.reference.config import ReferenceConfig
+from tuningfork.reference.fingerprint import weights_digest
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.console import Console
 from tuningfork.report.metrics import Interval, StepResult, pair_statistics
@@ -78,10 +79,15 @@ def run(
     reference = None
     result = RunResult(folder, False, 0, order.total_steps)
     if start.objective.needs_reference:
-        examples = [*data.train, *data.held_out]
+        examples = [*(data.train[i] for i in order.used_indices()), *data.held_out]
         reference = open_reference(start, pack.share_prompt, reference_config.cache, examples, data.limits, console)
         result.pairs_checked = check_start(start, loader.step(0), reference)
         console.print(f"step-0 check: margin exactly 0 for {result.pairs_checked} of {result.pairs_checked} pairs")
+    start_weights = (
+        reference.fingerprint["weights"]
+        if reference is not None
+        else weights_digest(start.policy.model.named_parameters())
+    )
     held_out = build_packs(data.held_out, data.limits)
     result.before = _evaluate(start, held_out, reference, console, "evaluating the starting model")
 
@@ -93,6 +99,11 @@ def run(
                 f"{last} was trained on other examples than data.train gives now. Restore the data file, or choose "
                 "another output.dir."
             )
+        if progress.start_weights != start_weights:
+            raise RunFolderError(
+                f"{last} belongs to a run that started from other weights than model.path holds now. Restore that "
+                "model, or choose another output.dir."
+            )
         result.steps_done = progress.step
         console.print(f"continuing from {last}")
 
@@ -102,7 +113,7 @@ def run(
         console.attach(writer.log)
 
         def save() -> None:
-            progress = Progress(result.steps_done, digest)
+            progress = Progress(result.steps_done, digest, start_weights)
             checkpoint.save(folder / "checkpoints", progress, start.policy.model, optimizer, output.keep_last)
 
         interval = Interval(peak)

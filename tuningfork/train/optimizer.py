@@ -32,7 +32,7 @@ def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
     Warm-up rises in equal parts and reaches the peak with its last step, so no step is spent at 0. Then linear falls
     in equal parts and cosine on half a period, both to 0 just after the last step.
     """
-    warmup = math.ceil(config.warmup_ratio * total_steps)
+    warmup = math.ceil(round(config.warmup_ratio * total_steps, 6))  # 0.07 x 100 is 7, not 7.000000000000001
     if step < warmup:
         return config.learning_rate * (step + 1) / warmup
     if config.schedule == "constant":

@@ -54,10 +54,15 @@ class Start:
     compiled: bool
 
     def score(self, batch: PackedBatch) -> Tensor:
-        """Summed log-probs of a pack's answers under the policy as it is now, float64 [A] on its device."""
-        with torch.no_grad():
-            batch = batch.to(self.policy.device)
-            return self.head.score(self.policy.hidden_rows(batch), self.policy.head_weight, batch)
+        """Summed log-probs of a pack's answers under the policy as it is now, float64 [A] on its device.
+
+        Runs with gradients on although none is taken: a compiler fuses, and so rounds, the forward pass of a graph
+        without gradients differently. Scoring and training share one graph, and therefore every bit.
+        """
+        batch = batch.to(self.policy.device)
+        with torch.enable_grad():
+            hidden = self.policy.hidden_rows(batch)
+        return self.head.score(hidden.detach(), self.policy.head_weight, batch)
 
 
 def choose_device(name: str) -> torch.device:

@@ -39,7 +39,7 @@ def _forward(logits, targets, logps, lses, stride, V, scale, softcap, HAS_CAP: t
         inside = column < V
         z = _transformed(tl.load(base + column, mask=inside, other=0.0), scale, softcap, HAS_CAP)
         z = tl.where(inside, z, float("-inf"))
-        new_top = tl.maximum(top, z)
+        new_top = tl.maximum(top, z, propagate_nan=tl.PropagateNan.ALL)
         # A lane that has seen nothing yet has top -inf; exp(-inf - -inf) would be nan.
         safe = tl.where(new_top == float("-inf"), 0.0, new_top)
         total = total * tl.exp(top - safe) + tl.exp(z - safe)
