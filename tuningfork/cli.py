@@ -80,6 +80,8 @@ def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str
     own = parser.parse_args([name, *mine])
     config = load_run_config(own.recipe, flags, f"tuningfork {name}", options=_OWN[name])
 
+    # Threads that wait should sleep, not spin: beside any other busy program, spinning costs several times the run.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Heavy imports only now: help and mistakes in a recipe answer at once.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

@@ -38,7 +38,6 @@ class RunWriter:
         with explained(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._metrics = self.metrics_path.open("a", encoding="utf-8")
-            self._log = self.log_path.open("a", encoding="utf-8", errors="backslashreplace")
             self._board = SummaryWriter(
                 str(folder / "tensorboard"), purge_step=None if resume_at_step is None else resume_at_step + 1
             )
@@ -63,15 +62,13 @@ class RunWriter:
             self._board.flush()
 
     def log(self, text: str) -> None:
-        """Append a line of text to log.txt."""
-        with explained(self.log_path):
-            self._log.write(text + "\n")
-            self._log.flush()
+        """Append a line of text to log.txt. Works after `close` too: a run's last words follow its last numbers."""
+        with explained(self.log_path), self.log_path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text + "\n")
 
     def close(self) -> None:
         with explained(self.folder):
             self._metrics.close()
-            self._log.close()
             self._board.close()
 
     def __enter__(self) -> RunWriter:

