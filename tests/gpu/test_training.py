@@ -52,8 +52,7 @@ def _alone(policy, examples, weights, autocast):
     return sums.detach(), {name: p.grad.clone() for name, p in policy.model.named_parameters()}
 
 
-@pytest.mark.parametrize("share_prompt", [True, False], ids=["shared", "unshared"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family,share_prompt", [*((f, True) for f in FAMILIES), ("olmo3", False), ("gemma2", False)])
 def test_packed_equals_alone(family, share_prompt):
     """G1, G2 on a GPU: no further from the float32 truth than twice plain transformers in bfloat16, per quantity."""
     policy = _policy(family, torch.bfloat16)
@@ -69,7 +68,7 @@ def test_packed_equals_alone(family, share_prompt):
         assert (our_grads[name] - expected).norm() <= allowed, name
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 def test_float32_packed_equals_alone(family):
     policy = _policy(family, torch.float32)
     examples = random_examples(SHAPES)
@@ -81,7 +80,7 @@ def test_float32_packed_equals_alone(family):
         assert (our_grads[name] - expected).norm() <= 1e-4 * expected.norm(), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "olmo3", "gemma2"])
 def test_the_same_bits_in_any_pack(family):
     """An example's log-probs keep their bits in another order, batch, pack size, chunk and segment cap: what
     makes a margin of exactly 0 possible."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tuningfork.errors import ModelError
 from tuningfork.kernels.attention.plain import PlainAttention
 from tuningfork.kernels.row_logps import plain as plain_rows
 from tuningfork.records import LogitTransform
@@ -36,6 +37,8 @@ def select(device: torch.device, dtype: torch.dtype, *, softcap: bool, head_dim:
     from tuningfork.kernels.row_logps import fast
 
     flash = dtype in (torch.bfloat16, torch.float16) and not softcap and head_dim % 8 == 0 and head_dim <= 256
+    if not flash and head_dim < 16:
+        raise ModelError(f"FlexAttention needs heads of size 16 or more, these have {head_dim}. Use train.device: cpu.")
     attention: type = VarlenAttention if flash else FlexAttention
     names = {"attention": "varlen" if flash else "flex", "row_logps": "triton"}
     return Kernels(attention, fast.row_logps, fast.logits_gradient_, names)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tuningfork.kernels.select import Kernels
 from tuningfork.records import LogitTransform, PackedBatch
@@ -43,8 +44,8 @@ class Head:
             weight: [V, D]; cast to the dtype of `hidden`.
         """
         with torch.no_grad():
-            projected = weight.to(hidden.dtype)
-            sums = [self._logps(hidden, projected, batch, chunk)[0] for chunk in _chunks(batch, self.chunk_rows)]
+            projection = _Projection.of(weight, hidden.dtype)
+            sums = [self._logps(hidden, projection, batch, chunk)[0] for chunk in _chunks(batch, self.chunk_rows)]
             return torch.cat(sums)
 
     def loss(self, hidden: Tensor, weight: Tensor, batch: PackedBatch, loss: ChunkLoss) -> tuple[Tensor, Tensor]:
@@ -55,17 +56,47 @@ class Head:
         """
         return _OnePass.apply(hidden, weight, batch, self, loss)  # type: ignore[no-untyped-call]
 
-    def _logps(self, hidden: Tensor, weight: Tensor, batch: PackedBatch, chunk: _Chunk) -> tuple[Tensor, list[_Piece]]:
+    def _logps(
+        self, hidden: Tensor, projection: _Projection, batch: PackedBatch, chunk: _Chunk
+    ) -> tuple[Tensor, list[_Piece]]:
         """Answer log-probs of a chunk, and what its backward pass needs."""
         pieces = []
         for start in range(chunk.rows.start, chunk.rows.stop, self.chunk_rows):
             rows = slice(start, min(start + self.chunk_rows, chunk.rows.stop))
-            logits = hidden[rows] @ weight.t()
+            logits = projection.logits(hidden[rows])
             logps, lse = self.kernels.row_logps(logits, batch.targets[rows], self.transform)
             pieces.append(_Piece(rows, logits if chunk.is_whole(rows) else None, logps, lse))
         answers = batch.answer_of_logit_row[chunk.rows] - chunk.answers.start
         row_logps = torch.cat([piece.logps for piece in pieces]) if pieces else hidden.new_zeros(0)
         return sum_by_answer(row_logps, answers, chunk.answers.stop - chunk.answers.start), pieces
+
+
+@dataclass(frozen=True, slots=True)
+class _Projection:
+    """The output embedding in the compute dtype, for products whose bits do not depend on how many rows they have.
+
+    A GPU's matrix library chooses its kernel, and so its order of addition, by shape and alignment. Rows are therefore
+    rounded up to a multiple of 128 and the vocabulary to one of 64; what is added is zero, and cut off again.
+    """
+
+    padded: Tensor  # [V', D]
+    vocabulary: int
+
+    @classmethod
+    def of(cls, weight: Tensor, dtype: torch.dtype) -> _Projection:
+        padding = -len(weight) % 64 if weight.is_cuda else 0
+        cast = weight.detach().to(dtype)
+        return cls(pad(cast, (0, 0, 0, padding)) if padding else cast, len(weight))
+
+    @property
+    def weight(self) -> Tensor:
+        return self.padded[: self.vocabulary]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Raw logits [r, V] of hidden rows [r, D]; a view with unit column stride."""
+        padding = -len(hidden) % 128 if hidden.is_cuda else 0
+        rows = pad(hidden, (0, 0, 0, padding)) if padding else hidden
+        return (rows @ self.padded.t())[: len(hidden), : self.vocabulary]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +125,13 @@ class _OnePass(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, hidden: Tensor, weight: Tensor, batch: PackedBatch, head: Head, loss: ChunkLoss
     ) -> tuple[Tensor, Tensor]:
-        projected = weight.to(hidden.dtype)
+        projection = _Projection.of(weight, hidden.dtype)
         d_hidden = torch.zeros_like(hidden)
         d_weight = torch.zeros_like(weight)
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         logps = []
         for chunk in _chunks(batch, head.chunk_rows):
-            sums, pieces = head._logps(hidden, projected, batch, chunk)
+            sums, pieces = head._logps(hidden, projection, batch, chunk)
             logps.append(sums)
             with torch.enable_grad():
                 leaf = sums.requires_grad_()
@@ -109,12 +140,12 @@ class _OnePass(torch.autograd.Function):
             total += share.detach()
             sums.detach_()
             for piece in pieces:
-                logits = piece.logits if piece.logits is not None else hidden[piece.rows] @ projected.t()
+                logits = piece.logits if piece.logits is not None else projection.logits(hidden[piece.rows])
                 d_rows = d_sums.to(piece.lse.dtype)[batch.answer_of_logit_row[piece.rows] - chunk.answers.start]
                 d_logits = head.kernels.logits_gradient_(
                     logits, batch.targets[piece.rows], piece.lse, d_rows, head.transform
                 )
-                torch.mm(d_logits, projected, out=d_hidden[piece.rows])
+                torch.mm(d_logits, projection.weight, out=d_hidden[piece.rows])
                 _accumulate_outer_(d_weight, d_logits, hidden[piece.rows])
                 piece.logits = None
         ctx.save_for_backward(d_hidden, d_weight)
