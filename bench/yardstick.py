@@ -22,10 +22,9 @@ from workload import pairs, stats
 
 from tuningfork.data.loader import EpochOrder, PackLoader, build_packs
 from tuningfork.data.pack import plan_limits
-from tuningfork.kernels.select import select
 from tuningfork.models import attention
 from tuningfork.models.load import Loaded
-from tuningfork.models.policy import Policy, head_dim
+from tuningfork.models.policy import Policy
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.objective.head import Head
 from tuningfork.objective.objectives import PreferenceObjective
@@ -89,11 +88,10 @@ def main() -> None:
         model = transformers.AutoModelForCausalLM.from_config(
             config, attn_implementation=attention.NAME, dtype=torch.float32
         )
-    kernels = select(device, dtype, softcap=False, head_dim=head_dim(config))
-    policy = Policy(model.train(), kernels, dtype)
+    policy = Policy.fast(model.train(), dtype)
     if compiled:
         policy.compile()
-    head = Head(kernels, policy.transform, args.head_chunk_rows)
+    head = Head(policy.kernels, policy.transform, args.head_chunk_rows)
     start = Start(policy, head, PreferenceObjective(ObjectiveConfig()), Loaded(model, torch.float32), compiled)
 
     train = TrainConfig(

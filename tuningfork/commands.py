@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from tuningfork.config import RunConfig, differences, from_yaml, to_yaml
 from tuningfork.data.loader import build_packs
 from tuningfork.errors import ConfigError, ModelError
-from tuningfork.models.load import load, load_tokenizer
+from tuningfork.models.load import comparable, load, load_config, load_tokenizer
 from tuningfork.records import DataReport
 from tuningfork.report.console import Console, table
 from tuningfork.train import folder as run_folder
@@ -23,11 +23,10 @@ def train(config: RunConfig, resume: bool) -> int:
     """`tuningfork train`: the main job."""
     console = Console()
     folder = Path(config.output.dir)
-    run_folder.enter(
-        folder, resume, to_yaml(config), lambda old: differences(from_yaml(old, str(folder / "config.yaml")), config)
-    )
+    run_folder.check(folder, resume, lambda old: differences(from_yaml(old, str(folder / run_folder.CONFIG)), config))
     data, start, tokenizer = _prepare(config, console)
-    result = run(data, start, tokenizer, config.pack, config.reference, config.train, config.output, console)
+    text = to_yaml(config)
+    result = run(data, start, tokenizer, text, config.pack, config.reference, config.train, config.output, console)
     if not result.finished:
         return 130
     console.print("\n" + summary(result, data))
@@ -60,11 +59,7 @@ def evaluate(config: RunConfig, policy: str | None) -> int:
     if start.objective.needs_reference:
         examples = data.held_out
         store = open_reference(start, config.pack.share_prompt, config.reference.cache, examples, data.limits, console)
-    weights = load(path).model.state_dict()
-    try:
-        start.policy.model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise ModelError(f"{path} is not a model of the same architecture as {config.model.path}: {error}") from None
+    _take_weights(start, path, config.model.path)
     with console.phase("evaluating", len(data.held_out), "pairs") as phase:
         result = evaluate_packs(start, build_packs(data.held_out, data.limits), store, phase.advance)
     console.print(table(f"{path} on {config.data.eval}", _evaluation_rows(None, result)))
@@ -78,7 +73,7 @@ def summary(result: RunResult, data: Data) -> str:
         parts.append(f"step-0 check: margin exactly 0 for all {result.pairs_checked} pairs of the first step")
     if result.after is not None:
         parts.append(table("held-out pairs", _evaluation_rows(result.before, result.after)))
-    if result.throughput:
+    if result.throughput.get("steps"):
         rates = result.throughput
         rows = [
             ("steps", f"{result.steps_done:,}"),
@@ -109,6 +104,18 @@ def _prepare(config: RunConfig, console: Console) -> tuple[Data, Start, PreTrain
     data = read_data(config.model, config.data, config.pack, tokenizer, compiled, console)
     start = start_model(config.model, config.objective, config.train, device, console)
     return data, start, tokenizer
+
+
+def _take_weights(start: Start, path: str, starting_path: str) -> None:
+    """Load another model's weights into the starting model, if the two are alike in all but weights."""
+    ours, theirs = comparable(start.policy.config), comparable(load_config(path))
+    other = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
+    if other:
+        raise ModelError(
+            f"{path} is not a model of the same architecture as {starting_path}: their config.json differ in "
+            f"{', '.join(other)}."
+        )
+    start.policy.model.load_state_dict(load(path).model.state_dict())
 
 
 def _data_rows(name: str, report: DataReport) -> list[tuple[str, str]]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import errno
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -67,6 +70,7 @@ def load(path: str) -> Loaded:
             attn_implementation=attention.NAME,
             local_files_only=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, with the name of the tensor
         )
     except Exception as error:
         raise ModelError(f"{path}: the model cannot be loaded: {_first_line(error)}") from error
@@ -74,7 +78,15 @@ def load(path: str) -> Loaded:
     _check_weights(model, info, path)
     check_modules(model, path)
     model.train()  # one mode for scoring and training, so that both run the same code; there is no dropout
-    return Loaded(model, _stored_dtype(config))
+    return Loaded(model, _stored_dtype(Path(path), config))
+
+
+def comparable(config: Any) -> dict[str, Any]:
+    """What of a config decides a model's numbers: everything but names, versions and the dtype on the disk."""
+    values = config.to_dict()
+    for key in ("_name_or_path", "transformers_version", "dtype", "architectures"):
+        values.pop(key, None)
+    return values
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype) -> None:
@@ -82,13 +94,20 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pat
 
     The model in memory stays as it is.
     """
-    weights = {name: tensor.detach().to("cpu", dtype) for name, tensor in model.state_dict().items()}
-    keep = model.config.dtype
-    model.config.dtype = dtype
+    cast: dict[int, torch.Tensor] = {}  # by place in memory, so that tied weights stay one tensor
+    weights = {
+        name: cast.setdefault(tensor.data_ptr(), tensor.detach().to("cpu", dtype))
+        for name, tensor in model.state_dict().items()
+    }
     try:
         model.save_pretrained(folder, state_dict=weights)
-    finally:
-        model.config.dtype = keep
+    except safetensors.SafetensorError as error:  # a full disk, in its own words
+        raise OSError(errno.EIO, str(error)) from error
+    # transformers notes the dtype of the model in memory, and would load the export in that.
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     tokenizer.save_pretrained(folder)
 
 
@@ -115,7 +134,14 @@ def _check_weights(model: PreTrainedModel, info: dict[str, Any], path: str) -> N
         raise ModelError(f"{path}: NaN or infinite weights in {len(bad)} tensors, first {bad[0]}. Get the model anew.")
 
 
-def _stored_dtype(config: Any) -> torch.dtype:
+def _stored_dtype(folder: Path, config: Any) -> torch.dtype:
+    """The dtype of the weights on the disk; what config.json says of it may be missing or untrue."""
+    for path in sorted(folder.glob("*.safetensors"))[:1]:
+        with safetensors.safe_open(path, framework="pt") as file:
+            names = file.keys()
+            matrix = next((name for name in names if len(file.get_slice(name).get_shape()) >= 2), None)
+            if matrix is not None:
+                return file.get_tensor(matrix).dtype
     dtype = getattr(config, "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tuningfork.errors import ModelError
-from tuningfork.kernels.select import Kernels
+from tuningfork.kernels.select import Kernels, plain, select
 from tuningfork.models.flops import FlopCounter
 from tuningfork.records import LogitTransform, PackedBatch
 
@@ -28,7 +30,20 @@ class Policy:
         self.kernels = kernels
         self.dtype = dtype
         self.transform = _logit_transform(self.config)
-        self.windows = frozenset({None, *_windows(self.config)})
+        self.layer_windows = _windows(model)
+        self.windows = frozenset({None, *self.layer_windows})
+
+    @classmethod
+    def fast(cls, model: PreTrainedModel, dtype: torch.dtype) -> Policy:
+        """A policy with the best kernels for the device that the model is on."""
+        softcap = getattr(model.config, "attn_logit_softcapping", None) is not None
+        device = next(model.parameters()).device
+        return cls(model, select(device, dtype, softcap=softcap, head_dim=_head_dim(model.config)), dtype)
+
+    @classmethod
+    def plain(cls, model: PreTrainedModel, dtype: torch.dtype) -> Policy:
+        """A policy with plain kernels, which every other is measured against."""
+        return cls(model, plain(), dtype)
 
     @property
     def device(self) -> torch.device:
@@ -72,7 +87,10 @@ class Policy:
 
     def checkpoint_activations(self) -> None:
         """Recompute each block in the backward pass instead of keeping its activations."""
-        self.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        model: Any = self.model
+        # transformers renamed it between the versions that are supported
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
 
     def flops(self) -> FlopCounter:
         """What a token costs in this model."""
@@ -84,8 +102,8 @@ class Policy:
             for weight in module.parameters(recurse=False)
             if weight.ndim == 2 and not isinstance(module, nn.Embedding)
         )
-        width = config.num_attention_heads * head_dim(config)
-        return FlopCounter(weights, self.head_weight.numel(), tuple((width, w) for w in _windows(config)))
+        width = config.num_attention_heads * _head_dim(config)
+        return FlopCounter(weights, self.head_weight.numel(), tuple((width, w) for w in self.layer_windows))
 
 
 def _compiler_options() -> dict[str, bool]:
@@ -106,15 +124,18 @@ def _logit_transform(config: Any) -> LogitTransform:
     return LogitTransform(float(scale), getattr(config, "final_logit_softcapping", None))
 
 
-def head_dim(config: Any) -> int:
+def _head_dim(config: Any) -> int:
     """Width of one attention head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def _windows(config: Any) -> list[int | None]:
+def _windows(model: PreTrainedModel) -> list[int | None]:
     """The attention window of each layer; None sees the whole sequence."""
+    config: Any = model.config
     window = getattr(config, "sliding_window", None)
-    if not getattr(config, "use_sliding_window", True):
+    # Converted configs carry the key for families whose code never reads it.
+    reads_it = "sliding_window" in inspect.getsource(sys.modules[type(model).__module__])
+    if not reads_it or not getattr(config, "use_sliding_window", True):
         window = None
     types = getattr(config, "layer_types", None)
     if types is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from torch import nn
@@ -10,7 +11,8 @@ from transformers import PreTrainedModel
 from tuningfork.errors import ModelError
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-_RECURRENT_WORDS = ("mamba", "ssm", "recurrent", "deltanet", "delta_net", "rwkv", "linearattention", "shortconv", "lru")
+_RECURRENT_WORDS = ("Mamba", "SSM", "Recurrent", "DeltaNet", "Rwkv", "RWKV", "LinearAttention", "ShortConv", "LRU")
+_EXPERTS = re.compile(r"(^|_)(n|num)_(local_|routed_)?experts$")
 
 
 def check_config(config: Any, path: str) -> None:
@@ -30,12 +32,11 @@ def check_config(config: Any, path: str) -> None:
             f"{where} has layers of type {', '.join(other)}. In a pack these would mix neighbouring examples, "
             "so only full and sliding-window attention are supported."
         )
-    if any(getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")):
+    if _has_experts(config.to_dict()):
         raise ModelError(f"{where} is a mixture of experts; only dense models are supported.")
-    rope_type = _rope_type(config)
-    if rope_type in ("dynamic", "longrope"):
+    for kind in _rope_types(config) & {"dynamic", "longrope"}:
         raise ModelError(
-            f"{where} uses rotary scaling of type {rope_type!r}, which depends on the longest sequence of a batch: "
+            f"{where} uses rotary scaling of type {kind!r}, which depends on the longest sequence of a batch: "
             "an example's numbers would depend on its neighbours in the pack. Remove the scaling in config.json if "
             "your sequences fit the original length."
         )
@@ -45,13 +46,13 @@ def check_modules(model: PreTrainedModel, path: str) -> None:
     """Refuse what only the built model shows: dropout, recurrence, a biased head. Raises ModelError."""
     for name, module in model.named_modules():
         kind = type(module).__name__
-        rate = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
-        if isinstance(rate, float | int) and rate > 0:
+        rate = _dropout(module)
+        if rate > 0:
             raise ModelError(
                 f"{path}: {name} ({kind}) has dropout {rate}. With dropout the policy differs from its own reference "
                 "before the first step. Set every dropout of config.json to 0."
             )
-        if isinstance(module, nn.Conv1d) or any(word in kind.lower() for word in _RECURRENT_WORDS):
+        if isinstance(module, nn.Conv1d) or any(word in kind for word in _RECURRENT_WORDS):
             raise ModelError(
                 f"{path}: {name} ({kind}) carries state from token to token; in a pack it would leak from one example "
                 "into the next. Recurrent and convolutional layers are not supported."
@@ -61,6 +62,24 @@ def check_modules(model: PreTrainedModel, path: str) -> None:
         raise ModelError(f"{path}: the output head has {'a bias' if head is not None else 'no weight'}; not supported.")
 
 
-def _rope_type(config: Any) -> str | None:
+def _has_experts(config: dict[str, Any]) -> bool:
+    """Whether a config, or a config inside it, sets a number of experts."""
+    return any(
+        _has_experts(value) if isinstance(value, dict) else bool(value) and _EXPERTS.search(key) is not None
+        for key, value in config.items()
+        if isinstance(key, str)
+    )
+
+
+def _rope_types(config: Any) -> set[str]:
+    """The kinds of rotary scaling in use: one, or one for each kind of layer."""
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    return parameters.get("rope_type", parameters.get("type")) if isinstance(parameters, dict) else None
+    groups = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    return {str(group.get("rope_type", group.get("type"))) for group in groups}
+
+
+def _dropout(module: nn.Module) -> float:
+    """The highest dropout rate that a module holds by itself, as a layer or as a number for a functional dropout."""
+    rates = [module.p] if isinstance(module, nn.Dropout) else []
+    rates += [value for name, value in vars(module).items() if "dropout" in name and type(value) in (float, int)]
+    return max(map(float, rates), default=0.0)

@@ -26,6 +26,7 @@ from tuningfork.records import LogitTransform, PackedBatch
 ChunkLoss = Callable[[int, int, Tensor], Tensor]
 
 _FIXED_POINT = 2.0**34  # steps of 6e-11; room for 50,000 tokens at a log-prob of -10,000
+_LARGEST = 5.3e8  # nats that 64 bits hold at these steps; more is no log-prob of any model, and becomes NaN
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +76,9 @@ class Head:
 class _Projection:
     """The output embedding in the compute dtype, for products whose bits do not depend on how many rows they have.
 
-    A GPU's matrix library chooses its kernel, and so its order of addition, by shape and alignment. Rows are therefore
-    rounded up to a multiple of 128 and the vocabulary to one of 64; what is added is zero, and cut off again.
+    A matrix library chooses its kernel, and so its order of addition, by shape and alignment. Rows are therefore
+    rounded up, to a multiple of 128 on a GPU and of 8 on a CPU, and a GPU's vocabulary to one of 64; what is added is
+    zero, and cut off again.
     """
 
     padded: Tensor  # [V', D]
@@ -94,7 +96,7 @@ class _Projection:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Raw logits [r, V] of hidden rows [r, D]; a view with unit column stride."""
-        padding = -len(hidden) % 128 if hidden.is_cuda else 0
+        padding = -len(hidden) % (128 if hidden.is_cuda else 8)
         rows = pad(hidden, (0, 0, 0, padding)) if padding else hidden
         return (rows @ self.padded.t())[: len(hidden), : self.vocabulary]
 
@@ -160,11 +162,14 @@ class _OnePass(torch.autograd.Function):
 
 
 def sum_by_answer(row_logps: Tensor, answer_of_row: Tensor, answers: int) -> Tensor:
-    """Sum rows into answers, float64 [answers], independent of the order of addition. NaN where a row is not finite."""
-    finite = torch.isfinite(row_logps)
-    fixed = (torch.where(finite, row_logps, 0).double() * _FIXED_POINT).round().long()
-    sums = torch.zeros(answers, dtype=torch.int64, device=row_logps.device).index_add_(0, answer_of_row, fixed)
-    broken = torch.zeros_like(sums).index_add_(0, answer_of_row, (~finite).long())
+    """Sum rows into answers, float64 [answers], independent of the order of addition. NaN where a row is no number."""
+    usable = torch.isfinite(row_logps) & (row_logps.abs() < _LARGEST)
+    exact = torch.where(usable, row_logps, 0).double()
+    zeros = torch.zeros(answers, dtype=torch.float64, device=row_logps.device)
+    size = zeros.index_add(0, answer_of_row, exact.abs())
+    broken = zeros.index_add(0, answer_of_row, (~usable).double()) + (size > _LARGEST)
+    fixed = (exact * _FIXED_POINT).round().long()
+    sums = zeros.long().index_add_(0, answer_of_row, fixed)
     return torch.where(broken > 0, torch.nan, sums.double() / _FIXED_POINT)
 
 

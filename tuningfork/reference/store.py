@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import uuid
-import zipfile
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from tuningfork.errors import ReferenceMismatch
-from tuningfork.files import whole_file
+from tuningfork.files import ASIDE, whole_file
 from tuningfork.records import TokenExample
 from tuningfork.reference.fingerprint import differences
 
@@ -36,14 +35,22 @@ class ReferenceStore:
         self.fingerprint = fingerprint
         self._rows: dict[bytes, float] = {}
         self._new: dict[bytes, float] = {}
+        self._origin = _origin(fingerprint)
         path = folder / "fingerprint.json"
+        shards = sorted(folder.glob("rows-*.npz"))
         if path.exists():
             _check_fingerprint(path, fingerprint)
+        elif shards:
+            raise ReferenceMismatch(
+                f"{folder} has rows, but no fingerprint.json says what they belong to. Remove that folder to build it "
+                "anew, or choose another reference.cache."
+            )
         else:
             with whole_file(path) as file:
                 file.write(json.dumps(fingerprint, indent=2).encode() + b"\n")
-        for shard in sorted(folder.glob("rows-*.npz")):
-            self._rows.update(_read_shard(shard))
+        _clear_abandoned(folder)
+        for shard in shards:
+            self._rows.update(_read_shard(shard, self._origin))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -59,10 +66,15 @@ class ReferenceStore:
 
     def add(self, examples: Sequence[TokenExample], logps: Sequence[float]) -> None:
         """Keep the log-probs of all answers of these examples, in order. `flush` brings them to the disk."""
-        keys = [key for example in examples for key in _keys(example)]
-        for key, logp in zip(keys, logps, strict=True):
+        owners = [(key, example) for example in examples for key in _keys(example)]
+        found = list(zip(owners, logps, strict=True))
+        for (_, example), logp in found:
             if not np.isfinite(logp):
-                raise ReferenceMismatch(f"{self.folder}: the reference gives a log-prob of {logp}; nothing was stored.")
+                raise ReferenceMismatch(
+                    f"{example.id}: the starting model gives an answer a log-prob of {logp}. Nothing of its pack was "
+                    "stored. Look at that example and at the model's weights."
+                )
+        for (key, _), logp in found:
             self._rows[key] = self._new[key] = float(logp)
 
     def flush(self) -> None:
@@ -71,8 +83,10 @@ class ReferenceStore:
             return
         keys = np.frombuffer(b"".join(self._new), dtype=np.uint8).reshape(-1, _KEY_BYTES)
         logps = np.fromiter(self._new.values(), dtype=np.float64)
-        with whole_file(self.folder / f"rows-{uuid.uuid4().hex[:12]}.npz") as file:
-            np.savez(file, keys=keys, logps=logps, digest=_digest(keys, logps))
+        digest = _digest(keys, logps, self._origin)
+        # Named by content: whoever scores the same rows again, after a kill perhaps, writes the same file.
+        with whole_file(self.folder / f"rows-{digest.hex()}.npz") as file:
+            np.savez(file, keys=keys, logps=logps, digest=np.frombuffer(digest, dtype=np.uint8))
         self._new.clear()
 
     def lookup(self, examples: Sequence[TokenExample]) -> np.ndarray:
@@ -105,7 +119,9 @@ def _keys(example: TokenExample) -> list[bytes]:
 
 def _check_fingerprint(path: Path, ours: dict[str, str]) -> None:
     try:
-        theirs = json.loads(path.read_text())
+        theirs = json.loads(path.read_bytes())
+        if not isinstance(theirs, dict):
+            raise ValueError
     except ValueError:
         raise ReferenceMismatch(f"{path} is damaged. Remove the folder {path.parent} to build it anew.") from None
     different = differences(ours, theirs)
@@ -119,17 +135,31 @@ def _check_fingerprint(path: Path, ours: dict[str, str]) -> None:
         )
 
 
-def _read_shard(path: Path) -> dict[bytes, float]:
+def _read_shard(path: Path, origin: bytes) -> dict[bytes, float]:
     try:
         with np.load(path, allow_pickle=False) as shard:
             keys, logps, digest = shard["keys"], shard["logps"], shard["digest"]
-        intact = bytes(digest) == bytes(_digest(keys, logps)) and len(keys) == len(logps)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        intact = digest.tobytes() == _digest(keys, logps, origin) and keys.shape == (len(logps), _KEY_BYTES)
+    except Exception:  # a damaged archive fails in a dozen ways, and all of them mean the same
         intact = False
     if not intact:
-        raise ReferenceMismatch(f"{path} is damaged. Remove that file: its rows are then scored again.")
+        raise ReferenceMismatch(
+            f"{path} is damaged, or belongs to another cache. Remove that file: its rows are then scored again."
+        )
     return {key.tobytes(): float(logp) for key, logp in zip(keys, logps, strict=True)}
 
 
-def _digest(keys: np.ndarray, logps: np.ndarray) -> np.ndarray:
-    return np.frombuffer(hashlib.blake2b(keys.tobytes() + logps.tobytes(), digest_size=16).digest(), dtype=np.uint8)
+def _origin(fingerprint: dict[str, str]) -> bytes:
+    return json.dumps(sorted(fingerprint.items())).encode()
+
+
+def _digest(keys: np.ndarray, logps: np.ndarray, origin: bytes) -> bytes:
+    """A checksum of a shard's content, which also ties it to the fingerprint of its cache."""
+    return hashlib.blake2b(keys.tobytes() + logps.tobytes() + origin, digest_size=16).digest()
+
+
+def _clear_abandoned(folder: Path) -> None:
+    """Remove what a kill left half written. A file this old is not being written by another run."""
+    for path in folder.glob(f"*{ASIDE}"):
+        if time.time() - path.stat().st_mtime > 3600:
+            path.unlink(missing_ok=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 from tuningfork.errors import NonFiniteError, RunFolderError
 from tuningfork.files import explained, whole_file
+from tuningfork.report.board import Board
 
 
 class RunWriter:
@@ -33,14 +34,10 @@ class RunWriter:
             raise RunFolderError(
                 f"{self.metrics_path} exists. Add --resume to continue that run, or choose another output.dir."
             )
-        from torch.utils.tensorboard import SummaryWriter  # here, because it takes a second
-
         with explained(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._metrics = self.metrics_path.open("a", encoding="utf-8")
-            self._board = SummaryWriter(
-                str(folder / "tensorboard"), purge_step=None if resume_at_step is None else resume_at_step + 1
-            )
+            self._board = Board(folder / "tensorboard", first_step=(resume_at_step or 0) + 1)
 
     def line(self, metrics: Mapping[str, float | int | None]) -> None:
         """Append one line of numbers, among them "step". Raises NonFiniteError rather than write what JSON lacks."""
@@ -56,10 +53,7 @@ class RunWriter:
     def scalars(self, step: int, values: Mapping[str, float | int | None], prefix: str = "") -> None:
         """Show numbers in TensorBoard only; nulls are left out. `prefix` such as "eval/" leads their names."""
         with explained(self.folder / "tensorboard"):
-            for key, value in values.items():
-                if value is not None:
-                    self._board.add_scalar(prefix + key, value, step)
-            self._board.flush()
+            self._board.scalars(step, {prefix + key: value for key, value in values.items() if value is not None})
 
     def log(self, text: str) -> None:
         """Append a line of text to log.txt. Works after `close` too: a run's last words follow its last numbers."""

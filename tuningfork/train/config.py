@@ -53,6 +53,6 @@ class OutputConfig:
     keep_last: Annotated[int, Field(ge=1)] = 2
     """Checkpoints kept; older ones are removed once a newer one is whole."""
     log_every: Annotated[int, Field(ge=1)] = 1
-    """Steps between lines in metrics.jsonl; a line covers all steps since the last one."""
+    """Steps between lines in metrics.jsonl; a line covers all steps since the last one. A checkpoint writes one too."""
     export_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the exported model. auto: that of the starting model's weights."""

@@ -26,11 +26,12 @@ from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.console import Console
 from tuningfork.report.metrics import Interval, StepResult, pair_statistics
 from tuningfork.report.throughput import RunTotals, peak_flops
-from tuningfork.report.writer import RunWriter, write_json
+from tuningfork.report.writer import RunWriter, write_json, write_text
 from tuningfork.train import checkpoint
 from tuningfork.train.checkpoint import Progress
 from tuningfork.train.config import OutputConfig, TrainConfig
 from tuningfork.train.evaluate import Evaluation, check_start, evaluate
+from tuningfork.train.folder import CONFIG
 from tuningfork.train.optimizer import build_optimizer, learning_rate
 from tuningfork.train.setup import Data, Start, open_reference
 from tuningfork.train.step import train_step
@@ -54,13 +55,17 @@ def run(
     data: Data,
     start: Start,
     tokenizer: PreTrainedTokenizerBase,
+    config_text: str,
     pack: PackConfig,
     reference_config: ReferenceConfig,
     config: TrainConfig,
     output: OutputConfig,
     console: Console,
 ) -> RunResult:
-    """Train, or continue training, in the run folder `output.dir`, which already holds the run's config.yaml.
+    """Train, or continue training, in the run folder `output.dir`.
+
+    Args:
+        config_text: the whole resolved config, kept as the folder's config.yaml.
 
     Raises:
         ReferenceMismatch: the reference is not that of the starting model.
@@ -68,7 +73,6 @@ def run(
         RunFolderError: the disk refuses, or the checkpoint belongs to other data.
     """
     folder = Path(output.dir)
-    write_json(folder / "data_report.json", _reports(data))
     order = EpochOrder.plan(len(data.train), config.examples_per_step, config.seed, config.epochs, config.max_steps)
     loader = PackLoader(data.train, order, data.limits, pin_memory=start.policy.device.type == "cuda")
     start.objective.check([*data.train, *data.held_out])
@@ -109,10 +113,13 @@ def run(
 
     peak = peak_flops(_card(start.policy.device), "bfloat16" if start.policy.dtype == torch.bfloat16 else "float32")
     totals = RunTotals(peak)
+    write_text(folder / CONFIG, config_text)
+    write_json(folder / "data_report.json", _reports(data))
     with RunWriter(folder, resume_at_step=result.steps_done) as writer, _stop_on_ctrl_c() as stop_asked:
         console.attach(writer.log)
 
         def save() -> None:
+            _check_weights(start.policy.model, result.steps_done)
             progress = Progress(result.steps_done, digest, start_weights)
             checkpoint.save(folder / "checkpoints", progress, start.policy.model, optimizer, output.keep_last)
 
@@ -134,9 +141,11 @@ def run(
                         "tokens/s": step.tokens / step.seconds,
                     },
                 )
-                if step.step % output.log_every == 0 or at_end or stopping:
+                saving = step.step % output.save_every == 0 or at_end or stopping
+                # A line at every checkpoint too: a run that continues from there has then lost no step.
+                if step.step % output.log_every == 0 or saving:
                     writer.line(interval.take())
-                if step.step % output.save_every == 0 or at_end or stopping:
+                if saving:
                     save()
                 if stopping:
                     console.print(f"stopped after step {step.step} as asked; continue with --resume")
@@ -147,8 +156,8 @@ def run(
             writer.scalars(0, result.before.as_dict(), prefix="eval/")
             writer.scalars(result.steps_done, result.after.as_dict(), prefix="eval/")
             write_json(folder / "eval.json", {"before": result.before.as_dict(), "after": result.after.as_dict()})
-        if totals.all.steps:
-            result.throughput = totals.summary()
+        result.throughput = totals.summary()
+        if totals.all.steps or not (folder / "summary.json").exists():
             write_json(folder / "summary.json", result.throughput)
         _export(start, tokenizer, folder / "model", output)
     result.finished = True
@@ -226,12 +235,29 @@ def _evaluate(
 
 
 def _export(start: Start, tokenizer: PreTrainedTokenizerBase, path: Path, output: OutputConfig) -> None:
-    """Write the trained model as a Hugging Face folder; one that is there already is this run's own."""
+    """Write the trained model as a Hugging Face folder. One that is there already is this run's own, and stays.
+
+    Raises:
+        RunFolderError: the disk refuses, or the model was exported before in another dtype.
+    """
     named = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     dtype = named.get(output.export_dtype, start.loaded.stored_dtype)
-    if not path.exists():
-        with whole_folder(path) as aside:
-            load.save(start.policy.model, tokenizer, aside, dtype)
+    if path.exists():
+        stored = load.load_config(str(path)).dtype
+        if stored != dtype:
+            raise RunFolderError(
+                f"{path} was exported in {stored}, now {dtype} is asked for. Remove it, then --resume."
+            )
+        return
+    with whole_folder(path) as aside:
+        load.save(start.policy.model, tokenizer, aside, dtype)
+
+
+def _check_weights(model: torch.nn.Module, step: int) -> None:
+    """Weights that are no numbers are never saved: what was saved before stays the newest."""
+    for name, weight in model.named_parameters():
+        if not torch.isfinite(weight).all():
+            raise NonFiniteError(f"step {step}: the step moved {name} to nan or infinity. Lower train.learning_rate.")
 
 
 def _reports(data: Data) -> dict[str, object]:

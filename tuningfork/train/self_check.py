@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from tuningfork.data.layout import build
 from tuningfork.data.pack import plan_limits
 from tuningfork.errors import ModelError
-from tuningfork.kernels import select
 from tuningfork.models import attention
 from tuningfork.models.policy import Policy
 from tuningfork.objective.head import Head
@@ -27,8 +26,7 @@ def check_packed_equals_alone(model: PreTrainedModel, path: str) -> None:
     """Compare in float32 with plain kernels, before anything is compiled. Raises ModelError."""
     examples = _examples(model.config.vocab_size)
     batch = build(examples, plan_limits(examples, 64, True, compiled=False).full, share_prompt=True).to(model.device)
-    kernels = select.plain()
-    policy = Policy(model, kernels, torch.float32)
+    policy = Policy.plain(model, torch.float32)
     with torch.no_grad():
         try:
             hidden = policy.hidden_rows(batch)
@@ -38,7 +36,7 @@ def check_packed_equals_alone(model: PreTrainedModel, path: str) -> None:
             raise ModelError(
                 f"{path}: {type(model).__name__} does not run with packed attention ({error}). Not supported."
             ) from error
-        packed = Head(kernels, policy.transform, 8192).score(hidden, policy.head_weight, batch).cpu()
+        packed = Head(policy.kernels, policy.transform, 8192).score(hidden, policy.head_weight, batch).cpu()
         alone = torch.stack([score for example in examples for score in _score_alone(model, example)])
     worst = float((packed - alone).abs().max() / alone.abs().max())
     if not worst <= _TOLERANCE:

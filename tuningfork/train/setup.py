@@ -16,10 +16,9 @@ from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.loader import build_packs
 from tuningfork.data.pack import PackLimits, plan_limits, split_fitting
 from tuningfork.errors import ConfigError, DataError
-from tuningfork.kernels.select import select
 from tuningfork.models.config import ModelConfig
-from tuningfork.models.load import Loaded, load, load_config
-from tuningfork.models.policy import Policy, head_dim
+from tuningfork.models.load import Loaded, comparable, load, load_config
+from tuningfork.models.policy import Policy
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.objective.head import Head
 from tuningfork.objective.objectives import PreferenceObjective
@@ -142,10 +141,7 @@ def start_model(
     loaded = load(model.path)
     loaded.model.to(device)  # type: ignore[arg-type]
     check_packed_equals_alone(loaded.model, model.path)
-    config = loaded.model.config
-    softcap = getattr(config, "attn_logit_softcapping", None) is not None
-    kernels = select(device, dtype, softcap=softcap, head_dim=head_dim(config))
-    policy = Policy(loaded.model, kernels, dtype)
+    policy = Policy.fast(loaded.model, dtype)
     if train.activation_checkpointing:
         policy.checkpoint_activations()
     if compiled:
@@ -153,10 +149,10 @@ def start_model(
     console.print(
         f"{model.path}: {sum(p.numel() for p in loaded.model.parameters()):,} parameters on {device_name(device)}, "
         f"computing in {str(dtype).removeprefix('torch.')}, "
-        + ", ".join(f"{kind} kernel {name}" for kind, name in kernels.names.items())
+        + ", ".join(f"{kind} kernel {name}" for kind, name in policy.kernels.names.items())
         + (", blocks compiled" if compiled else "")
     )
-    head = Head(kernels, policy.transform, objective.head_chunk_rows)
+    head = Head(policy.kernels, policy.transform, objective.head_chunk_rows)
     return Start(policy, head, PreferenceObjective(objective), loaded, compiled)
 
 
@@ -165,19 +161,18 @@ def open_reference(
 ) -> ReferenceStore:
     """The reference cache of the *starting* model, filled for these examples. Raises ReferenceMismatch."""
     policy = start.policy
-    config = policy.config.to_dict()
-    for key in ("_name_or_path", "transformers_version", "dtype", "architectures"):
-        config.pop(key, None)
+    config = sorted(comparable(policy.config).items())
     store = ReferenceStore(
         Path(cache),
         fingerprint(
             policy.model.named_parameters(),
-            config=text_digest(repr(sorted(config.items(), key=lambda item: item[0]))),
+            config=text_digest(repr(config)),
             dtype=str(policy.dtype).removeprefix("torch."),
             **{f"{kind} kernel": name for kind, name in policy.kernels.names.items()},
             compiled=str(start.compiled),
             share_prompt=str(share_prompt),
             device=device_name(policy.device),
+            threads=str(torch.get_num_threads() if policy.device.type == "cpu" else "any"),
             transformers=transformers.__version__,
         ),
     )

@@ -44,7 +44,7 @@ class FlexAttention(NamedTuple):
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        return out[0].transpose(0, 1)
+        return out[0].transpose(0, 1).contiguous()
 
 
 def _block_mask(layout: ForkLayout, window: int | None) -> BlockMask:

@@ -56,7 +56,7 @@ class PlainAttention(NamedTuple):
             if groups > 1:
                 own_key, own_value = (t.repeat_interleave(groups, dim=0) for t in (own_key, own_value))
             outs.append(_attend_one(own_query, own_key, own_value, scale, window, softcap))
-        return torch.cat(outs, dim=1).transpose(0, 1)
+        return torch.cat(outs, dim=1).transpose(0, 1).contiguous()
 
 
 def _runs(rows: np.ndarray) -> list[tuple[int, int]]:

@@ -20,8 +20,10 @@ def row_logps(logits: Tensor, targets: Tensor, transform: LogitTransform) -> tup
         `(logps, lse)`, both [R], float32 (float64 where the logits are).
     """
     z = _transform(logits, transform)
-    lse = torch.logsumexp(z, dim=-1)
-    return z.gather(1, targets[:, None])[:, 0] - lse, lse
+    # The maximum comes off first: picked - lse would cancel the digits that a common offset of the logits takes up.
+    top = z.amax(dim=-1)
+    rest = torch.exp(z - top[:, None]).sum(dim=-1).log()
+    return (z.gather(1, targets[:, None])[:, 0] - top) - rest, top + rest
 
 
 def logits_gradient_(
