@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from tuningfork.config import RunConfig, differences, from_yaml, to_yaml
-from tuningfork.data.loader import build_packs
+from tuningfork.data.loader import packs_in_windows
 from tuningfork.errors import ConfigError, ModelError
 from tuningfork.models.load import comparable, load, load_config, load_tokenizer
 from tuningfork.records import DataReport
@@ -61,7 +61,7 @@ def evaluate(config: RunConfig, policy: str | None) -> int:
         store = open_reference(start, config.pack.share_prompt, config.reference.cache, examples, data.limits, console)
     _take_weights(start, path, config.model.path)
     with console.phase("evaluating", len(data.held_out), "pairs") as phase:
-        result = evaluate_packs(start, build_packs(data.held_out, data.limits), store, phase.advance)
+        result = evaluate_packs(start, packs_in_windows(data.held_out, data.limits), store, phase.advance)
     console.print(table(f"{path} on {config.data.eval}", _evaluation_rows(None, result)))
     return 0
 

@@ -9,8 +9,7 @@ import torch
 from tests.tiny import FAMILIES, head_of, one_pack, random_examples, random_pairs, score_alone, tiny_model
 from tuningfork.data.loader import build_packs
 from tuningfork.data.pack import plan_limits
-from tuningfork.kernels.select import select
-from tuningfork.models.policy import Policy, head_dim
+from tuningfork.models.policy import Policy
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.objective.head import Head
 from tuningfork.objective.objectives import PreferenceObjective
@@ -27,8 +26,7 @@ CUDA = torch.device("cuda")
 def _policy(family: str, dtype: torch.dtype, compiled: bool = True) -> Policy:
     torch._dynamo.reset()
     model = tiny_model(family, torch.float32).to(CUDA)
-    softcap = getattr(model.config, "attn_logit_softcapping", None) is not None
-    policy = Policy(model, select(CUDA, dtype, softcap=softcap, head_dim=head_dim(model.config)), dtype)
+    policy = Policy.fast(model, dtype)
     if compiled:
         policy.compile()
     return policy

@@ -87,6 +87,13 @@ class PackLoader:
                 yield step, packs
 
 
+def packs_in_windows(examples: Sequence[TokenExample], limits: PackLimits, window: int = 1024) -> Iterator[PackedBatch]:
+    """All examples in packs, a window of them packed at a time: enough to fill packs well, few enough to begin at once
+    and to keep in memory."""
+    for start in range(0, len(examples), window):
+        yield from build_packs(examples[start : start + window], limits)
+
+
 def build_packs(examples: Sequence[TokenExample], limits: PackLimits, pin_memory: bool = False) -> list[PackedBatch]:
     """Pack the examples and lay each bin out as tensors."""
     batches = [build(members, rung, limits.share_prompt) for rung, members in pack(examples, limits)]

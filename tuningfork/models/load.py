@@ -99,10 +99,13 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pat
         name: cast.setdefault(tensor.data_ptr(), tensor.detach().to("cpu", dtype))
         for name, tensor in model.state_dict().items()
     }
+    in_memory = model.config.dtype
     try:
         model.save_pretrained(folder, state_dict=weights)
     except safetensors.SafetensorError as error:  # a full disk, in its own words
         raise OSError(errno.EIO, str(error)) from error
+    finally:
+        model.config.dtype = in_memory
     # transformers notes the dtype of the model in memory, and would load the export in that.
     path = folder / "config.json"
     config = json.loads(path.read_text())
@@ -126,6 +129,18 @@ def _check_weights(model: PreTrainedModel, info: dict[str, Any], path: str) -> N
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(f"{path}: the weights lack {len(missing)} tensors of the model, first {missing[0]}.")
+    # Buffers that older versions stored, and the copy of a tied head, are in nobody's way.
+    tied = getattr(model.config, "tie_word_embeddings", False)
+    extra = [
+        key
+        for key in sorted(info["unexpected_keys"])
+        if not (key.endswith("rotary_emb.inv_freq") or (tied and key == "lm_head.weight"))
+    ]
+    if extra:
+        raise ModelError(
+            f"{path}: the weights hold {len(extra)} tensors that config.json has no place for, first {extra[0]}. "
+            "Training would leave them out; get config.json and weights that belong together."
+        )
     wrong = sorted(str(key) for key in info.get("mismatched_keys", ()))
     if wrong:
         raise ModelError(f"{path}: {len(wrong)} tensors have another shape than config.json says, first {wrong[0]}.")

@@ -38,7 +38,7 @@ class Policy:
         """A policy with the best kernels for the device that the model is on."""
         softcap = getattr(model.config, "attn_logit_softcapping", None) is not None
         device = next(model.parameters()).device
-        return cls(model, select(device, dtype, softcap=softcap, head_dim=_head_dim(model.config)), dtype)
+        return cls(model, select(device, dtype, softcap=softcap, head_dim=head_dim(model.config)), dtype)
 
     @classmethod
     def plain(cls, model: PreTrainedModel, dtype: torch.dtype) -> Policy:
@@ -102,7 +102,7 @@ class Policy:
             for weight in module.parameters(recurse=False)
             if weight.ndim == 2 and not isinstance(module, nn.Embedding)
         )
-        width = config.num_attention_heads * _head_dim(config)
+        width = config.num_attention_heads * head_dim(config)
         return FlopCounter(weights, self.head_weight.numel(), tuple((width, w) for w in self.layer_windows))
 
 
@@ -124,7 +124,7 @@ def _logit_transform(config: Any) -> LogitTransform:
     return LogitTransform(float(scale), getattr(config, "final_logit_softcapping", None))
 
 
-def _head_dim(config: Any) -> int:
+def head_dim(config: Any) -> int:
     """Width of one attention head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 

@@ -77,7 +77,7 @@ class _Projection:
     """The output embedding in the compute dtype, for products whose bits do not depend on how many rows they have.
 
     A matrix library chooses its kernel, and so its order of addition, by shape and alignment. Rows are therefore
-    rounded up, to a multiple of 128 on a GPU and of 8 on a CPU, and a GPU's vocabulary to one of 64; what is added is
+    rounded up, to a multiple of 128 on a GPU and of 4 on a CPU, and a GPU's vocabulary to one of 64; what is added is
     zero, and cut off again.
     """
 
@@ -96,7 +96,7 @@ class _Projection:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Raw logits [r, V] of hidden rows [r, D]; a view with unit column stride."""
-        padding = -len(hidden) % (128 if hidden.is_cuda else 8)
+        padding = -len(hidden) % (128 if hidden.is_cuda else 4)
         rows = pad(hidden, (0, 0, 0, padding)) if padding else hidden
         return (rows @ self.padded.t())[: len(hidden), : self.vocabulary]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +29,7 @@ class Evaluation:
 
 def evaluate(
     start: Start,
-    packs: Sequence[PackedBatch],
+    packs: Iterable[PackedBatch],
     reference: ReferenceStore | None,
     scored: Callable[[int], None] = lambda count: None,
 ) -> Evaluation:

@@ -15,11 +15,10 @@ from transformers import PreTrainedTokenizerBase
 
 from tuningfork.data.audit import dataset_digest, report_dict
 from tuningfork.data.config import PackConfig
-from tuningfork.data.loader import EpochOrder, PackLoader, build_packs
+from tuningfork.data.loader import EpochOrder, PackLoader, packs_in_windows
 from tuningfork.errors import NonFiniteError, RunFolderError
 from tuningfork.files import whole_folder
 from tuningfork.models import load
-from tuningfork.records import PackedBatch
 from tuningfork.reference.config import ReferenceConfig
 from tuningfork.reference.fingerprint import weights_digest
 from tuningfork.reference.store import ReferenceStore
@@ -92,8 +91,7 @@ def run(
         if reference is not None
         else weights_digest(start.policy.model.named_parameters())
     )
-    held_out = build_packs(data.held_out, data.limits)
-    result.before = _evaluate(start, held_out, reference, console, "evaluating the starting model")
+    result.before = _evaluate(start, data, reference, console, "evaluating the starting model")
 
     optimizer = build_optimizer(start.policy.model, config)
     if last is not None:
@@ -151,7 +149,7 @@ def run(
                     console.print(f"stopped after step {step.step} as asked; continue with --resume")
                     return result
 
-        result.after = _evaluate(start, held_out, reference, console, "evaluating the trained model")
+        result.after = _evaluate(start, data, reference, console, "evaluating the trained model")
         if result.after is not None and result.before is not None:
             writer.scalars(0, result.before.as_dict(), prefix="eval/")
             writer.scalars(result.steps_done, result.after.as_dict(), prefix="eval/")
@@ -226,12 +224,12 @@ def training_steps(
 
 
 def _evaluate(
-    start: Start, packs: list[PackedBatch], reference: ReferenceStore | None, console: Console, name: str
+    start: Start, data: Data, reference: ReferenceStore | None, console: Console, name: str
 ) -> Evaluation | None:
-    if not packs:
+    if not data.held_out:
         return None
-    with console.phase(name, sum(len(pack.examples) for pack in packs), "pairs") as phase:
-        return evaluate(start, packs, reference, phase.advance)
+    with console.phase(name, len(data.held_out), "pairs") as phase:
+        return evaluate(start, packs_in_windows(data.held_out, data.limits), reference, phase.advance)
 
 
 def _export(start: Start, tokenizer: PreTrainedTokenizerBase, path: Path, output: OutputConfig) -> None:

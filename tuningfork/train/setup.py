@@ -143,7 +143,10 @@ def start_model(
     check_packed_equals_alone(loaded.model, model.path)
     policy = Policy.fast(loaded.model, dtype)
     if train.activation_checkpointing:
-        policy.checkpoint_activations()
+        try:
+            policy.checkpoint_activations()
+        except ValueError as error:
+            raise ConfigError(f"train.activation_checkpointing is true, but {model.path}: {error}") from error
     if compiled:
         policy.compile()
     console.print(

@@ -45,6 +45,7 @@ def train_step(
     """
     scale = BatchScale.of(example for pack in packs for example in pack.examples)
     losses, logps, rewards = [], [], []
+    optimizer.zero_grad(set_to_none=True)  # a step that failed may have left some
 
     for i, pack in enumerate(packs):
         pack = pack.to(policy.device)

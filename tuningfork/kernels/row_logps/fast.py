@@ -49,22 +49,24 @@ def _forward(logits, targets, logps, lses, stride, V, scale, softcap, HAS_CAP: t
     rest = tl.log(row_total)
     target = tl.load(targets + row)
     picked = _transformed(tl.load(base + target), scale, softcap, HAS_CAP)
-    tl.store(lses + row, row_top + rest)
-    tl.store(logps + row, (picked - row_top) - rest)  # in this order no common offset of the logits costs digits
+    tl.store(lses + 2 * row, row_top)
+    tl.store(lses + 2 * row + 1, rest)
+    tl.store(logps + row, (picked - row_top) - rest)
 
 
 @triton.jit
 def _backward(logits, targets, lses, grads, stride, V, scale, softcap, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
-    lse = tl.load(lses + row)
+    row_top = tl.load(lses + 2 * row)
+    rest = tl.load(lses + 2 * row + 1)
     grad = tl.load(grads + row) * scale
     target = tl.load(targets + row)
     for start in range(0, V, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < V
         z = _transformed(tl.load(base + column, mask=inside, other=0.0), scale, softcap, HAS_CAP)
-        d = tl.where(column == target, 1.0, 0.0) - tl.exp(z - lse)
+        d = tl.where(column == target, 1.0, 0.0) - tl.exp((z - row_top) - rest)
         d = d * grad
         if HAS_CAP:
             d = d * (1.0 - (z / softcap) * (z / softcap))
@@ -75,7 +77,7 @@ def row_logps(logits: Tensor, targets: Tensor, transform: LogitTransform) -> tup
     """See plain.row_logps. `logits` must have unit column stride."""
     rows, vocabulary = logits.shape
     logps = torch.empty(rows, device=logits.device, dtype=torch.float32)
-    lse = torch.empty_like(logps)
+    lse = torch.empty(rows, 2, device=logits.device, dtype=torch.float32)
     if rows:
         _forward[(rows,)](
             logits,

@@ -9,7 +9,7 @@ from tuningfork.records import LogitTransform
 
 
 def row_logps(logits: Tensor, targets: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor]:
-    """Log-prob of each row's target, and each row's log-sum-exp.
+    """Log-prob of each row's target, and each row's log-sum-exp in two parts.
 
     Args:
         logits: [R, V], any float dtype; read, not changed.
@@ -17,13 +17,13 @@ def row_logps(logits: Tensor, targets: Tensor, transform: LogitTransform) -> tup
         transform: what the model does to its raw logits.
 
     Returns:
-        `(logps, lse)`, both [R], float32 (float64 where the logits are).
+        `(logps, lse)`: [R] and [R, 2], float32 (float64 where the logits are). The log-sum-exp is the row's maximum and
+        the rest, kept apart: their sum would cancel the digits that a common offset of the logits takes up.
     """
     z = _transform(logits, transform)
-    # The maximum comes off first: picked - lse would cancel the digits that a common offset of the logits takes up.
     top = z.amax(dim=-1)
     rest = torch.exp(z - top[:, None]).sum(dim=-1).log()
-    return (z.gather(1, targets[:, None])[:, 0] - top) - rest, top + rest
+    return (z.gather(1, targets[:, None])[:, 0] - top) - rest, torch.stack([top, rest], dim=1)
 
 
 def logits_gradient_(
@@ -34,8 +34,8 @@ def logits_gradient_(
     d logp / d z = onehot(target) - softmax(z), times the derivative of the logit transform.
     """
     z = _transform(logits, transform)
-    gradient = -torch.exp(z - lse[:, None])
-    gradient.scatter_add_(1, targets[:, None], torch.ones_like(lse)[:, None])
+    gradient = -torch.exp((z - lse[:, :1]) - lse[:, 1:])
+    gradient.scatter_add_(1, targets[:, None], torch.ones_like(lse[:, :1]))
     gradient *= grad_logps[:, None] * transform.scale
     if transform.softcap is not None:
         gradient *= 1 - (z / transform.softcap) ** 2

@@ -1,0 +1,181 @@
+"""Plain fork attention against a dense masked softmax in float64 (G8), and what it may never do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tiny import one_pack, random_examples
+from tuningfork.kernels.attention.plain import PlainAttention
+from tuningfork.records import PackedBatch, TokenExample
+
+# k = 1, 2 and 3; an empty prompt, alone and forked; one-token prompts and answers; two examples longer than a window.
+SHAPES = [(7, (5, 9)), (1, (1, 3)), (12, (8, 2, 4)), (0, (6,)), (0, (3, 5)), (9, (1, 1)), (4, (11,))]
+HEADS, WIDTH = 4, 8
+
+
+def sees(examples: list[TokenExample], share_prompt: bool, rows: int, window: int | None) -> torch.Tensor:
+    """bool [T, T], written from the definition alone: each row sees its own sequence up to itself.
+
+    Padding rows see themselves here; what they hold is nobody's.
+    """
+    mask = np.eye(rows, dtype=bool)
+    row = 0
+
+    def allow(sequence: list[int], first_query: int) -> None:
+        for place in range(first_query, len(sequence)):
+            start = 0 if window is None else max(0, place - window + 1)
+            mask[sequence[place], sequence[start : place + 1]] = True
+
+    for example in examples:
+        p = len(example.prompt_ids)
+        prompt = list(range(row, row + p))
+        for i, answer in enumerate(example.answers):
+            if i > 0 and not share_prompt:
+                prompt = list(range(row, row + p))
+            if i == 0 or not share_prompt:
+                row += p
+            sequence = prompt + list(range(row, row + len(answer.ids)))
+            row += len(answer.ids)
+            allow(sequence, 0)
+    return torch.from_numpy(mask)
+
+
+def dense(q, k, v, mask, scale, softcap):
+    """[T, H, d] attention with all T x T scores."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
+    scores = torch.einsum("ihd,jhd->hij", q, k) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    return torch.einsum("hij,jhd->ihd", weights, v)
+
+
+def random_qkv(rows: int, kv_heads: int, dtype=torch.float64, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    heads = (HEADS, kv_heads, kv_heads)
+    return [torch.randn(rows, h, WIDTH, generator=generator, dtype=torch.float64).to(dtype) for h in heads]
+
+
+def attend(batch: PackedBatch, q, k, v, scale=0.3, window=None, softcap=None):
+    prepared = PlainAttention.prepare(batch.layout, frozenset({None, window}))
+    return prepared.attend(q, k, v, scale=scale, window=window, softcap=softcap)
+
+
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "unshared"])
+@pytest.mark.parametrize("softcap", [None, 2.0], ids=["no cap", "softcap"])
+@pytest.mark.parametrize("window", [None, 1, 5, 13, 1000])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_values_and_gradients_are_those_of_a_dense_masked_softmax(share, softcap, window, kv_heads):
+    examples = random_examples(SHAPES)
+    batch = one_pack(examples, share)
+    n = batch.unique_rows
+    q, k, v = (t.requires_grad_() for t in random_qkv(len(batch.input_ids), kv_heads))
+    mask = sees(examples, share, len(batch.input_ids), window)
+
+    expected = dense(q, k, v, mask, 0.3, softcap)[:n]
+    upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    true_gradients = torch.autograd.grad(expected, (q, k, v), upstream)
+    out = attend(batch, q, k, v, window=window, softcap=softcap)[:n]
+    gradients = torch.autograd.grad(out, (q, k, v), upstream)
+
+    # The capped softmax and the fused one are float64 throughout: 1e-10 is generous.
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+    for ours, true in zip(gradients, true_gradients, strict=True):
+        torch.testing.assert_close(ours, true, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0], ids=["no cap", "softcap"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_error_is_at_most_twice_that_of_dense_attention_in_the_same_dtype(dtype, softcap):
+    examples = random_examples(SHAPES)
+    batch = one_pack(examples, True)
+    n, rows = batch.unique_rows, len(batch.input_ids)
+    inputs = random_qkv(rows, 2, dtype)
+    mask = sees(examples, True, rows, 5)
+
+    def run(kind, dtype):
+        leaves = [t.to(dtype).requires_grad_() for t in inputs]
+        if kind == "ours":
+            out = attend(batch, *leaves, window=5, softcap=softcap)[:n]
+        else:
+            out = dense(*leaves, mask, 0.3, softcap)[:n]
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+
+    for true, ours, plain in zip(run("dense", torch.float64), run("ours", dtype), run("dense", dtype), strict=True):
+        assert (ours.double() - true).norm() <= 2 * (plain.double() - true).norm()
+
+
+def test_the_prompts_gradient_is_the_sum_over_its_answers():
+    """Sharing a prompt means: one copy of its keys gets what the copies of a plain trainer get together."""
+    [example] = random_examples([(6, (4, 7, 3))])
+    shared, unshared = one_pack([example], True), one_pack([example], False)
+    [q, k, v] = random_qkv(len(shared.input_ids), 2)
+    # Row of the shared pack behind each row of the unshared one.
+    rows = [*range(6), *range(6, 10), *range(6), *range(10, 17), *range(6), *range(17, 20)]
+    spread = torch.tensor(rows + [20] * (len(unshared.input_ids) - len(rows)))
+    answers_only = torch.zeros(len(unshared.input_ids), 1, 1, dtype=torch.float64)
+    answers_only[[*range(6, 10), *range(16, 23), *range(29, 32)]] = 1
+
+    k_leaf, v_leaf = k.clone().requires_grad_(), v.clone().requires_grad_()
+    attend(shared, q, k_leaf, v_leaf)[6:20].square().sum().backward()
+    k_twin, v_twin = k.clone().requires_grad_(), v.clone().requires_grad_()
+    (attend(unshared, q[spread], k_twin[spread], v_twin[spread]) * answers_only).square().sum().backward()
+    for ours, true in ((k_leaf.grad, k_twin.grad), (v_leaf.grad, v_twin.grad)):
+        assert ours is not None and true is not None
+        torch.testing.assert_close(ours[:20], true[:20], rtol=1e-10, atol=1e-10)
+        assert (ours[:6] != 0).all()
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0], ids=["no cap", "softcap"])
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "unshared"])
+def test_not_a_number_in_one_example_reaches_no_other(share, softcap):
+    """NaN survives a weight of exactly 0, so this finds even a masked read of a neighbour. Padding is poisoned too."""
+    examples = random_examples(SHAPES)
+    batch = one_pack(examples, share)
+    q, k, v = random_qkv(len(batch.input_ids), 2, torch.float32)
+    clean = attend(batch, q, k, v, window=5, softcap=softcap)
+    of_row = batch.layout.example_of_row
+    for example in of_row.unique().tolist():
+        poisoned = [t.clone() for t in (q, k, v)]
+        for t in poisoned:
+            t[of_row == example] = float("nan")
+        out = attend(batch, *poisoned, window=5, softcap=softcap)
+        assert torch.equal(out[of_row != example], clean[of_row != example])
+        assert out[of_row == example].isnan().all()
+
+
+def test_every_row_of_the_result_is_written_padding_too():
+    batch = one_pack(random_examples(SHAPES), True)
+    out = attend(batch, *random_qkv(len(batch.input_ids), 2, torch.float32))
+    assert out.shape == (len(batch.input_ids), HEADS, WIDTH)
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_example_has_the_same_bits_at_any_place_of_any_pack(dtype):
+    examples = random_examples(SHAPES)
+    reference: dict[str, torch.Tensor] = {}
+    for order, tokens in ((examples, 256), (examples[::-1], 256), (examples[2:] + examples[:2], 512)):
+        batch = one_pack(order, True, tokens)
+        start = 0
+        q, k, v = (torch.zeros(tokens, h, WIDTH, dtype=dtype) for h in (HEADS, 2, 2))
+        places = {}
+        for example in order:  # the same numbers for the same example, wherever it lies
+            rows = slice(start, start + example.unique_tokens)
+            for into, of in zip((q, k, v), random_qkv(512, 2, dtype, seed=example.source.row), strict=True):
+                into[rows] = of[: example.unique_tokens]
+            places[example.id] = rows
+            start = rows.stop
+        out = attend(batch, q, k, v, window=5)
+        for name, rows in places.items():
+            assert torch.equal(out[rows], reference.setdefault(name, out[rows]))
+
+
+def test_the_result_can_be_viewed_as_models_do():
+    """transformers' own attention functions return contiguous outputs, and some models call .view on them."""
+    batch = one_pack(random_examples(SHAPES), True)
+    out = attend(batch, *random_qkv(len(batch.input_ids), 2, torch.float32))
+    out[None].view(1, len(batch.input_ids), -1)

@@ -1,0 +1,21 @@
+"""The choice of kernels: on a CPU always the plain ones, and each with a name for the log and the fingerprint."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tuningfork.kernels.attention.plain import PlainAttention
+from tuningfork.kernels.row_logps import plain as plain_rows
+from tuningfork.kernels.select import plain, select
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("softcap", [True, False])
+def test_a_cpu_gets_the_plain_kernels(dtype, softcap):
+    kernels = select(torch.device("cpu"), dtype, softcap=softcap, head_dim=64)
+    assert kernels == plain()
+    assert kernels.attention is PlainAttention
+    assert kernels.row_logps is plain_rows.row_logps
+    assert kernels.logits_gradient_ is plain_rows.logits_gradient_
+    assert kernels.names == {"attention": "plain", "row_logps": "plain"}

@@ -1,0 +1,100 @@
+"""The seam in transformers: what reaches the kernel, and what is refused rather than ignored."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from tests.tiny import one_pack, random_examples, tiny_policy
+from tuningfork.errors import ModelError
+from tuningfork.kernels.attention.plain import PlainAttention
+from tuningfork.models import attention
+
+
+class Spy:
+    """Stands for prepared attention; keeps what it was called with."""
+
+    def attend(self, query, key, value, **settings):
+        self.shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
+        self.dtypes = query.dtype, key.dtype, value.dtype
+        self.settings = settings
+        self.query = query
+        return query
+
+
+def call(spy: Spy, dtype=torch.float32, **keywords):
+    q, k, v = (torch.randn(1, heads, 10, 8) for heads in (4, 2, 2))
+    function = ALL_ATTENTION_FUNCTIONS[attention.NAME]
+    return q, function(nn.Identity(), q, k, v.to(dtype), None, fork=spy, **keywords)
+
+
+def test_tensors_arrive_with_rows_first_and_leave_as_transformers_wants_them():
+    spy = Spy()
+    q, (out, weights) = call(spy, scaling=0.25)
+    assert spy.shapes == ((10, 4, 8), (10, 2, 8), (10, 2, 8))
+    assert weights is None
+    assert torch.equal(out, q.transpose(1, 2))  # [1, T, H, d]
+    assert spy.settings == {"scale": 0.25, "window": None, "softcap": None}
+
+
+def test_window_and_soft_cap_arrive_and_the_scale_has_the_usual_default():
+    spy = Spy()
+    call(spy, sliding_window=7, softcap=30.0)
+    assert spy.settings == {"scale": 8**-0.5, "window": 7, "softcap": 30.0}
+    call(spy, scaling=0.0)
+    assert spy.settings["scale"] == 0.0  # zero is a scale, not "none given"
+
+
+def test_queries_and_keys_take_the_dtype_of_the_values():
+    """Under autocast a rotary embedding returns float32."""
+    spy = Spy()
+    call(spy, dtype=torch.bfloat16)
+    assert spy.dtypes == (torch.bfloat16,) * 3
+
+
+@pytest.mark.parametrize("keyword", ["s_aux", "position_bias", "never_heard_of"])
+def test_a_keyword_that_attention_does_not_know_is_refused(keyword):
+    with pytest.raises(ModelError, match=f"Identity passes '{keyword}' to its attention"):
+        call(Spy(), **{keyword: torch.ones(4)})
+
+
+def test_keywords_that_say_nothing_are_ignored():
+    call(
+        Spy(), position_ids=torch.arange(10)[None], use_cache=False, s_aux=None, output_attentions=False, is_causal=True
+    )
+
+
+def test_attention_dropout_is_refused():
+    with pytest.raises(ModelError, match=r"attention dropout 0\.1"):
+        call(Spy(), dropout=0.1)
+
+
+def test_no_mask_is_ever_made():
+    assert ALL_MASK_ATTENTION_FUNCTIONS[attention.NAME](batch_size=1, q_length=5, kv_length=5) is None
+
+
+@pytest.mark.parametrize(
+    ("family", "calls"),
+    [
+        ("llama", [(None, None)] * 4),
+        ("mistral", [(6, None)] * 4),
+        ("olmo3", [(5, None)] * 3 + [(None, None)]),
+        ("gemma2", [(5, 50.0), (None, 50.0)] * 2),
+    ],
+)
+def test_every_layer_of_a_model_calls_it_with_its_own_window(monkeypatch, family, calls):
+    seen: list[tuple[int | None, float | None]] = []
+    attend = PlainAttention.attend
+
+    def spy(self, *tensors, scale, window, softcap):
+        seen.append((window, softcap))
+        return attend(self, *tensors, scale=scale, window=window, softcap=softcap)
+
+    monkeypatch.setattr(PlainAttention, "attend", spy)
+    policy = tiny_policy(family, torch.float32)
+    policy.hidden_rows(one_pack(random_examples([(3, (4, 5))]), True))
+    assert seen == calls
+    assert {window for window, _ in calls} <= policy.windows

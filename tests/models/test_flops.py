@@ -1,0 +1,129 @@
+"""Model flops counted by hand on tiny models (open-instruct#1457, #1466, #1719)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.tiny import VOCAB, one_pack, random_examples, tiny_policy
+from tuningfork.kernels.select import plain
+from tuningfork.models import attention
+from tuningfork.models.flops import FlopCounter
+from tuningfork.models.policy import Policy
+
+# hidden 32, 4 heads and 2 key heads of width 8: q 32x32, k and v 32x16 each, o 32x32; gate, up, down 3 x 32x64
+LLAMA_BLOCK = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64
+PAIR = random_examples([(3, (2, 4))])[0]  # 9 unique tokens, 6 logit rows
+
+
+def test_a_pair_on_a_tiny_llama_by_hand():
+    counter = tiny_policy("llama").flops()
+    assert counter == FlopCounter(4 * LLAMA_BLOCK, VOCAB * 32, ((32, None),) * 4)
+    # (query, key) pairs: the prompt 1+2+3; the answer of 2 sees 4+5, that of 4 sees 4+5+6+7.
+    pairs = 6 + 9 + 22
+    matmuls = 2 * (4 * LLAMA_BLOCK) * 9
+    head = 2 * (97 * 32) * 6
+    attended = 4 * (4 * 8) * pairs * 4  # 4 flops a pair and head element, 4 layers
+    assert counter.forward(PAIR) == matmuls + head + attended == 663_552 + 37_248 + 18_944
+
+
+def test_windows_count_only_what_they_show():
+    counter = tiny_policy("olmo3").flops()  # window 5 in three layers, none in the fourth
+    assert counter.attention == ((32, 5), (32, 5), (32, 5), (32, None))
+    # within 5: the prompt 1+2+3; 4+5; 4+5+5+5
+    windowed = 6 + 9 + 19
+    assert counter.forward(PAIR) == 2 * (4 * LLAMA_BLOCK) * 9 + 2 * (97 * 32) * 6 + 4 * 32 * (3 * windowed + 37)
+
+
+def test_head_width_may_differ_from_the_hidden_size():
+    counter = tiny_policy("qwen3").flops()  # 4 heads, 2 key heads of width 16
+    block = 32 * 64 + 2 * 32 * 32 + 64 * 32 + 3 * 32 * 64
+    assert counter == FlopCounter(4 * block, VOCAB * 32, ((64, None),) * 4)
+
+
+def test_biases_norms_and_embeddings_are_no_products():
+    assert tiny_policy("qwen2").flops() == tiny_policy("llama").flops()  # qwen2 adds biases
+    assert tiny_policy("granite").flops() == tiny_policy("llama").flops()  # granite ties its embeddings
+
+
+def test_gpt2_keeps_its_weights_transposed_and_is_counted_all_the_same():
+    config = transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2, n_positions=32)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    counter = Policy(model, plain(), torch.float32).flops()
+    block = 16 * 48 + 16 * 16 + 2 * 16 * 64
+    assert counter == FlopCounter(2 * block, 50 * 16, ((16, None),) * 2)
+
+
+def test_a_window_that_the_model_ignores_is_no_window():
+    """Llama configs carry keys that Llama never reads."""
+    policy = tiny_policy("llama")
+    policy.config.sliding_window = 2
+    assert {window for _, window in policy.flops().attention} == {None}
+
+
+def test_masked_tokens_cost_their_row_but_no_head():
+    [example] = random_examples([(3, (8, 2))], holes=True)
+    counter = FlopCounter(block_weights=10, head_weights=100, attention=())
+    assert counter.forward(example) == 2 * 10 * 13 + 2 * 100 * (8 - 3 + 2)
+
+
+def test_documents_and_rankings():
+    counter = FlopCounter(block_weights=1, head_weights=1, attention=((1, 3), (1, None)))
+    [document] = random_examples([(0, (5,))])
+    assert counter.forward(document) == 2 * 5 + 2 * 4 + 4 * (1 + 2 + 3 + 3 + 3) + 4 * 15
+    [ranking] = random_examples([(2, (1, 1, 2))])
+    assert counter.forward(ranking) == 2 * 6 + 2 * 4 + 4 * (3 + 3 + 3 + 6) + 4 * (3 + 3 + 3 + 7)
+
+
+def test_training_is_three_forwards_of_every_example():
+    counter = tiny_policy("olmo3").flops()
+    examples = random_examples([(3, (2, 4)), (0, (7,)), (12, (1, 9))])
+    assert counter.training(examples) == 3 * sum(counter.forward(e) for e in examples)
+    assert counter.training([]) == 0
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 100])
+def test_attention_pairs_are_the_visible_entries_of_the_mask(window):
+    """Against a mask drawn out; the prompt's rows once, each answer's rows after its own prompt."""
+    for p, answers in ((5, (3, 8)), (0, (4,)), (0, (4, 6)), (9, (1, 1, 1)), (1, (7,))):
+        [example] = random_examples([(p, answers)])
+        visible = 0
+        for i, a in enumerate(answers):
+            n = p + a
+            row, column = np.arange(n)[:, None], np.arange(n)[None, :]
+            mask = (column <= row) & (window is None or column > row - (window or 0))
+            visible += int(mask[0 if i == 0 else p :].sum())
+        counter = FlopCounter(block_weights=0, head_weights=0, attention=((8, window),))
+        assert counter.forward(example) == 4 * 8 * visible
+
+
+class Products(TorchDispatchMode):
+    """Adds up the flops of all two-dimensional matrix products, which attention in plain PyTorch does not use."""
+
+    flops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in ("mm", "addmm"):
+            a, b = [t for t in args if isinstance(t, torch.Tensor)][-2:]
+            self.flops += 2 * a.shape[0] * a.shape[1] * b.shape[1]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "cohere"])
+def test_block_products_are_those_that_really_run(family):
+    policy = tiny_policy(family, torch.float32)
+    batch = one_pack([PAIR], share_prompt=True, tokens=64)
+    with torch.no_grad(), Products() as products:
+        policy.hidden_rows(batch)
+    assert products.flops == 2 * policy.flops().block_weights * 64  # padding runs, though it is not counted
+
+
+def test_a_pack_with_shared_prompts_counts_as_many_model_flops_as_one_without():
+    """Model flops are what the work needs. A prompt that is computed twice is not counted twice."""
+    counter = tiny_policy("llama").flops()
+    shared, unshared = one_pack([PAIR], True), one_pack([PAIR], False)
+    assert (shared.unique_rows, unshared.unique_rows) == (9, 12)
+    assert counter.training(shared.examples) == counter.training(unshared.examples)

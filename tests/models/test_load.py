@@ -1,0 +1,234 @@
+"""From a Hugging Face folder and back: what plain transformers would load is what is trained and exported."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.data.tiny_tokenizers import CHATML, byte_bpe
+from tests.tiny import tiny_model
+from tuningfork.errors import ModelError
+from tuningfork.models import attention
+from tuningfork.models.load import load, load_config, load_tokenizer, save
+
+IDS = torch.tensor([[5, 9, 13, 2, 60, 7]])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _without_progress_bars():
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    yield
+    logging.enable_progress_bar()
+
+
+def folder_of(path: Path, family: str = "llama", dtype: torch.dtype = torch.float32) -> Path:
+    """A tiny model as transformers itself saves it."""
+    tiny_model(family, dtype).save_pretrained(path)
+    return path
+
+
+def plain_load(path: Path):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def logits(model) -> torch.Tensor:
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
+
+
+@pytest.mark.parametrize("family", ["llama", "granite", "gemma2"])
+def test_load_gives_the_weights_in_float32_under_our_attention(tmp_path, family):
+    loaded = load(str(folder_of(tmp_path, family)))
+    plain = plain_load(tmp_path)
+    ours, theirs = loaded.model.state_dict(), plain.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) and ours[key].dtype == torch.float32 for key in ours)
+    assert loaded.model.config._attn_implementation == attention.NAME
+    assert loaded.model.training
+    assert loaded.stored_dtype == torch.float32
+
+
+def test_bfloat16_weights_become_float32_masters(tmp_path):
+    loaded = load(str(folder_of(tmp_path, dtype=torch.bfloat16)))
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
+    assert loaded.stored_dtype == torch.bfloat16
+
+
+def test_stored_dtype_is_that_of_the_weights(tmp_path):
+    config = json.loads((folder_of(tmp_path, dtype=torch.bfloat16) / "config.json").read_text())
+    del config["dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load(str(tmp_path)).stored_dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("llama", torch.float32),
+        ("llama", torch.bfloat16),
+        ("granite", torch.float32),
+        ("granite", torch.bfloat16),
+    ],
+)
+def test_an_export_is_what_transformers_itself_would_write(tmp_path, family, dtype):
+    """open-instruct#1820. Equal keys, equal logits; granite ties its embeddings."""
+    original = folder_of(tmp_path / "original", family, dtype)
+    loaded = load(str(original))
+    save(loaded.model, byte_bpe(chat_template=CHATML), tmp_path / "export", dtype)
+
+    theirs, ours = load_file(original / "model.safetensors"), load_file(tmp_path / "export" / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) and ours[key].dtype == dtype for key in ours)
+    assert torch.equal(logits(plain_load(tmp_path / "export")), logits(plain_load(original)))
+    again = load(str(tmp_path / "export"))
+    assert (again.model.get_output_embeddings().weight is again.model.get_input_embeddings().weight) == (
+        family == "granite"
+    )
+
+
+def test_a_trained_weight_reaches_the_export_and_the_model_in_memory_keeps_its_own(tmp_path):
+    loaded = load(str(folder_of(tmp_path / "original")))
+    with torch.no_grad():
+        loaded.model.model.layers[1].mlp.up_proj.weight[3, 4] = 1.0 + 2**-20  # too fine for bfloat16
+    before = {key: t.clone() for key, t in loaded.model.state_dict().items()}
+    config_dtype = loaded.model.config.dtype
+    save(loaded.model, byte_bpe(), tmp_path / "export", torch.bfloat16)
+    assert all(torch.equal(t, before[key]) for key, t in loaded.model.state_dict().items())
+    assert loaded.model.config.dtype == config_dtype
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    assert exported["model.layers.1.mlp.up_proj.weight"][3, 4] == 1.0
+    assert all(torch.equal(exported[key], before[key].to(torch.bfloat16)) for key in exported)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16],
+)
+def test_the_exported_config_names_the_dtype_of_the_weights(tmp_path, dtype):
+    """transformers loads in the dtype of config.json, so that a wrong one doubles the memory of every user."""
+    loaded = load(str(folder_of(tmp_path / "original")))
+    save(loaded.model, byte_bpe(), tmp_path / "export", dtype)
+    assert json.loads((tmp_path / "export" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+    assert load(str(tmp_path / "export")).stored_dtype == dtype
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "export").dtype == dtype
+
+
+def test_an_export_says_nothing_of_us(tmp_path):
+    """Anyone can load it who has never heard of our attention."""
+    loaded = load(str(folder_of(tmp_path / "original")))
+    save(loaded.model, byte_bpe(chat_template=CHATML), tmp_path / "export", torch.float32)
+    for file in (tmp_path / "export").glob("*.json"):
+        assert attention.NAME not in file.read_text(), file.name
+    config = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["model_type"] == "llama"
+
+
+def test_tokenizer_and_chat_template_travel_along(tmp_path):
+    tokenizer = byte_bpe([("Ġ", "a")], chat_template=CHATML, pad="</s>")
+    save(tiny_model("llama", torch.float32), tokenizer, tmp_path, torch.float32)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).chat_template == again.chat_template == CHATML
+    text = "as a tuning fork"
+    assert again(text).input_ids == tokenizer(text).input_ids
+    assert (again.eos_token, again.pad_token, again.bos_token) == ("</s>", "</s>", "<s>")
+
+
+def refused(path: Path | str, match: str) -> str:
+    with pytest.raises(ModelError, match=match) as caught:
+        load(str(path))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_not_a_folder_names_the_nearest_one(tmp_path):
+    folder_of(tmp_path / "my-model")
+    message = refused(tmp_path / "my-modle", "is not a folder")
+    assert f"Did you mean {tmp_path / 'my-model'}?" in message
+    assert "Did you mean" not in refused(tmp_path / "my-model" / "config.json", "is not a folder")
+    refused(tmp_path / "nowhere" / "at" / "all", "is not a folder")
+    for loader in (load_config, load_tokenizer):
+        with pytest.raises(ModelError, match="Did you mean"):
+            loader(str(tmp_path / "my-modle"))
+
+
+def test_a_hub_name_is_not_downloaded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused("meta-llama/Llama-3.2-1B", "is not a folder")
+
+
+def test_a_folder_that_holds_no_model(tmp_path):
+    refused(tmp_path, r"no config\.json")
+    (tmp_path / "config.json").write_text("{ not json")
+    refused(tmp_path, r"config\.json cannot be read")
+    (tmp_path / "config.json").write_text('{"model_type": "never-heard-of"}')
+    refused(tmp_path, r"config\.json cannot be read")
+
+
+def test_no_weights(tmp_path):
+    (folder_of(tmp_path) / "model.safetensors").unlink()
+    refused(tmp_path, r"no weights found \(looked for model\.safetensors")
+
+
+def rewrite(folder: Path, change) -> None:
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    change(weights)
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def test_missing_tensors_are_counted_and_never_drawn_at_random(tmp_path):
+    rewrite(folder_of(tmp_path), lambda weights: [weights.pop(key) for key in list(weights) if "layers.2" in key])
+    refused(tmp_path, r"the weights lack 9 tensors of the model, first model\.layers\.2\.input_layernorm\.weight")
+
+
+def test_a_missing_head_is_missing_unless_it_is_tied(tmp_path):
+    rewrite(folder_of(tmp_path), lambda weights: weights.pop("lm_head.weight"))
+    refused(tmp_path, r"lack 1 tensors of the model, first lm_head\.weight")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers(tmp_path, bad):
+    def spoil(weights):
+        weights["model.layers.1.self_attn.k_proj.weight"][2, 3] = bad
+
+    rewrite(folder_of(tmp_path), spoil)
+    refused(tmp_path, r"NaN or infinite weights in 1 tensors, first model\.layers\.1\.self_attn\.k_proj\.weight")
+
+
+def test_weights_of_another_shape(tmp_path):
+    config = json.loads((folder_of(tmp_path) / "config.json").read_text())
+    config["intermediate_size"] = 48
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError):
+        load(str(tmp_path))
+
+
+def test_half_a_weight_file(tmp_path):
+    path = folder_of(tmp_path) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    refused(tmp_path, "the model cannot be loaded")
+
+
+def test_no_tokenizer(tmp_path):
+    folder_of(tmp_path)
+    with pytest.raises(ModelError, match="the tokenizer cannot be loaded"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_loading_does_not_change_the_folder(tmp_path):
+    folder_of(tmp_path / "model")
+    shutil.copytree(tmp_path / "model", tmp_path / "copy")
+    load(str(tmp_path / "model"))
+    for file in (tmp_path / "copy").iterdir():
+        assert (tmp_path / "model" / file.name).read_bytes() == file.read_bytes()
+    assert len(list((tmp_path / "model").iterdir())) == len(list((tmp_path / "copy").iterdir()))

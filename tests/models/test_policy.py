@@ -1,0 +1,105 @@
+"""The policy around a transformers model: which rows, which dtype, and what its config says about logits and layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.tiny import head_of, one_pack, random_examples, tiny_policy
+from tuningfork.errors import ModelError
+from tuningfork.models import attention
+from tuningfork.models.policy import Policy, head_dim
+from tuningfork.records import LogitTransform
+
+
+def test_hidden_rows_are_the_models_own_final_states():
+    policy = tiny_policy("llama")
+    [example] = random_examples([(4, (6,))])
+    batch = one_pack([example], True)
+    ids = batch.input_ids[None, :10]
+    policy.model.set_attn_implementation("sdpa")
+    expected = policy.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+    policy.model.set_attn_implementation(attention.NAME)
+    hidden = policy.hidden_rows(batch)
+    torch.testing.assert_close(hidden, expected[batch.logit_rows], rtol=1e-6, atol=1e-6)
+    assert batch.logit_rows.tolist() == [3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_run_in_the_compute_dtype_on_float32_weights(dtype):
+    model = tiny_policy("llama", torch.float32).model
+    policy = Policy(model, tiny_policy("llama").kernels, dtype)
+    batch = one_pack(random_examples([(4, (6, 5))]), True)
+    hidden = policy.hidden_rows(batch)
+    assert hidden.dtype == dtype
+    loss, _ = head_of(policy).loss(hidden, policy.head_weight, batch, lambda a, b, s: s.sum())
+    loss.backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    if dtype == torch.bfloat16:
+        exact = Policy(model, policy.kernels, torch.float32).hidden_rows(batch)
+        error = (hidden.float() - exact).norm() / exact.norm()
+        assert 1e-4 < error < 0.05  # rounded to 8 bits, and to no fewer
+
+
+@pytest.mark.parametrize(
+    ("family", "transform"),
+    [
+        ("llama", LogitTransform()),
+        ("cohere", LogitTransform(scale=0.5)),
+        ("granite", LogitTransform(scale=1 / 2.0)),
+        ("gemma2", LogitTransform(softcap=30.0)),
+        ("gemma3", LogitTransform()),
+    ],
+)
+def test_what_a_family_does_to_its_logits(family, transform):
+    assert tiny_policy(family).transform == transform
+
+
+@pytest.mark.parametrize(
+    ("family", "windows"),
+    [("llama", {None}), ("mistral", {None, 6}), ("olmo3", {None, 5}), ("gemma2", {None, 5}), ("qwen2", {None})],
+)
+def test_windows(family, windows):
+    assert tiny_policy(family).windows == windows
+
+
+def test_head_dim_is_the_configs_or_the_share_of_the_hidden_size():
+    assert head_dim(tiny_policy("llama").config) == 8
+    assert head_dim(tiny_policy("qwen3").config) == 16
+
+
+def test_blocks_are_the_decoder_layers():
+    policy = tiny_policy("llama")
+    assert list(policy.blocks) == list(policy.model.model.layers)
+    policy.config.num_hidden_layers = 3
+    with pytest.raises(ModelError, match="no list of 3 decoder blocks"):
+        _ = policy.blocks
+
+
+def test_checkpointing_is_asked_for_by_its_present_name():
+    policy = tiny_policy("llama", torch.float32)
+    policy.checkpoint_activations()  # a warning is an error here
+    assert all(block.gradient_checkpointing for block in policy.blocks)
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+@pytest.mark.parametrize("family", ["llama", "olmo3"])
+def test_recomputed_activations_change_no_bit(family):
+    """The reference is scored without, the policy may train with: step 0 must stay exact."""
+
+    def run(checkpointed: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        policy = tiny_policy(family, torch.float32)
+        if checkpointed:
+            policy.checkpoint_activations()
+            assert all(block.gradient_checkpointing for block in policy.blocks)
+        batch = one_pack(random_examples([(7, (5, 9)), (0, (6,)), (3, (4, 2, 8))]), True)
+        loss, logps = head_of(policy).loss(
+            policy.hidden_rows(batch), policy.head_weight, batch, lambda a, b, s: (s * s).sum()
+        )
+        loss.backward()
+        return logps, {name: p.grad for name, p in policy.model.named_parameters()}
+
+    (logps, gradients), (logps_again, gradients_again) = run(False), run(True)
+    assert torch.equal(logps, logps_again)
+    assert all(torch.equal(gradients[name], gradients_again[name]) for name in gradients)

@@ -1,0 +1,264 @@
+"""What cannot be trained correctly is refused, with its reason; nothing else is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from tests.tiny import FAMILIES, tiny_model
+from tuningfork.errors import ModelError
+from tuningfork.models import attention
+from tuningfork.models.load import load, load_config
+from tuningfork.models.support import check_config, check_modules
+from tuningfork.train.self_check import check_packed_equals_alone
+
+TINY = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _without_progress_bars():
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    yield
+    logging.enable_progress_bar()
+
+
+def saved(path: Path, config) -> str:
+    """A model folder with random weights, as transformers writes it."""
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+    return str(path)
+
+
+def refused(path: str, match: str) -> None:
+    """Refused with one line that names the folder and the reason."""
+    with pytest.raises(ModelError, match=match) as caught:
+        load(path)
+    message = str(caught.value)
+    assert path in message
+    assert "\n" not in message
+
+
+def config_refused(path: Path, config, match: str) -> None:
+    """Refused before any weight is read: the folder holds none."""
+    config.save_pretrained(path)
+    with pytest.raises(ModelError, match=match) as caught:
+        load_config(str(path))
+    assert f"{path} ({config.model_type})" in str(caught.value)
+
+
+RECURRENT = {
+    "qwen3_next": lambda: transformers.Qwen3NextConfig(
+        **TINY, num_experts=0, layer_types=["linear_attention", "full_attention"]
+    ),
+    "lfm2": lambda: transformers.Lfm2Config(**TINY, layer_types=["conv", "full_attention"]),
+    "olmo_hybrid": lambda: transformers.OlmoHybridConfig(**TINY, layer_types=["linear_attention", "full_attention"]),
+    "mamba": lambda: transformers.MambaConfig(vocab_size=64, hidden_size=16, state_size=4, num_hidden_layers=2),
+    "llama4": lambda: transformers.Llama4TextConfig(**TINY, layer_types=["chunked_attention", "full_attention"]),
+}
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_layers_that_mix_neighbours_in_a_pack_are_refused_by_the_config(tmp_path, family):
+    """transformers#46851, Automodel#2147, ms-swift#9618: state that leaks across packed documents."""
+    config_refused(tmp_path, RECURRENT[family](), r"has layers of type (linear_attention|conv|chunked_attention)")
+
+
+def test_recurrent_models_without_layer_types_are_refused_by_their_modules(tmp_path):
+    rwkv = transformers.RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, context_length=64)
+    refused(saved(tmp_path, rwkv), "carries state from token to token")
+
+
+def test_any_convolution_is_refused():
+    model = tiny_model("llama", torch.float32)
+    model.model.layers[1].self_attn.smooth = nn.Conv1d(4, 4, 3)
+    with pytest.raises(ModelError, match=r"here: model\.layers\.1\.self_attn\.smooth \(Conv1d\) carries state"):
+        check_modules(model, "here")
+
+
+def test_encoder_decoders_are_refused(tmp_path):
+    t5 = transformers.T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+    config_refused(tmp_path, t5, "is an encoder-decoder")
+
+
+@pytest.mark.parametrize("part", ["vision_config", "audio_config"])
+def test_inputs_other_than_text_are_refused(part):
+    config = transformers.LlamaConfig(**TINY)
+    setattr(config, part, {"hidden_size": 8})
+    with pytest.raises(ModelError, match=rf"here \(llama\) has a {part}"):
+        check_config(config, "here")
+
+
+def test_a_real_vision_model_is_refused(tmp_path):
+    config = transformers.LlavaConfig(text_config=transformers.LlamaConfig(**TINY))
+    config_refused(tmp_path, config, "has a vision_config")
+
+
+EXPERTS = {
+    "mixtral": lambda: transformers.MixtralConfig(**TINY, num_local_experts=2),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**TINY, num_experts=2),
+    "olmoe": lambda: transformers.OlmoeConfig(**TINY, num_experts=2),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(**TINY, n_routed_experts=2),
+    "aria": lambda: transformers.AriaTextConfig(**TINY, moe_num_experts=2),
+    "dbrx": lambda: transformers.DbrxConfig(d_model=16, n_heads=2, n_layers=2, vocab_size=64),
+}
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_mixtures_of_experts_are_refused(family):
+    with pytest.raises(ModelError, match="is a mixture of experts"):
+        check_config(EXPERTS[family](), "here")
+
+
+def rotary(kind: str) -> dict:
+    return {"rope_type": kind, "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 16}
+
+
+def test_rotary_embeddings_that_depend_on_the_longest_neighbour_are_refused(tmp_path):
+    config = transformers.LlamaConfig(**TINY, rope_parameters=rotary("dynamic"))
+    config_refused(tmp_path / "dynamic", config, "rotary scaling of type 'dynamic'")
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    config = transformers.Phi3Config(**TINY, rope_parameters={**rotary("longrope"), **factors})
+    config_refused(tmp_path / "longrope", config, "rotary scaling of type 'longrope'")
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn", "llama3"])
+def test_rotary_scaling_that_is_the_same_for_every_sequence_is_accepted(kind):
+    parameters = {**rotary(kind), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    check_config(transformers.LlamaConfig(**TINY, rope_parameters=parameters), "here")
+
+
+def test_dynamic_rotary_of_one_kind_of_layer_is_refused():
+    parameters = {"full_attention": rotary("dynamic"), "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    config = transformers.Gemma3TextConfig(**TINY, head_dim=8, rope_parameters=parameters)
+    with pytest.raises(ModelError, match="dynamic"):
+        check_config(config, "here")
+
+
+DROPOUT = {
+    "llama": lambda: transformers.LlamaConfig(**TINY, attention_dropout=0.1),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=64, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2, embd_pdrop=0, attn_pdrop=0
+    ),
+    "gpt2 attention": lambda: transformers.GPT2Config(
+        vocab_size=64, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2, embd_pdrop=0, resid_pdrop=0
+    ),
+    "opt": lambda: transformers.OPTConfig(
+        vocab_size=64, hidden_size=16, ffn_dim=32, num_hidden_layers=1, num_attention_heads=2, dropout=0.1,
+        word_embed_proj_dim=16, max_position_embeddings=64,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "gpt2", "gpt2 attention", "opt"],
+)
+def test_dropout_is_refused(tmp_path, family):
+    refused(saved(tmp_path, DROPOUT[family]()), r"has dropout 0\.1")
+
+
+def test_dropout_of_zero_is_accepted(tmp_path):
+    config = DROPOUT["gpt2"]()
+    config.resid_pdrop = 0.0
+    load(saved(tmp_path, config))
+
+
+def test_a_biased_head_is_refused(tmp_path):
+    refused(saved(tmp_path, transformers.PhiConfig(**TINY)), "the output head has a bias")
+
+
+def test_a_name_that_happens_to_hold_the_letters_of_a_recurrent_layer_is_no_reason(tmp_path):
+    config = transformers.SeedOssConfig(**TINY, head_dim=8, attention_dropout=0.0, residual_dropout=0.0)
+    load(saved(tmp_path, config))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_supported_families_pass_every_check(family):
+    model = tiny_model(family, torch.float32)
+    check_config(model.config, "here")
+    check_modules(model, "here")
+    state = torch.get_rng_state()
+    check_packed_equals_alone(model, "here")
+    # and the check leaves everything as it was
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.config._attn_implementation == attention.NAME
+    assert model.training
+    assert all(p.grad is None for p in model.parameters())
+
+
+def changed_forward(monkeypatch, kind: type, change) -> None:
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, *args, **kwargs: change(forward(self, *args, **kwargs)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda z: 0.9 * z, lambda z: 5 * torch.tanh(z / 5), lambda z: z + 0.1 * torch.arange(z.shape[-1]).cos()],
+    ids=["scale", "softcap", "bias"],
+)
+def test_a_logit_transform_that_nobody_knows_is_caught_by_the_numbers(monkeypatch, change):
+    """No table of ours can promise to know every family: the model itself is asked."""
+
+    def changed(output):
+        output.logits = change(output.logits)
+        return output
+
+    changed_forward(monkeypatch, transformers.LlamaForCausalLM, changed)
+    with pytest.raises(ModelError, match="here: LlamaForCausalLM gives packed examples other log-probs"):
+        check_packed_equals_alone(tiny_model("llama", torch.float32), "here")
+
+
+def test_a_layer_that_looks_at_the_row_before_is_caught_by_the_numbers(monkeypatch):
+    """A convolution or a recurrence in plain code, under a name that says nothing."""
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    changed_forward(monkeypatch, LlamaMLP, lambda x: x + 0.1 * x.roll(1, dims=1))
+    with pytest.raises(ModelError, match="other log-probs"):
+        check_packed_equals_alone(tiny_model("llama", torch.float32), "here")
+
+
+def test_a_model_that_ignores_the_positions_it_is_given_is_caught_by_the_numbers(monkeypatch):
+    """Answers start again behind the prompt; a model that counts rows instead sees other positions."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    forward = LlamaRotaryEmbedding.forward
+    monkeypatch.setattr(
+        LlamaRotaryEmbedding,
+        "forward",
+        lambda self, x, position_ids: forward(self, x, torch.arange(x.shape[1], device=x.device)[None]),
+    )
+    with pytest.raises(ModelError, match="other log-probs"):
+        check_packed_equals_alone(tiny_model("llama", torch.float32), "here")
+
+
+def test_a_model_that_gives_no_numbers_is_refused():
+    model = tiny_model("llama", torch.float32)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(ModelError, match="other log-probs"):
+        check_packed_equals_alone(model, "here")
+
+
+def test_an_attention_that_does_not_hand_its_keywords_on_is_refused():
+    """Nemotron has attention code of its own, which never meets the layout."""
+    config = transformers.NemotronConfig(**TINY)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
+    with pytest.raises(ModelError, match="NemotronForCausalLM does not run with packed attention"):
+        check_packed_equals_alone(model.train(), "here")

@@ -1,0 +1,90 @@
+"""Two runs may share log-probs exactly if everything that decides a bit is the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.tiny import tiny_model
+from tuningfork.reference.fingerprint import differences, fingerprint, text_digest, weights_digest
+
+
+def named(*tensors: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    return [(f"w{i}", tensor) for i, tensor in enumerate(tensors)]
+
+
+def test_one_bit_of_one_weight_is_another_model():
+    model = tiny_model("llama", torch.float32)
+    before = weights_digest(model.named_parameters())
+    assert weights_digest(model.named_parameters()) == before
+    weight = model.model.layers[2].mlp.up_proj.weight
+    with torch.no_grad():
+        kept = weight[5, 7].clone()
+        weight[5, 7] = torch.nextafter(kept, torch.tensor(torch.inf))
+        assert weights_digest(model.named_parameters()) != before
+        weight[5, 7] = kept
+    assert weights_digest(model.named_parameters()) == before
+
+
+def test_the_same_weights_elsewhere_are_the_same_model():
+    """trl PR#6206: a fingerprint with anything random in it never hits."""
+    one, two = tiny_model("qwen2", torch.float32), tiny_model("qwen2", torch.float32)
+    assert weights_digest(one.named_parameters()) == weights_digest(two.named_parameters())
+    assert weights_digest(reversed(list(one.named_parameters()))) == weights_digest(two.named_parameters())
+    other = tiny_model("qwen2", torch.float32, seed=1)
+    assert weights_digest(one.named_parameters()) != weights_digest(other.named_parameters())
+
+
+def test_the_digest_sees_names_shapes_dtypes_and_where_one_tensor_ends():
+    base = torch.arange(12, dtype=torch.float32)
+    digests = [
+        weights_digest(named(base)),
+        weights_digest(named(base.reshape(3, 4))),
+        weights_digest(named(base.reshape(4, 3))),
+        weights_digest(named(base.to(torch.bfloat16))),
+        weights_digest(named(base.view(torch.int32))),  # equal bytes
+        weights_digest([("other", base)]),
+        weights_digest(named(base[:6], base[6:])),
+        weights_digest(named(base[:5], base[5:])),
+        weights_digest(named(base, torch.zeros(0))),
+    ]
+    assert len(set(digests)) == len(digests)
+
+
+def test_minus_zero_is_another_bit():
+    assert weights_digest(named(torch.tensor([0.0]))) != weights_digest(named(torch.tensor([-0.0])))
+
+
+def test_only_the_numbers_of_a_view_count():
+    whole = torch.randn(6, 4)
+    assert weights_digest(named(whole.t()[1:3])) == weights_digest(named(whole.t()[1:3].clone()))
+    assert weights_digest(named(torch.tensor(3.0))) != weights_digest(named(torch.tensor(4.0)))
+
+
+def test_facts_enter_beside_the_weights():
+    weights = named(torch.ones(3))
+    base = fingerprint(weights, dtype="float32", share_prompt="True")
+    assert {"weights", "dtype", "share_prompt", "layout", "torch"} == set(base)
+    assert base["torch"] == torch.__version__
+    for change in ({"dtype": "bfloat16"}, {"share_prompt": "False"}):
+        other = fingerprint(weights, **{"dtype": "float32", "share_prompt": "True", **change})
+        [(fact, value)] = change.items()
+        assert differences(other, base) == [(fact, value, base[fact])]
+    assert [
+        d[0] for d in differences(fingerprint(named(torch.zeros(3)), dtype="float32", share_prompt="True"), base)
+    ] == ["weights"]
+
+
+def test_differences_name_both_values_and_what_is_absent():
+    assert differences({"a": "1", "b": "2"}, {"b": "3", "c": "4"}) == [
+        ("a", "1", "absent"),
+        ("b", "2", "3"),
+        ("c", "absent", "4"),
+    ]
+    assert differences({"a": "1", "b": "2"}, {"b": "2", "a": "1"}) == []
+
+
+@pytest.mark.parametrize(("a", "b"), [("", " "), ("x", "y"), ("ü", "u")])
+def test_text_digest_tells_texts_apart(a, b):
+    assert text_digest(a) != text_digest(b)
+    assert text_digest(a) == text_digest(a)

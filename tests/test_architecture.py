@@ -1,0 +1,294 @@
+"""The house rules, read off the source: who imports whom, how long a file may be, twins of kernels, knobs read."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+import tuningfork
+from tuningfork.config import RunConfig
+
+ROOT = Path(tuningfork.__file__).parent
+LINES = 400
+
+EVERYONE = {"records", "errors", "files"}  # may be imported by all, and import nothing of the house but each other
+COMPOSERS = {"config", "cli", "commands"}  # may import all
+ROOMS = {
+    "data": set(),
+    "kernels": set(),
+    "report": set(),
+    "models": {"kernels"},
+    "objective": {"kernels"},
+    "reference": {"objective"},
+    "train": {"data", "models", "objective", "reference", "report"},
+    "lab": {"train", "data", "kernels", "models", "objective", "reference", "report"},
+}
+
+
+def name_of(path: Path) -> str:
+    """``tuningfork/data/pack.py`` -> ``data.pack``; a package is its folder, the house itself the empty name."""
+    parts = list(path.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    return {name_of(path): ast.parse(path.read_text(), str(path)) for path in sorted(ROOT.rglob("*.py"))}
+
+
+def room(module: str) -> str:
+    return module.partition(".")[0]
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
+    """Modules of the house that a module imports, anywhere in it, functions included."""
+    found: set[str] = set()
+    package = module if (ROOT / module.replace(".", "/") / "__init__.py").exists() else module.rpartition(".")[0]
+    for node in ast.walk(modules()[module]):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = [part for part in f"tuningfork.{package}".split(".") if part]
+                base = ".".join([*parts[: len(parts) - node.level + 1], *([base] if base else [])])
+            # `from a import b` means module a.b if there is one, else the name b in module a
+            targets = [
+                f"{base}.{alias.name}" if f"{base}.{alias.name}".removeprefix("tuningfork.") in modules() else base
+                for alias in node.names
+            ]
+        else:
+            continue
+        found |= {t.removeprefix("tuningfork").removeprefix(".") for t in targets if t.split(".")[0] == "tuningfork"}
+    return frozenset(found - {""})
+
+
+def test_the_reader_of_imports_sees_what_is_there():
+    """Guards the guard: a few imports of each kind that are known to exist."""
+    assert "data.pack" in imports("data.loader")
+    assert "kernels.attention.flex" in imports("kernels.select")  # inside a function
+    assert "models.attention" in imports("models.load")  # a module imported from its package
+    assert {"config", "recipe", "commands"} <= imports("cli")
+    assert imports("records") == imports("errors") == frozenset()
+    assert len(modules()) > 30
+
+
+def test_every_module_lives_in_a_known_room():
+    known = {*ROOMS, *EVERYONE, *COMPOSERS, "recipe", ""}
+    assert {room(module) for module in modules()} <= known
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_a_room_imports_only_from_rooms_that_the_table_allows(name):
+    allowed = ROOMS[name] | EVERYONE | {name}
+    wrong = {
+        f"{module} imports {other}"
+        for module in modules()
+        if room(module) == name
+        for other in imports(module)
+        if room(other) not in allowed
+    }
+    assert not wrong
+
+
+def test_what_everyone_imports_imports_nothing_else():
+    for name in EVERYONE:
+        assert imports(name) <= EVERYONE, name
+
+
+def test_recipe_knows_errors_only_and_is_known_to_config_and_cli_only():
+    assert imports("recipe") == {"errors"}
+    assert {module for module in modules() if "recipe" in imports(module)} <= {"config", "cli"}
+
+
+def test_nobody_imports_what_composes_everything():
+    for module in modules():
+        if room(module) not in COMPOSERS:
+            assert not {room(other) for other in imports(module)} & COMPOSERS, module
+
+
+def test_no_module_imports_itself_in_a_circle():
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join((*path[path.index(module) :], module))
+        if module in done:
+            return
+        for other in sorted(imports(module)):
+            visit(other, (*path, module))
+        done.add(module)
+
+    for module in modules():
+        visit(module, ())
+
+
+def test_fast_kernels_are_chosen_in_one_place():
+    for module in modules():
+        fast = {
+            o for o in imports(module) if o.startswith("kernels.") and o.count(".") == 2 and not o.endswith(".plain")
+        }
+        assert not fast or module == "kernels.select", f"{module} imports {sorted(fast)}"
+
+
+def test_files_are_short_enough_to_read():
+    lengths = {path.relative_to(ROOT): len(path.read_text().splitlines()) for path in ROOT.rglob("*.py")}
+    assert {str(path): n for path, n in lengths.items() if n > LINES} == {}
+
+
+def test_every_module_says_what_it_is_for():
+    silent = {name for name, tree in modules().items() if tree.body and ast.get_docstring(tree) is None}
+    assert silent == set()
+
+
+def public_signatures(module: str) -> dict[str, list[str]]:
+    """Functions of a kernel module, or the public methods of its class, with the names of their parameters.
+
+    A class's methods go by their own names: PlainAttention.attend and FlexAttention.attend are one function.
+    """
+    found: dict[str, list[str]] = {}
+    for node in modules()[module].body:
+        inner = node.body if isinstance(node, ast.ClassDef) else [node]
+        for function in inner:
+            if not isinstance(function, ast.FunctionDef) or function.name.startswith("_"):
+                continue
+            if any("jit" in ast.unparse(decorator) for decorator in function.decorator_list):
+                continue
+            args = function.args
+            names = [a.arg for a in (*args.posonlyargs, *args.args)] + ["*"] + [a.arg for a in args.kwonlyargs]
+            found[function.name] = [n for n in names if n not in ("self", "cls")]
+    return found
+
+
+OPS = sorted(path.name for path in (ROOT / "kernels").iterdir() if path.is_dir() and (path / "__init__.py").exists())
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_fast_kernel_has_a_plain_twin_with_the_same_signature(op):
+    plain = public_signatures(f"kernels.{op}.plain")
+    assert plain
+    fast = [m for m in modules() if m.startswith(f"kernels.{op}.") and not m.endswith(".plain")]
+    assert fast, "an op with one form only needs no folder"
+    for module in fast:
+        assert public_signatures(module) == plain, module
+
+
+def test_no_plain_kernel_needs_a_gpu():
+    for op in OPS:
+        source = ast.unparse(modules()[f"kernels.{op}.plain"])
+        assert "triton" not in source and "flex_attention" not in source and "varlen" not in source
+
+
+# --- knobs -----------------------------------------------------------------------------------------------------------
+
+CONFIGS: dict[str, type] = {hint.__name__: hint for hint in get_type_hints(RunConfig).values()}
+
+
+def config_reads(tree: ast.Module) -> set[tuple[str, str]]:
+    """(config class, field) for every `x.field` in a module where x is known to be a config.
+
+    Known are parameters and attributes annotated with a config class, a section of a RunConfig, and what is assigned
+    from either: enough for code that passes configs around openly, and blind to `getattr` tricks on purpose.
+    """
+    reads: set[tuple[str, str]] = set()
+    hints = {**{name: get_type_hints(cls) for name, cls in CONFIGS.items()}, "RunConfig": get_type_hints(RunConfig)}
+
+    def kind_of(node: ast.expr | None, names: dict[str, str]) -> str | None:
+        """The config class of an expression."""
+        if isinstance(node, ast.Name):
+            return names.get(node.id)
+        if isinstance(node, ast.Attribute):
+            owner = kind_of(node.value, names)
+            if owner is None and isinstance(node.value, ast.Name) and node.value.id == "self":
+                return names.get(f"self.{node.attr}")
+            hint = hints.get(owner or "", {}).get(node.attr)
+            return hint.__name__ if isinstance(hint, type) and is_dataclass(hint) else None
+        return None
+
+    def annotated(annotation: ast.expr | None) -> str | None:
+        name = ast.unparse(annotation).rpartition(".")[2] if annotation is not None else ""
+        return name if name in hints else None
+
+    def walk(node: ast.AST, names: dict[str, str]) -> None:
+        if isinstance(node, ast.ClassDef):
+            own = dict(names)
+            for function in [n for n in node.body if isinstance(n, ast.FunctionDef)]:
+                parameters = {a.arg: k for a in function.args.args if (k := annotated(a.annotation))}
+                for assign in [n for n in ast.walk(function) if isinstance(n, ast.Assign)]:
+                    for target in assign.targets:
+                        if kind := kind_of(assign.value, parameters):
+                            own[ast.unparse(target)] = kind
+            names = own
+        elif isinstance(node, ast.FunctionDef):
+            args = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+            names = {**names, **{a.arg: k for a in args if (k := annotated(a.annotation))}}
+        elif isinstance(node, ast.Assign):
+            kind = kind_of(node.value, names)
+            for target in node.targets:
+                if isinstance(target, ast.Name):
+                    names.pop(target.id, None)
+                    if kind:
+                        names[target.id] = kind
+        elif (
+            isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and (kind := kind_of(node.value, names))
+        ):
+            reads.add((kind, node.attr))
+        for child in ast.iter_child_nodes(node):
+            walk(child, names)
+
+    walk(tree, {})
+    return reads
+
+
+@cache
+def reads_outside_config() -> frozenset[tuple[str, str]]:
+    """Reads by the code that acts on a knob; a room's config.py and the cross-room checks do not count."""
+    return frozenset(
+        read for name, tree in modules().items() if name.rpartition(".")[2] != "config" for read in config_reads(tree)
+    )
+
+
+def test_the_reader_of_knobs_sees_a_knob_read_and_only_a_real_one():
+    """Guards the guard: a field of some other object does not pass for a knob."""
+    source = """
+def read(config: TrainConfig, model: ModelConfig, run: RunConfig, other: Thing):
+    alias = config
+    return alias.seed, model.path, run.pack.tokens, other.epochs
+class Holder:
+    def __init__(self, config: ObjectiveConfig) -> None:
+        self.config = config
+    def use(self):
+        config = self.config
+        return config.beta, self.config.gamma
+"""
+    assert config_reads(ast.parse(source)) == {
+        ("TrainConfig", "seed"),
+        ("ModelConfig", "path"),
+        ("RunConfig", "pack"),
+        ("PackConfig", "tokens"),
+        ("ObjectiveConfig", "beta"),
+        ("ObjectiveConfig", "gamma"),
+    }
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_knob_is_read_by_something(name):
+    """A documented knob that nothing reads does nothing; it dies, or it is read."""
+    unread = {f.name for f in fields(CONFIGS[name])} - {field for kind, field in reads_outside_config() if kind == name}
+    assert not unread
+
+
+def test_every_config_is_a_section_of_the_recipe():
+    defined = {
+        node.name
+        for name, tree in modules().items()
+        if name.rpartition(".")[2] == "config" and name != "config"
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    }
+    assert defined == set(CONFIGS)

@@ -1,0 +1,326 @@
+"""Step 0: the policy is its own reference, to the bit, whatever the packs; and scores of held-out pairs."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import math
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tiny import (
+    FAMILIES,
+    head_of,
+    limits_for,
+    random_examples,
+    random_pairs,
+    score_alone,
+    tiny_policy,
+)
+from tuningfork.data.loader import build_packs
+from tuningfork.data.pack import plan_limits
+from tuningfork.errors import ReferenceMismatch
+from tuningfork.models.load import Loaded
+from tuningfork.models.policy import Policy
+from tuningfork.objective.config import ObjectiveConfig
+from tuningfork.objective.head import Head
+from tuningfork.objective.objectives import PreferenceObjective
+from tuningfork.records import TokenExample
+from tuningfork.reference.build import fill
+from tuningfork.reference.store import ReferenceStore
+from tuningfork.report.console import Console
+from tuningfork.train.evaluate import check_start, evaluate
+from tuningfork.train.setup import Start, open_reference
+
+
+@cache
+def _policy(family: str, dtype: torch.dtype) -> Policy:
+    return _in(dtype, tiny_policy(family, torch.float32))
+
+
+def _in(dtype: torch.dtype, policy: Policy) -> Policy:
+    """The same float32 weights, computing in another dtype."""
+    return Policy(policy.model, policy.kernels, dtype)
+
+
+def start_of(policy: Policy, objective: str = "dpo", chunk_rows: int = 8192) -> Start:
+    objective_ = PreferenceObjective(ObjectiveConfig(objective))
+    return Start(policy, head_of(policy, chunk_rows), objective_, Loaded(policy.model, torch.float32), False)
+
+
+def quiet() -> Console:
+    return Console(io.StringIO())
+
+
+def reference_of(start: Start, examples, packs, folder: Path) -> ReferenceStore:
+    store = ReferenceStore(folder, {"any": "facts"})
+    fill(store, examples, lambda some: packs, start.score)
+    return store
+
+
+def pairs(n: int = 12) -> list[TokenExample]:
+    """Pairs with answers of at least four tokens."""
+    rng = np.random.default_rng(5)
+    shapes = [(int(rng.integers(0, 20)), tuple(map(int, rng.integers(5, 20, 2)))) for _ in range(n)]
+    return random_examples(shapes, seed=5)
+
+
+def margins(start: Start, packs, store: ReferenceStore) -> np.ndarray:
+    parts = []
+    for pack in packs:
+        log_ratios = start.score(pack).numpy() - store.lookup(pack.examples)
+        parts.append(log_ratios[0::2] - log_ratios[1::2])
+    return np.concatenate(parts)
+
+
+ORDER = [7, 0, 11, 4, 9, 2, 6, 1, 10, 3, 8, 5]
+OTHER_WAYS = {
+    "another order": {"order": ORDER},
+    "small packs": {"tokens": 64},
+    "huge packs": {"tokens": 2048},
+    "one example a pack": {"alone": True},
+    "compiled ladder": {"ladder": True},
+    "small chunks": {"chunk_rows": 32},
+    "another order, size and chunk": {"order": ORDER[::-1], "tokens": 128, "chunk_rows": 40},
+}
+
+
+@pytest.mark.parametrize("how", OTHER_WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_reference_built_in_any_other_way_has_the_same_bits(tmp_path, dtype, how):
+    """A public divergence study: reference at batch 4, policy at batch 1, other log-probs at step 1."""
+    way = OTHER_WAYS[how]
+    examples = pairs()
+    policy = _policy("llama", dtype)
+    order = [examples[i] for i in way.get("order", range(len(examples)))]
+    tokens = way.get("tokens", 256)
+    limits = plan_limits(order, tokens, True, compiled="ladder" in way)
+    packs = [p for e in order for p in build_packs([e], limits)] if "alone" in way else build_packs(order, limits)
+    store = reference_of(start_of(policy, chunk_rows=way.get("chunk_rows", 8192)), order, packs, tmp_path)
+
+    start = start_of(policy)
+    ours = build_packs(examples, limits_for(examples, 256))
+    assert check_start(start, ours, store) == 12
+    assert (margins(start, ours, store) == 0).all()
+    evaluation = evaluate(start, ours, store)
+    assert evaluation.loss == math.log(2)
+    assert evaluation.as_dict()["rewards/margin"] == 0.0
+    assert evaluation.as_dict()["rewards/accuracy"] == 0.5
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_step_zero_is_exact_in_every_family(tmp_path, family):
+    examples = pairs()
+    policy = _policy(family, torch.float32)
+    start = start_of(policy)
+    reversed_small = build_packs(examples[::-1], limits_for(examples, 96))
+    store = reference_of(start, examples[::-1], reversed_small, tmp_path)
+    packs = build_packs(examples, limits_for(examples, 512))
+    assert check_start(start, packs, store) == 12
+
+
+def test_step_zero_is_exact_for_one_token_answers_too(tmp_path):
+    """Judge data: a long prompt, answers of one token. Alone in its pack, such a pair has two logit rows."""
+    examples = random_examples([(100, (1, 1)) for _ in range(4)])
+    start = start_of(_policy("llama", torch.float32))
+    together = build_packs(examples, limits_for(examples, 512))
+    apart = build_packs(examples, limits_for(examples, 128))
+    assert (len(together), len(apart)) == (1, 4)
+    store = reference_of(start, examples, together, tmp_path)
+    check_start(start, apart, store)
+
+
+def test_the_check_runs_as_training_will_with_gradients_on(tmp_path, monkeypatch):
+    examples = pairs(3)
+    start = start_of(_policy("llama", torch.float32))
+    packs = build_packs(examples, limits_for(examples))
+    store = reference_of(start, examples, packs, tmp_path)
+    modes: list[bool] = []
+    forward = Policy.hidden_rows
+    monkeypatch.setattr(
+        Policy, "hidden_rows", lambda self, batch: (modes.append(torch.is_grad_enabled()), forward(self, batch))[1]
+    )
+    with torch.no_grad():
+        check_start(start, packs, store)
+    assert modes == [True] * len(packs)
+
+
+def tampered(folder: Path, examples, logps: np.ndarray) -> ReferenceStore:
+    store = ReferenceStore(folder, {"any": "facts"})
+    store.add(examples, logps.tolist())
+    return store
+
+
+def test_a_single_last_bit_is_found_and_its_answer_named(tmp_path):
+    examples = pairs(4)
+    start = start_of(_policy("llama", torch.float32))
+    packs = build_packs(examples, limits_for(examples))
+    logps = np.concatenate([start.score(p).numpy() for p in packs])
+    assert check_start(start, packs, tampered(tmp_path / "right", examples, logps)) == 4
+    logps[5] = np.nextafter(logps[5], 0.0)
+    with pytest.raises(ReferenceMismatch) as caught:
+        check_start(start, packs, tampered(tmp_path / "wrong", examples, logps))
+    message = str(caught.value)
+    assert "1 of 8 log-probs" in message
+    assert "random:3, answer 1" in message
+    assert str(tmp_path / "wrong") in message
+
+
+def test_the_worst_of_many_is_shown_with_both_values(tmp_path):
+    examples = pairs(4)
+    start = start_of(_policy("llama", torch.float32))
+    packs = build_packs(examples, limits_for(examples))
+    logps = np.concatenate([start.score(p).numpy() for p in packs])
+    true = logps[2]
+    logps += 1e-3
+    logps[2] += 1.0
+    with pytest.raises(ReferenceMismatch, match=r"8 of 8 log-probs .* worst random:2, answer 0") as caught:
+        check_start(start, packs, tampered(tmp_path, examples, logps))
+    assert f"model {true:.6f}, cache {logps[2]:.6f}" in str(caught.value)
+
+
+def test_a_policy_that_has_moved_is_not_the_reference(tmp_path):
+    """open-instruct's dpo_tune_cache: a cache must never be compared with, or built from, a trained policy."""
+    examples = pairs(4)
+    policy = copy.deepcopy(_policy("llama", torch.float32))
+    start = start_of(policy)
+    packs = build_packs(examples, limits_for(examples))
+    store = reference_of(start, examples, packs, tmp_path)
+    with torch.no_grad():
+        policy.model.model.layers[0].mlp.up_proj.weight.mul_(1.0001)
+    with pytest.raises(ReferenceMismatch, match="step-0 check"):
+        check_start(start, packs, store)
+
+
+def test_a_policy_that_gives_no_number_fails_the_check(tmp_path):
+    examples = pairs(3)
+    policy = copy.deepcopy(_policy("llama", torch.float32))
+    start = start_of(policy)
+    packs = build_packs(examples, limits_for(examples))
+    store = reference_of(start, examples, packs, tmp_path)
+    with torch.no_grad():
+        policy.model.model.norm.weight[0] = float("nan")
+    with pytest.raises(ReferenceMismatch, match="6 of 6"):
+        check_start(start, packs, store)
+
+
+def test_a_hole_in_the_reference_is_counted_not_filled(tmp_path):
+    examples = pairs(4)
+    start = start_of(_policy("llama", torch.float32))
+    packs = build_packs(examples, limits_for(examples))
+    store = reference_of(start, examples[:3], build_packs(examples[:3], limits_for(examples)), tmp_path)
+    for call in (check_start, evaluate):
+        with pytest.raises(ReferenceMismatch, match="1 of 4 examples are not in the cache, first random:4"):
+            call(start, packs, store)
+
+
+def test_a_reference_with_shared_prompts_is_refused_by_a_run_without(tmp_path):
+    """Another layout is another order of arithmetic. The fingerprint says so before any number is compared."""
+    examples = pairs(4)
+    start = start_of(_policy("llama", torch.float32))
+    cache = str(tmp_path / "cache")
+    shared, unshared = limits_for(examples, share_prompt=True), limits_for(examples, share_prompt=False)
+    store = open_reference(start, True, cache, examples, shared, quiet())
+    assert len(store) == 8
+    with pytest.raises(ReferenceMismatch, match="share_prompt: this run has 'False', the cache was built with 'True'"):
+        open_reference(start, False, cache, examples, unshared, quiet())
+
+
+def test_the_fingerprint_of_a_run_names_all_that_decides_a_bit(tmp_path):
+    examples = pairs(2)
+    start = start_of(_policy("llama", torch.float32))
+    open_reference(start, True, str(tmp_path), examples, limits_for(examples), quiet())
+    facts = json.loads((tmp_path / "fingerprint.json").read_text())
+    assert {"weights", "config", "dtype", "attention kernel", "row_logps kernel", "compiled", "share_prompt"} < set(
+        facts
+    )
+    assert {"device", "torch", "transformers", "layout"} < set(facts)
+
+    def refused(other: Start, fact: str) -> None:
+        with pytest.raises(ReferenceMismatch, match=f"  {fact}: "):
+            open_reference(other, True, str(tmp_path), examples, limits_for(examples), quiet())
+
+    moved = copy.deepcopy(start.policy)
+    with torch.no_grad():
+        moved.model.model.norm.weight[0] += 2**-20
+    refused(start_of(moved), "weights")
+    refused(start_of(_in(torch.bfloat16, start.policy)), "dtype")
+    refused(replace(start, compiled=True), "compiled")
+    other_kernels = replace(start.policy.kernels, names={"attention": "flex", "row_logps": "plain"})
+    refused(start_of(Policy(start.policy.model, other_kernels, torch.float32)), "attention kernel")
+    scaled = copy.deepcopy(start.policy)
+    scaled.model.config.rms_norm_eps = 1e-3  # no weight, but every number changes
+    refused(start_of(scaled), "config")
+
+
+class _NeverAsked(Head):
+    def score(self, *_):
+        raise AssertionError("scored what is stored")
+
+
+def test_a_second_start_scores_nothing(tmp_path):
+    """trl PR#6206: a cache that never hit."""
+    examples = pairs(5)
+    start = start_of(_policy("llama", torch.float32))
+    first = open_reference(start, True, str(tmp_path), examples, limits_for(examples), quiet())
+    again = start_of(tiny_policy("llama", torch.float32))  # the same weights, made anew
+    again = replace(again, head=_NeverAsked(again.head.kernels, again.head.transform, 1))
+    second = open_reference(again, True, str(tmp_path), examples, limits_for(examples, 512), quiet())
+    assert (second.lookup(examples) == first.lookup(examples)).all()
+
+
+@pytest.mark.parametrize("name", ["dpo", "ipo", "simpo"])
+def test_evaluation_equals_plain_scores_and_the_papers_formula(tmp_path, name):
+    policy = tiny_policy("olmo3")  # float64
+    start = start_of(policy, name)
+    examples = random_pairs(7)
+    known = {e.id: [-3.0 * len(a.ids) for a in e.answers] for e in examples}
+    store = ReferenceStore(tmp_path, {"any": "facts"})
+    store.add(examples, [x for e in examples for x in known[e.id]])
+    told: list[int] = []
+    result = evaluate(
+        start, build_packs(examples, limits_for(examples, 96)), store if name != "simpo" else None, told.append
+    )
+
+    losses, rewards, correct = [], [], []
+    for example in examples:
+        with torch.no_grad():
+            scores = [s.item() for s in score_alone(policy.model, example)]
+        n = [len(a.ids) for a in example.answers]
+        if name == "simpo":
+            reward = [0.1 * s / k for s, k in zip(scores, n, strict=True)]
+        else:
+            reward = [0.1 * (s - r) for s, r in zip(scores, known[example.id], strict=True)]
+            reward = [r / k for r, k in zip(reward, n, strict=True)] if name == "ipo" else reward
+        margin = reward[0] - reward[1]
+        losses.append(
+            (margin / 0.1 - 5) ** 2
+            if name == "ipo"
+            else math.log1p(math.exp(-margin + (0.5 if name == "simpo" else 0)))
+        )
+        rewards.append(reward)
+        correct.append(margin > 0)
+    values = result.as_dict()
+    assert result.pairs == sum(told) == 7
+    assert result.loss == pytest.approx(np.mean(losses), rel=1e-6)
+    assert values["rewards/chosen"] == pytest.approx(np.mean([r[0] for r in rewards]), rel=1e-6)
+    assert values["rewards/rejected"] == pytest.approx(np.mean([r[1] for r in rewards]), rel=1e-6)
+    assert values["rewards/accuracy"] == pytest.approx(np.mean(correct))
+
+
+def test_evaluation_trains_nothing_and_keeps_no_graph(tmp_path):
+    start = start_of(copy.deepcopy(_policy("llama", torch.float32)))
+    examples = pairs(3)
+    packs = build_packs(examples, limits_for(examples))
+    store = reference_of(start, examples, packs, tmp_path)
+    before = {key: t.clone() for key, t in start.policy.model.state_dict().items()}
+    evaluate(start, packs, store)
+    check_start(start, packs, store)
+    assert all(torch.equal(t, before[key]) for key, t in start.policy.model.state_dict().items())
+    assert all(p.grad is None for p in start.policy.model.parameters())
