@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from tuningfork.errors import RunFolderError
 
-ASIDE = ".partial"  # the ending of what is not whole yet; a kill may leave one behind, and the next write removes it
+ASIDE = ".partial"  # the ending of what is not whole yet; a kill may leave one behind, see clear_abandoned
 
 
 @contextmanager
@@ -32,11 +34,13 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
     Raises RunFolderError, naming the file, where the disk refuses (full, read-only).
     """
-    aside = path.with_name(path.name + ASIDE)
+    # A name of its own, for another process may be writing the same file.
+    aside = path.with_name(f"{path.stem}.{uuid.uuid4().hex[:8]}{path.suffix}{ASIDE}")
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with aside.open("wb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # says that somebody is at it
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -69,6 +73,35 @@ def whole_folder(path: Path) -> Iterator[Path]:
             shutil.rmtree(aside, ignore_errors=True)
             raise
         _sync_folder(path.parent)
+
+
+def clear_abandoned(folder: Path) -> None:
+    """Remove files that a kill left half written: those that no process holds locked any more."""
+    for path in folder.glob(f"*{ASIDE}"):
+        with suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Hold a folder for this process alone, making it if need be; one that is still empty in the end is removed again.
+
+    Raises RunFolderError where another process holds it, or the disk refuses.
+    """
+    with explained(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunFolderError(f"{folder} is in use: another process is running there. Wait for it to end.") from None
+        yield
+    finally:
+        with suppress(OSError):
+            folder.rmdir()  # refuses a folder that has anything in it
+        os.close(handle)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from tuningfork.errors import ReferenceMismatch
-from tuningfork.files import ASIDE, whole_file
+from tuningfork.files import clear_abandoned, whole_file
 from tuningfork.records import TokenExample
 from tuningfork.reference.fingerprint import differences
 
@@ -48,7 +47,7 @@ class ReferenceStore:
         else:
             with whole_file(path) as file:
                 file.write(json.dumps(fingerprint, indent=2).encode() + b"\n")
-        _clear_abandoned(folder)
+        clear_abandoned(folder)
         for shard in shards:
             self._rows.update(_read_shard(shard, self._origin))
 
@@ -156,10 +155,3 @@ def _origin(fingerprint: dict[str, str]) -> bytes:
 def _digest(keys: np.ndarray, logps: np.ndarray, origin: bytes) -> bytes:
     """A checksum of a shard's content, which also ties it to the fingerprint of its cache."""
     return hashlib.blake2b(keys.tobytes() + logps.tobytes() + origin, digest_size=16).digest()
-
-
-def _clear_abandoned(folder: Path) -> None:
-    """Remove what a kill left half written. A file this old is not being written by another run."""
-    for path in folder.glob(f"*{ASIDE}"):
-        if time.time() - path.stat().st_mtime > 3600:
-            path.unlink(missing_ok=True)

@@ -44,5 +44,5 @@ def check(folder: Path, resume: bool, changed_since: Callable[[str], dict[str, t
                 f"{folder} is a run with other settings:\n" + "\n".join(lines) + "\n"
                 "A continued run must have the same. Set them back, or choose another output.dir."
             )
-    elif set(found) - {CONFIG + ASIDE}:
+    elif any(not name.endswith(ASIDE) for name in found):
         raise RunFolderError(f"{folder} is no run folder: it has files, but no {CONFIG}. Choose another output.dir.")

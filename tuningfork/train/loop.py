@@ -17,7 +17,7 @@ from tuningfork.data.audit import dataset_digest, report_dict
 from tuningfork.data.config import PackConfig
 from tuningfork.data.loader import EpochOrder, PackLoader, packs_in_windows
 from tuningfork.errors import NonFiniteError, RunFolderError
-from tuningfork.files import whole_folder
+from tuningfork.files import clear_abandoned, exclusive, whole_folder
 from tuningfork.models import load
 from tuningfork.reference.config import ReferenceConfig
 from tuningfork.reference.fingerprint import weights_digest
@@ -69,9 +69,25 @@ def run(
     Raises:
         ReferenceMismatch: the reference is not that of the starting model.
         NonFiniteError: a number is not finite; the last checkpoint is whole.
-        RunFolderError: the disk refuses, or the checkpoint belongs to other data.
+        RunFolderError: the folder is in use, the disk refuses, or the checkpoint belongs to other data.
     """
+    with exclusive(Path(output.dir)):
+        return _run(data, start, tokenizer, config_text, pack, reference_config, config, output, console)
+
+
+def _run(
+    data: Data,
+    start: Start,
+    tokenizer: PreTrainedTokenizerBase,
+    config_text: str,
+    pack: PackConfig,
+    reference_config: ReferenceConfig,
+    config: TrainConfig,
+    output: OutputConfig,
+    console: Console,
+) -> RunResult:
     folder = Path(output.dir)
+    clear_abandoned(folder)
     order = EpochOrder.plan(len(data.train), config.examples_per_step, config.seed, config.epochs, config.max_steps)
     loader = PackLoader(data.train, order, data.limits, pin_memory=start.policy.device.type == "cuda")
     start.objective.check([*data.train, *data.held_out])
