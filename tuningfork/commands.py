@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from tuningfork.config import RunConfig, differences, from_yaml, to_yaml
 from tuningfork.data.loader import packs_in_windows
 from tuningfork.errors import ConfigError, ModelError
+from tuningfork.files import exclusive
 from tuningfork.models.load import comparable, load, load_config, load_tokenizer
 from tuningfork.records import DataReport
 from tuningfork.report.console import Console, table
@@ -26,7 +27,8 @@ def train(config: RunConfig, resume: bool) -> int:
     run_folder.check(folder, resume, lambda old: differences(from_yaml(old, str(folder / run_folder.CONFIG)), config))
     data, start, tokenizer = _prepare(config, console)
     text = to_yaml(config)
-    result = run(data, start, tokenizer, text, config.pack, config.reference, config.train, config.output, console)
+    with exclusive(folder):
+        result = run(data, start, tokenizer, text, config.pack, config.reference, config.train, config.output, console)
     if not result.finished:
         return 130
     console.print("\n" + summary(result, data))

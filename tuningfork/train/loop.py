@@ -17,7 +17,7 @@ from tuningfork.data.audit import dataset_digest, report_dict
 from tuningfork.data.config import PackConfig
 from tuningfork.data.loader import EpochOrder, PackLoader, packs_in_windows
 from tuningfork.errors import NonFiniteError, RunFolderError
-from tuningfork.files import clear_abandoned, exclusive, whole_folder
+from tuningfork.files import clear_abandoned, whole_folder
 from tuningfork.models import load
 from tuningfork.reference.config import ReferenceConfig
 from tuningfork.reference.fingerprint import weights_digest
@@ -61,7 +61,7 @@ def run(
     output: OutputConfig,
     console: Console,
 ) -> RunResult:
-    """Train, or continue training, in the run folder `output.dir`.
+    """Train, or continue training, in the run folder `output.dir`, which the caller holds (files.exclusive).
 
     Args:
         config_text: the whole resolved config, kept as the folder's config.yaml.
@@ -69,23 +69,8 @@ def run(
     Raises:
         ReferenceMismatch: the reference is not that of the starting model.
         NonFiniteError: a number is not finite; the last checkpoint is whole.
-        RunFolderError: the folder is in use, the disk refuses, or the checkpoint belongs to other data.
+        RunFolderError: the disk refuses, or the checkpoint belongs to other data.
     """
-    with exclusive(Path(output.dir)):
-        return _run(data, start, tokenizer, config_text, pack, reference_config, config, output, console)
-
-
-def _run(
-    data: Data,
-    start: Start,
-    tokenizer: PreTrainedTokenizerBase,
-    config_text: str,
-    pack: PackConfig,
-    reference_config: ReferenceConfig,
-    config: TrainConfig,
-    output: OutputConfig,
-    console: Console,
-) -> RunResult:
     folder = Path(output.dir)
     clear_abandoned(folder)
     order = EpochOrder.plan(len(data.train), config.examples_per_step, config.seed, config.epochs, config.max_steps)
