@@ -95,7 +95,8 @@ def summary(result: RunResult, data: Data) -> str:
         ("settings", str(result.folder / "config.yaml")),
         ("log", str(result.folder / "log.txt")),
     ]
-    parts.append(table("where everything lies", places))
+    width = max(len(name) for name, _ in places)
+    parts.append("\n".join(f"{name:<{width}}  {path}" for name, path in places))
     return "\n\n".join(parts)
 
 

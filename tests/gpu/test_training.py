@@ -78,7 +78,7 @@ def test_float32_packed_equals_alone(family):
         assert (our_grads[name] - expected).norm() <= 1e-4 * expected.norm(), name
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "olmo3", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "olmo3", "gemma2"])
 def test_the_same_bits_in_any_pack(family):
     """An example's log-probs keep their bits in another order, batch, pack size, chunk and segment cap: what
     makes a margin of exactly 0 possible."""
@@ -96,12 +96,12 @@ def test_the_same_bits_in_any_pack(family):
                 found[example.id] = row
         return found
 
-    first = scores(pairs, 4096)
+    first = scores(pairs, 2048)
     long = random_examples([(120, (130, 9))])[0]
-    assert scores(pairs[::-1], 4096) == first
+    assert scores(pairs[::-1], 2048) == first
     assert scores(pairs, 1024, chunk_rows=100) == first
     assert scores(pairs[:7], 2048) == {e.id: first[e.id] for e in pairs[:7]}
-    assert scores(pairs, 2048, cap=long) == first
+    assert scores(pairs, 1024, cap=long) == first
 
 
 @pytest.mark.parametrize("family", ["llama", "olmo3", "gemma2"])
