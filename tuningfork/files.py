@@ -40,11 +40,12 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with aside.open("wb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)  # says that somebody is at it
+                with suppress(OSError):  # not every file system knows locks, and this one only protects from tidying
+                    fcntl.flock(file, fcntl.LOCK_EX)
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(aside, path)
+                os.replace(aside, path)
         except BaseException:
             aside.unlink(missing_ok=True)
             raise
@@ -97,6 +98,8 @@ def exclusive(folder: Path) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RunFolderError(f"{folder} is in use: another process is running there. Wait for it to end.") from None
+        except OSError:
+            pass  # a file system without locks: then keeping runs apart is the user's
         yield
     finally:
         with suppress(OSError):

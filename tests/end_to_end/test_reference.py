@@ -1,0 +1,303 @@
+"""The reference through the command line: one cache, exact, shared, grown, and never believed when it is wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.end_to_end.workbench import Child, Job, make_model, make_pairs, make_tokenizer, write_rows
+from tuningfork.config import load_run_config
+from tuningfork.data.audit import prepare
+from tuningfork.data.loader import EpochOrder
+from tuningfork.models.load import load_tokenizer
+from tuningfork.reference.store import ReferenceStore, answer_key
+
+
+def rows_of(cache: Path) -> dict[bytes, float]:
+    """Everything in a cache folder, key -> log-prob; no key may stand in two shards."""
+    rows: dict[bytes, float] = {}
+    for shard in cache.glob("rows-*.npz"):
+        with np.load(shard) as arrays:
+            new = {key.tobytes(): float(logp) for key, logp in zip(arrays["keys"], arrays["logps"], strict=True)}
+        assert not rows.keys() & new.keys()
+        rows |= new
+    return rows
+
+
+def write_shard(path: Path, rows: dict[bytes, float]) -> None:
+    """A shard with these rows and a digest that fits them and its cache."""
+    origin = json.dumps(sorted(json.loads((path.parent / "fingerprint.json").read_text()).items())).encode()
+    keys = np.frombuffer(b"".join(rows), dtype=np.uint8).reshape(-1, 16)
+    logps = np.array(list(rows.values()))
+    digest = hashlib.blake2b(keys.tobytes() + logps.tobytes() + origin, digest_size=16).digest()
+    np.savez(path, keys=keys, logps=logps, digest=np.frombuffer(digest, dtype=np.uint8))
+
+
+def keys_of_step(job: Job, step: int) -> list[bytes]:
+    """The cache keys of a step's answers (steps from 0)."""
+    config = load_run_config(None, job.arguments("train")[1:], "tuningfork train")
+    examples, _ = prepare(config.data.train, load_tokenizer(config.model.path), config.data, 300)
+    train = config.train
+    order = EpochOrder.plan(len(examples), train.examples_per_step, train.seed, train.epochs, train.max_steps)
+    chosen = [examples[i] for i in order.indices(step)]
+    return [answer_key(e.prompt_ids, answer.ids, answer.mask) for e in chosen for answer in e.answers]
+
+
+@pytest.mark.parametrize("tokens, seed, examples_per_step", [(256, 1, 3), (4096, 2, 40)])
+def test_a_cache_from_other_packs_serves_training_to_the_bit(
+    job: Job, tokens: int, seed: int, examples_per_step: int
+) -> None:
+    """Built with another pack size, seed and batch size: the margin of step 1 is exactly 0 all the same."""
+    others = {"pack.tokens": tokens, "train.seed": seed, "train.examples_per_step": examples_per_step}
+    assert "80 answers cached" in job.but(others).done("reference").out
+    outcome = job.done()
+    assert "step-0 check: margin exactly 0 for all 4 pairs" in outcome.out and "scoring" not in outcome.out
+    first = job.metrics()[0]
+    assert first["rewards/margin"] == first["rewards/chosen"] == first["rewards/rejected"] == 0.0
+
+
+def test_head_chunks_do_not_decide_whether_a_cache_fits(job: Job) -> None:
+    """head_chunk_rows changes no number, as its help says: a cache built with 7 serves a run with the default."""
+    job.but({"objective.head_chunk_rows": 7}).done("reference")
+    job.but({"train.examples_per_step": 40}).done()
+
+
+def test_answers_of_one_token_are_exact_in_any_pack(job: Job) -> None:
+    """Answers yes and no, no end token; a step of one pair has two logit rows, the reference's packs had many."""
+    tokenizer = make_tokenizer(chat_template=None)
+    tokenizer.eos_token = None
+    make_model(job.folder / "model", tokenizer=tokenizer)
+    rows = [{"prompt": row["prompt"], "chosen": "y", "rejected": "n"} for row in make_pairs(40)]
+    write_rows(job.folder / "pairs.jsonl", rows)
+    job = job.but({"model.path": job.folder / "model", "data.train": job.folder / "pairs.jsonl"})
+    job = job.but({"data.template": "none", "pack.tokens": 2048, "train.max_steps": 1})
+    job.done("reference")
+    for seed in range(4):
+        job.elsewhere(f"seed-{seed}").but({"train.seed": seed, "train.examples_per_step": 1}).done()
+
+
+def test_another_number_of_threads_is_not_called_a_spoiled_cache(job: Job) -> None:
+    """Built with 1 thread, trained with 2: exact, or refused because of the threads."""
+    job = job.but({"train.examples_per_step": 40})
+    job.done("reference")
+    outcome = Child(job.arguments("train"), job.folder, partial(torch.set_num_threads, 2)).wait()
+    assert outcome.status == 0 or "threads: this run has" in outcome.err
+
+
+def test_the_whole_file_in_one_step_is_exact(job: Job, filled_cache: Path) -> None:
+    """All 40 pairs stand the step-0 check, not just four."""
+    outcome = job.but({"train.examples_per_step": 40, "reference.cache": filled_cache}).done()
+    assert "margin exactly 0 for all 40 pairs" in outcome.out
+
+
+def test_reference_leaves_no_run_folder(job: Job) -> None:
+    """`tuningfork reference` fills the cache and nothing else."""
+    job.done("reference")
+    assert not job.run.exists()
+    assert len(rows_of(job.cache)) == 80 and {path.suffix for path in job.cache.iterdir()} == {".json", ".npz"}
+
+
+def test_a_second_start_scores_nothing(job: Job) -> None:
+    """The fingerprint of the same model is the same: every row hits, no shard is added."""
+    assert "scoring the reference: 40/40 examples" in job.done("reference").out
+    before = sorted(job.cache.iterdir())
+    for outcome in (job.done("reference"), job.done()):
+        assert "scoring" not in outcome.out
+    assert sorted(job.cache.iterdir()) == before
+
+
+def test_the_cache_grows_with_the_data(job: Job) -> None:
+    """20 rows more: only those are scored, and the shards that are there keep their bytes."""
+    job.done("reference")
+    before = {path: path.read_bytes() for path in job.cache.iterdir()}
+    write_rows(job.folder / "more.jsonl", [*make_pairs(20, seed=77), *make_pairs(40)])
+    more = job.but({"data.train": job.folder / "more.jsonl"})
+    assert "scoring the reference: 20/20 examples" in more.done("reference").out
+    assert all(path.read_bytes() == content for path, content in before.items())
+    assert len(rows_of(job.cache)) == 120
+    assert "scoring" not in more.done().out
+
+
+def test_a_subset_in_another_order_needs_no_scoring(job: Job) -> None:
+    """Rows are found by content: half of the file, backwards, with some rows twice."""
+    job.done("reference")
+    rows = make_pairs(40)[::-2]
+    write_rows(job.folder / "half.jsonl", rows + rows[:5])
+    outcome = job.but({"data.train": job.folder / "half.jsonl"}).done()
+    assert "scoring" not in outcome.out and "margin exactly 0" in outcome.out
+
+
+def test_a_number_changed_in_the_cache_stops_the_run_before_its_first_step(job: Job) -> None:
+    """One log-prob of a pair of the first step is off by 1e-6, in a shard whose digest fits."""
+    job.done("reference")
+    (shard,) = job.cache.glob("rows-*.npz")
+    rows = rows_of(job.cache)
+    rows[keys_of_step(job, 0)[3]] += 1e-6
+    write_shard(shard, rows)
+    message = job.refused()
+    assert "step-0 check: 1 of 8 log-probs of the starting model are not those in the cache" in message
+    assert "pairs.jsonl:" in message and "answer 1" in message and str(job.cache) in message
+    assert not (job.run / "checkpoints").exists() and not (job.run / "metrics.jsonl").exists()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # numpy leaves a cut file open
+@pytest.mark.parametrize("damage", ["cut", "flipped", "emptied"])
+def test_a_shard_with_damaged_bytes_is_named(job: Job, damage: str) -> None:
+    """Removing that file, as the message says, makes good the damage."""
+    job.done("reference")
+    (shard,) = job.cache.glob("rows-*.npz")
+    before, content = rows_of(job.cache), bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 16
+    shard.write_bytes({"cut": bytes(content[: len(content) // 2]), "flipped": bytes(content), "emptied": b""}[damage])
+    message = job.refused()
+    assert f"{shard} is damaged" in message and "Remove that file" in message
+    shard.unlink()
+    job.done("train", "--resume")
+    assert rows_of(job.cache) == before
+
+
+def test_a_damaged_fingerprint_is_named(job: Job) -> None:
+    """fingerprint.json cut short: refused, not guessed."""
+    job.done("reference")
+    (job.cache / "fingerprint.json").write_text('{"weights": "12')
+    assert f"{job.cache}/fingerprint.json is damaged" in job.refused("reference")
+
+
+def test_the_cache_of_another_model_is_refused_with_both_fingerprints(job: Job, shelf: Path) -> None:
+    """Equal architecture, other weights: the message gives both digests, and the cache stays as it is."""
+    job.done("reference")
+    theirs = json.loads((job.cache / "fingerprint.json").read_text())["weights"]
+    other = job.but({"model.path": shelf / "other-model"})
+    message = other.refused()
+    other.but({"reference.cache": job.folder / "other"}).done("reference")
+    ours = json.loads((job.folder / "other" / "fingerprint.json").read_text())["weights"]
+    assert f"weights: this run has '{ours}', the cache was built with '{theirs}'" in message and ours != theirs
+    assert "config: " not in message and len(rows_of(job.cache)) == 80
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"model.dtype": "bfloat16"}, "dtype: this run has 'bfloat16', the cache was built with 'float32'"),
+        ({"pack.share_prompt": False}, "share_prompt: this run has 'False', the cache was built with 'True'"),
+    ],
+)
+def test_the_cache_of_another_setup_is_refused(
+    job: Job, filled_cache: Path, change: dict[str, Any], words: str
+) -> None:
+    """What may change a bit of a log-prob is part of the fingerprint."""
+    assert words in job.but({"reference.cache": filled_cache} | change).refused("reference")
+
+
+def test_a_config_that_changes_the_numbers_is_another_model(job: Job) -> None:
+    """Equal weights under another rotary base are refused; another name of the folder is not."""
+    make_model(job.folder / "a")
+    make_model(job.folder / "b", rope_parameters={"rope_type": "default", "rope_theta": 500.0})
+    make_model(job.folder / "c")
+    a, b, c = (job.but({"model.path": job.folder / name}) for name in "abc")
+    a.done("reference")
+    message = b.refused("reference")
+    assert "config: this run has" in message and "weights" not in message
+    assert "scoring" not in c.done("reference").out
+
+
+def die_scoring() -> None:
+    """kill -9 oneself when more than half of the answers are scored and every pack was flushed."""
+    add = ReferenceStore.add
+
+    def adding(self: ReferenceStore, examples: Any, logps: Any) -> None:
+        if len(self) > 40:
+            os.kill(os.getpid(), signal.SIGKILL)
+        add(self, examples, logps)
+        self.flush()
+
+    ReferenceStore.add = adding  # type: ignore[method-assign]
+
+
+def test_a_killed_build_goes_on_where_it_was(job: Job, filled_cache: Path) -> None:
+    """What was flushed is kept, the rest is scored, and the numbers are those of an unbroken build."""
+    small = job.but({"pack.tokens": 256})
+    assert Child(small.arguments("reference"), job.folder, die_scoring).wait().status == -signal.SIGKILL
+    kept = rows_of(job.cache)
+    assert 40 < len(kept) < 80
+    missing = (80 - len(kept)) // 2
+    assert f"scoring the reference: {missing}/{missing} examples" in small.done("reference").out
+    complete, unbroken = rows_of(job.cache), rows_of(filled_cache)
+    assert len(complete) == 80 and all(unbroken[key] == logp for key, logp in complete.items())
+
+
+def die_flushing() -> None:
+    """kill -9 oneself in the middle of writing the first shard."""
+    fsync: Any = os.fsync
+    count = iter(range(1, 1000))
+
+    def syncing(handle: Any) -> None:
+        if os.readlink(f"/proc/self/fd/{handle}").endswith(".npz.partial") and next(count) == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        fsync(handle)
+
+    os.fsync = syncing  # type: ignore[assignment]
+
+
+def test_a_half_written_shard_is_cleared_away(job: Job) -> None:
+    """The cache folder does not collect what kills leave behind."""
+    assert Child(job.arguments("reference"), job.folder, die_flushing).wait().status == -signal.SIGKILL
+    assert list(job.cache.glob("*.partial"))
+    job.done("reference")
+    assert len(rows_of(job.cache)) == 80
+    assert not list(job.cache.glob("*.partial"))
+
+
+def halves(job: Job) -> list[Job]:
+    """The job on each half of the data, with a run folder of its own."""
+    jobs = []
+    for name, rows in (("first", make_pairs(40)[:20]), ("second", make_pairs(40)[20:])):
+        write_rows(job.folder / f"{name}.jsonl", rows)
+        jobs.append(job.elsewhere(name).but({"data.train": job.folder / f"{name}.jsonl"}))
+    return jobs
+
+
+def test_two_runs_at_once_fill_one_cache(job: Job) -> None:
+    """Started together with different halves of the data: both train, and the cache then has both."""
+    first, second = halves(job)
+    write_rows(job.folder / "one.jsonl", make_pairs(1))
+    job.but({"data.train": job.folder / "one.jsonl"}).done("reference")
+    children = []
+    for each in (first, second):
+        (each.folder / f"{each.run.name}-output").mkdir()
+        children.append(Child(each.arguments("train"), each.folder / f"{each.run.name}-output"))
+    assert [child.wait().status for child in children] == [0, 0]
+    assert len(rows_of(job.cache)) == 80 and "scoring" not in job.done().out
+
+
+@pytest.mark.parametrize("file", ["fingerprint.json", "rows-"])
+def test_two_runs_of_a_sweep_that_start_at_the_same_moment(
+    job: Job, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    """Both score the same pairs into one new cache; the second writes a file while the first is about to."""
+    replace, entered = os.replace, list[Any]()
+
+    def replacing(source: Any, target: Any) -> None:
+        if Path(target).name.startswith(file) and not entered:
+            entered.append(target)
+            job.done("reference")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", replacing)
+    job.done("reference")
+    assert entered and len(rows_of(job.cache)) == 80
+
+
+def test_simpo_has_no_reference_to_score(job: Job) -> None:
+    """The command says so, and training makes no cache."""
+    simpo = job.but({"objective.name": "simpo", "reference.cache": None})
+    assert "simpo has no reference" in simpo.refused("reference")

@@ -1,0 +1,18 @@
+"""Imported once by the server of `workbench.Child`: what every start of the command line would spend its time on."""
+
+import tempfile
+import threading
+from pathlib import Path
+
+import torch.utils.tensorboard  # noqa: F401
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+import tuningfork.commands  # noqa: F401
+from tests.end_to_end.workbench import make_model
+
+tqdm.set_lock(threading.RLock())  # its own is a semaphore that would outlive a killed child
+logging.disable_progress_bar()
+with tempfile.TemporaryDirectory() as folder:
+    AutoModelForCausalLM.from_pretrained(make_model(Path(folder)))
