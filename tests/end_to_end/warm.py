@@ -4,6 +4,7 @@ import tempfile
 import threading
 from pathlib import Path
 
+import pytest  # noqa: F401  the main module of whoever starts the server, which each child imports again
 import torch.utils.tensorboard  # noqa: F401
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM

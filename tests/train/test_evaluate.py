@@ -31,7 +31,7 @@ from tuningfork.models.policy import Policy
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.objective.head import Head
 from tuningfork.objective.objectives import PreferenceObjective
-from tuningfork.records import TokenExample
+from tuningfork.records import Source, TokenExample
 from tuningfork.reference.build import fill
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.console import Console
@@ -324,3 +324,15 @@ def test_evaluation_trains_nothing_and_keeps_no_graph(tmp_path):
     check_start(start, packs, store)
     assert all(torch.equal(t, before[key]) for key, t in start.policy.model.state_dict().items())
     assert all(p.grad is None for p in start.policy.model.parameters())
+
+
+def test_an_answer_that_is_chosen_here_and_rejected_there_keeps_its_own_bits(tmp_path):
+    """Pairs made of a ranking: the same prompt and answer at either place, beside answers of other lengths."""
+    [ranking] = random_examples([(30, (9, 17, 5, 40))])
+    examples = [
+        TokenExample(Source("ranking", row), ranking.prompt_ids, (ranking.answers[i], ranking.answers[j]))
+        for row, (i, j) in enumerate([(0, 1), (1, 0), (1, 2), (2, 0), (3, 1), (0, 3)], start=1)
+    ]
+    start = start_of(_policy("llama", torch.float32))
+    store = reference_of(start, examples, build_packs(examples[::-1], limits_for(examples, 512)), tmp_path)
+    assert check_start(start, build_packs(examples, limits_for(examples, 128)), store) == 6

@@ -58,14 +58,14 @@ class ReferenceStore:
         """The examples of which an answer is not cached, each content once."""
         found: dict[bytes, TokenExample] = {}
         for example in examples:
-            keys = _keys(example)
+            keys = example_keys(example)
             if any(key not in self._rows for key in keys):
                 found.setdefault(b"".join(keys), example)
         return list(found.values())
 
     def add(self, examples: Sequence[TokenExample], logps: Sequence[float]) -> None:
         """Keep the log-probs of all answers of these examples, in order. `flush` brings them to the disk."""
-        owners = [(key, example) for example in examples for key in _keys(example)]
+        owners = [(key, example) for example in examples for key in example_keys(example)]
         found = list(zip(owners, logps, strict=True))
         for (_, example), logp in found:
             if not np.isfinite(logp):
@@ -94,7 +94,7 @@ class ReferenceStore:
         Raises:
             ReferenceMismatch: an answer is not cached. A hole is never filled with a number.
         """
-        logps = [[self._rows.get(key) for key in _keys(example)] for example in examples]
+        logps = [[self._rows.get(key) for key in example_keys(example)] for example in examples]
         holes = [example.id for example, row in zip(examples, logps, strict=True) if None in row]
         if holes:
             raise ReferenceMismatch(
@@ -105,15 +105,25 @@ class ReferenceStore:
 
 
 def answer_key(prompt_ids: np.ndarray, ids: np.ndarray, mask: np.ndarray) -> bytes:
-    """The hash of exactly what is scored: prompt ids, answer ids, and which answer tokens count."""
+    """The hash of one answer's content: prompt ids, answer ids, and which answer tokens count."""
     digest = hashlib.blake2b(len(prompt_ids).to_bytes(8, "little"), digest_size=_KEY_BYTES)
     for part, dtype in ((prompt_ids, np.int32), (ids, np.int32), (mask, np.bool_)):
         digest.update(np.ascontiguousarray(part, dtype=dtype).tobytes())
     return digest.digest()
 
 
-def _keys(example: TokenExample) -> list[bytes]:
-    return [answer_key(example.prompt_ids, answer.ids, answer.mask) for answer in example.answers]
+def example_keys(example: TokenExample) -> list[bytes]:
+    """The key of each answer of an example: the content of all of it, and the answer's place.
+
+    The last bits of an answer's log-prob depend on its place and on the answer that lies behind the same prompt rows,
+    for attention kernels cut their work by the lengths of segments. So an answer that is chosen in one row and rejected
+    in another has two entries.
+    """
+    parts = [answer_key(example.prompt_ids, answer.ids, answer.mask) for answer in example.answers]
+    return [
+        hashlib.blake2b(b"".join(parts) + place.to_bytes(4, "little"), digest_size=_KEY_BYTES).digest()
+        for place in range(len(parts))
+    ]
 
 
 def _check_fingerprint(path: Path, ours: dict[str, str]) -> None:
