@@ -391,3 +391,9 @@ def test_every_setting_has_a_meaning() -> None:
             if isinstance(node, ast.AnnAssign):
                 documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and after.value.value
                 assert documented, f"{room.__name__}.{ast.unparse(node.target)}"
+
+
+@pytest.mark.parametrize("value", ["!!float abc", "!!int abc", "!!timestamp foo", "!!bool maybe", "!!map [a]"])
+def test_a_tag_that_does_not_fit_its_value_is_an_error_of_the_recipe(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"r\.yaml"):
+        from_yaml(f"train: {{seed: {value}}}", "r.yaml")

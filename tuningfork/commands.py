@@ -24,10 +24,12 @@ def train(config: RunConfig, resume: bool) -> int:
     """`tuningfork train`: the main job."""
     console = Console()
     folder = Path(config.output.dir)
-    run_folder.check(folder, resume, lambda old: differences(from_yaml(old, str(folder / run_folder.CONFIG)), config))
-    data, start, tokenizer = _prepare(config, console)
-    text = to_yaml(config)
     with exclusive(folder):
+        run_folder.check(
+            folder, resume, lambda old: differences(from_yaml(old, str(folder / run_folder.CONFIG)), config)
+        )
+        data, start, tokenizer = _prepare(config, console)
+        text = to_yaml(config)
         result = run(data, start, tokenizer, text, config.pack, config.reference, config.train, config.output, console)
     if not result.finished:
         return 130

@@ -91,7 +91,7 @@ def exclusive(folder: Path) -> Iterator[None]:
     Raises RunFolderError where another process holds it, or the disk refuses.
     """
     with explained(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)  # FileExistsError where a file has that name
         handle = os.open(folder, os.O_RDONLY)
     try:
         try:

@@ -97,7 +97,7 @@ def parse(text: str, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise ConfigError(f"{name}: {where}{', '.join(filter(None, (error.context, error.problem)))}.") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError, KeyError) as error:  # the latter from odd tags
         raise ConfigError(f"{name}: not YAML ({' '.join(str(error).split())}).") from None
     if tree is None:
         raise ConfigError(f"{name} is empty. A recipe gives settings, for example:\n  model:\n    path: ./model")

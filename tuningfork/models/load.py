@@ -25,6 +25,12 @@ _WEIGHT_FILES = (
 )
 
 
+_NUMBERS_DO_NOT_DEPEND_ON = (
+    *("_name_or_path", "transformers_version", "dtype", "architectures", "use_cache"),
+    *("pad_token_id", "bos_token_id", "eos_token_id", "output_attentions", "output_hidden_states", "return_dict"),
+)
+
+
 @dataclass(frozen=True)
 class Loaded:
     """A model in float32 on the CPU, and the dtype its weights were stored in."""
@@ -82,9 +88,9 @@ def load(path: str) -> Loaded:
 
 
 def comparable(config: Any) -> dict[str, Any]:
-    """What of a config decides a model's numbers: everything but names, versions and the dtype on the disk."""
+    """What of a config decides a model's numbers: all but names, versions, special ids and the stored dtype."""
     values = config.to_dict()
-    for key in ("_name_or_path", "transformers_version", "dtype", "architectures"):
+    for key in _NUMBERS_DO_NOT_DEPEND_ON:
         values.pop(key, None)
     return values
 

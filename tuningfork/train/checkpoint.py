@@ -62,7 +62,7 @@ def newest(folder: Path) -> Path | None:
 
 
 def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
-    """Load a checkpoint into model, optimizer and the random generators.
+    """Load a checkpoint into model, optimizer and the random generator.
 
     Raises:
         RunFolderError: the checkpoint cannot be read, or belongs to another model.
@@ -78,9 +78,7 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> P
             f"{path} cannot be loaded ({cause}). Remove that folder; --resume then takes the checkpoint before it."
         ) from error
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    torch.set_rng_state(state["rng"]["cpu"])
-    if torch.cuda.is_available() and "cuda" in state["rng"]:
-        torch.cuda.set_rng_state(state["rng"]["cuda"])
+    torch.set_rng_state(state["rng"])
     return progress
 
 
@@ -94,10 +92,8 @@ def _one_process() -> Iterator[None]:
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     weights, moments = get_state_dict(model, optimizer)
-    rng = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        rng["cuda"] = torch.cuda.get_rng_state()
-    return {"model": weights, "optimizer": moments, "rng": rng}
+    # The host's generator is the only one: nothing of a run draws on a GPU, and a checkpoint moves between devices.
+    return {"model": weights, "optimizer": moments, "rng": torch.get_rng_state()}
 
 
 def _all(folder: Path) -> list[Path]:

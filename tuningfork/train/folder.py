@@ -35,9 +35,8 @@ def check(folder: Path, resume: bool, changed_since: Callable[[str], dict[str, t
         raise RunFolderError(f"{folder} exists. Add --resume to continue that run, or choose another output.dir.")
     path = folder / CONFIG
     if path.exists():
-        changed = {
-            key: values for key, values in changed_since(path.read_text()).items() if not key.startswith(FREE_TO_CHANGE)
-        }
+        changes = changed_since(path.read_text(errors="replace"))
+        changed = {key: values for key, values in changes.items() if not key.startswith(FREE_TO_CHANGE)}
         if changed:
             lines = [f"  {key}: the run has {old!r}, now {new!r}" for key, (old, new) in changed.items()]
             raise RunFolderError(
