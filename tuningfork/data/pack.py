@@ -73,9 +73,7 @@ class PackLimits:
 
 COMPILED_LADDER = (0.25, 0.5, 0.75, 1.0)  # each size is compiled once, the first time it is needed
 SMALLEST_COMPILED = 1024  # below, the compiler adds up rows in another order, and a log-prob's last bits change
-EAGER_QUANTUM = (
-    64  # without a compiler any size is static enough; a multiple of this many rows keeps matmul kernels alike
-)
+EAGER_QUANTUM = 64  # without a compiler any multiple of this is static enough, and keeps matmul kernels alike
 SEGMENT_HEADROOM = 1.5  # packs of short examples hold more segments than the average pack
 KEY_HEADROOM = 1.25
 
