@@ -224,6 +224,9 @@ def test_a_section_may_be_empty() -> None:
     [
         (["--train.lerning_rate", "1"], "--train.lerning_rate is not a setting; did you mean --train.learning_rate?"),
         (["--learning_rate", "1"], "--learning_rate is not a setting; did you mean --train.learning_rate?"),
+        (["--train.lr", "1"], "--train.lr is not a setting; did you mean --train.learning_rate?"),
+        (["--lr", "1"], "--lr is not a setting; did you mean --train.learning_rate?"),
+        (["--train.wd", "1"], "--train.wd is not a setting; did you mean --train.weight_decay?"),
         (["--resum"], "--resum is not a setting; did you mean --resume?"),
         (["--train", "1"], "--train is a section; name a setting in it, such as --train.learning_rate."),
         (["--train.seed"], "--train.seed needs a value: a whole number, at least 0 and less than 4294967296."),
@@ -237,7 +240,7 @@ def test_a_section_may_be_empty() -> None:
 )  # fmt: skip
 def test_a_wrong_flag(flags: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_run_config(None, flags, "tuningfork train", options=["--resume"])
+        load_run_config(None, flags, "tuningfork train", options={"--resume": "go on"})
     assert str(caught.value) == message
 
 
@@ -353,10 +356,11 @@ def test_help_shows_every_setting_with_the_values_of_the_recipe(
     monkeypatch.setenv("COLUMNS", "100")  # one column of boxes
     Path("r.yaml").write_text("train: {learning_rate: 3e-6, max_grad_norm: null}\ndata: {train: mine.jsonl}\n")
     with pytest.raises(SystemExit) as caught:
-        load_run_config(Path("r.yaml"), ["--help"], "tuningfork train")
+        load_run_config(Path("r.yaml"), ["--help"], "tuningfork train", options={"--resume": "go on"})
     assert caught.value.code == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("usage: tuningfork train ")
+    assert lines[0].startswith("usage: tuningfork train [recipe] ")
+    assert lines[2].startswith("recipe     a YAML file") and lines[3] == "--resume   go on"
     shown: dict[str, str] = {}  # key -> its line and its meaning, as one line
     for line in lines:
         if match := re.match(r"[│ ] +--(\w+\.\w+) ", line):
@@ -366,12 +370,12 @@ def test_help_shows_every_setting_with_the_values_of_the_recipe(
             shown[key] += line.strip("│ ") + " "
     assert list(shown) == list(SETTINGS)
     for key, expected in {
-        "train.learning_rate": ["NUMBER", "Peak learning rate", "(default: 3.0e-06)"],
-        "train.max_grad_norm": ["NUMBER|null", "(default: null)"],
+        "train.learning_rate": ["NUMBER", "Peak learning rate", "(recipe: 3.0e-06)"],
+        "train.max_grad_norm": ["NUMBER|null", "(recipe: null)"],
         "pack.share_prompt": ["true|false", "(default: true)"],
         "model.compile": ["auto|on|off", "(default: auto)"],
         "train.max_steps": ["INTEGER|null", "(default: null)"],
-        "data.train": ["TEXT", "(default: mine.jsonl)"],
+        "data.train": ["TEXT", "(recipe: mine.jsonl)"],
         "model.path": ["TEXT", "(required)"],
     }.items():
         for part in expected:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from tuningfork import __version__
-from tuningfork.errors import TuningforkError
+from tuningfork.errors import TuningforkError, enough_memory
 
 _INTRODUCTION = """\
 Train language models on preference pairs.
@@ -29,23 +31,38 @@ examples:
   tuningfork eval recipe.yaml --policy other/model              another model against the same reference
   tuningfork train --help                                       every setting, with its meaning and default
 """
-_OWN = {"train": ("--resume",), "reference": (), "eval": ("--policy",)}
+# What a command takes beside a recipe and settings: option -> meaning.
+_OWN: dict[str, dict[str, str]] = {
+    "train": {"--resume": "continue the run in output.dir if there is one"},
+    "reference": {},
+    "eval": {"--policy": "the model folder to score; output.dir/model unless given"},
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Returns the exit status: 0 done, 2 the user can mend it, 130 stopped by Ctrl-C."""
+    """Run a command.
+
+    Returns the exit status: 0 done, 2 the user can mend it, 130 stopped by Ctrl-C or SIGTERM, 141 nobody reads on.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
-    if not arguments or arguments[0] not in _OWN:
-        parser.parse_args(arguments or ["--help"])
     try:
-        return _command(parser, arguments[0], arguments[1:])
+        try:
+            if not arguments or arguments[0] not in _OWN:
+                parser.parse_args(arguments or ["--help"])
+            return _command(parser, arguments[0], arguments[1:])
+        finally:
+            sys.stdout.flush()  # now rather than at exit, where an error could not be caught
     except TuningforkError as error:
         print(f"tuningfork: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("tuningfork: interrupted", file=sys.stderr)
+        go_on = "; what was saved is whole, continue with --resume" if arguments[:1] == ["train"] else ""
+        print(f"tuningfork: interrupted{go_on}", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever read our output has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in the buffer
+        return 141
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -64,11 +81,9 @@ def _parser() -> argparse.ArgumentParser:
     }
     for name, text in texts.items():
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("recipe", nargs="?", type=Path, help="the recipe, a YAML file")
-        if name == "train":
-            command.add_argument("--resume", action="store_true", help="continue the run in output.dir if there is one")
-        if name == "eval":
-            command.add_argument("--policy", help="the model folder to score; output.dir/model unless given")
+        command.add_argument("recipe", nargs="?", type=Path)
+        for option in _OWN[name]:
+            command.add_argument(option, action="store_true" if option == "--resume" else "store")
     return parser
 
 
@@ -80,6 +95,8 @@ def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str
     own = parser.parse_args([name, *mine])
     config = load_run_config(own.recipe, flags, f"tuningfork {name}", options=_OWN[name])
 
+    with suppress(ValueError):  # not in the main thread: whoever embeds us handles signals
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends a command as Ctrl-C does
     # Threads that wait should sleep, not spin: beside any other busy program, spinning costs several times the run.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Heavy imports only now: help and mistakes in a recipe answer at once.
@@ -88,11 +105,12 @@ def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from tuningfork import commands
 
-    if name == "train":
-        return commands.train(config, own.resume)
-    if name == "reference":
-        return commands.reference(config)
-    return commands.evaluate(config, own.policy)
+    with enough_memory(name):
+        if name == "train":
+            return commands.train(config, own.resume)
+        if name == "reference":
+            return commands.reference(config)
+        return commands.evaluate(config, own.policy)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, make_dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 from tuningfork import recipe as recipes
 from tuningfork.data.config import DataConfig, PackConfig
@@ -41,17 +42,17 @@ _METAVAR: dict[Any, str] = {int: "INTEGER", float: "NUMBER", str: "TEXT", bool: 
 
 
 def load_run_config(
-    recipe: Path | None, flags: Sequence[str], prog: str, *, options: Collection[str] = ()
+    recipe: Path | None, flags: Sequence[str], prog: str, *, options: Mapping[str, str] | None = None
 ) -> RunConfig:
     """The checked settings of a run: defaults, then the recipe, then dotted flags.
 
     `--help` among the flags prints every setting, with the recipe's values, and exits. `options` are the command's own
-    flags, so that a mistyped one is recognised. Raises ConfigError.
+    flags with their meanings, so that a mistyped one is recognised. Raises ConfigError.
     """
     given = recipes.parse(recipes.read(recipe), str(recipe), SETTINGS) if recipe else {}
     if {"-h", "--help"} & set(flags):
-        print_help(_build(given), prog)
-    given |= recipes.parse_flags(flags, SETTINGS, options)
+        print_help(prog, options or {}, given)
+    given |= recipes.parse_flags(flags, SETTINGS, options or ())
     config = _build(given)
     check(config)
     return config
@@ -108,8 +109,9 @@ def differences(a: RunConfig, b: RunConfig) -> dict[str, tuple[Any, Any]]:
     return {key: (of_a[key], of_b[key]) for key in of_a if of_a[key] != of_b[key]}
 
 
-def print_help(config: RunConfig, prog: str) -> NoReturn:
-    """Print every setting with its type, its meaning and its value in `config`; then exit with status 0.
+def print_help(prog: str, options: Mapping[str, str], given: Mapping[str, Any]) -> NoReturn:
+    """Print what a command takes: a recipe, its options, and every setting with its type, meaning and value, which is
+    the default unless the recipe has `given` it. Then exit with status 0.
 
     tyro draws the page. It does not parse: its spelling of booleans and null and the look of its errors are not ours.
     """
@@ -130,16 +132,23 @@ def print_help(config: RunConfig, prog: str) -> NoReturn:
             str_from_instance=lambda value: [value if isinstance(value, str) else recipes.found(value)],
         )
 
-    shown = replace(config)
-    for key in REQUIRED:
-        section, _, name = key.partition(".")
-        if not getattr(getattr(shown, section), name):
-            setattr(shown, section, replace(getattr(shown, section), **{name: tyro.MISSING}))
+    shown = _build(dict.fromkeys(REQUIRED, tyro.MISSING) | dict(given))
+    label = tyro.conf.arg(help_behavior_hint=lambda value: f"(recipe: {value})")
+    for section in fields(shown):  # tyro takes a label from a type only, so a room is shown as a class of its own
+        room = getattr(shown, section.name)
+        keys = {setting.name: f"{section.name}.{setting.name}" for setting in fields(room)}
+        labelled = [(name, Annotated[SETTINGS[key], label], given[key]) for name, key in keys.items() if key in given]
+        docs = {"__doc__": type(room).__doc__}
+        own = make_dataclass(type(room).__name__, labelled, bases=(type(room),), namespace=docs)
+        setattr(shown, section.name, own(**asdict(room)))
+    takes = {"recipe": "a YAML file with any of the settings below"} | dict(options)
     tyro.cli(
         RunConfig,
         default=shown,
         args=["--help"],
-        prog=prog,
+        prog=f"{prog} [recipe]",
+        description="\n".join(f"{name:<10} {meaning}" for name, meaning in takes.items())
+        + f"\n\n{inspect.getdoc(RunConfig)}",
         use_underscores=True,
         config=(tyro.conf.FlagConversionOff,),
         registry=registry,

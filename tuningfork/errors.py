@@ -4,6 +4,13 @@ The command line prints the message of a `TuningforkError` without a traceback a
 must stand on its own. Anything else that escapes is a bug of ours and keeps its traceback.
 """
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# How torch, its allocators and the libraries below it say it, in errors of a dozen types.
+_NO_MEMORY = re.compile(r"out of memory|not enough memory|can't allocate memory|ALLOC_FAILED")
+
 
 class TuningforkError(Exception):
     """The base of all errors that are the user's to mend."""
@@ -49,3 +56,31 @@ class NonFiniteError(TuningforkError):
 
     Example: ``step 12: the log-prob of answer 1 of pairs.jsonl:88 is nan.``
     """
+
+
+class OutOfMemory(TuningforkError):
+    """The GPU, or the machine, has not the memory that the settings need.
+
+    Example: ``step 12: CUDA out of memory. Tried to allocate 3.06 GiB. [...] Lower objective.head_chunk_rows, ...``
+    """
+
+
+@contextmanager
+def enough_memory(doing: str) -> Iterator[None]:
+    """Turn an allocation that was refused into an OutOfMemory that says while doing what, and the ways out."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:  # torch's own error is a RuntimeError too
+        if not isinstance(error, MemoryError) and not _NO_MEMORY.search(str(error)):
+            raise
+        raise OutOfMemory(
+            f"{doing}: {first_line(error)}\n"
+            "To need less, lower objective.head_chunk_rows (also on --resume), set train.activation_checkpointing to "
+            "true, or lower pack.tokens; a run begun with other values of these last two needs another output.dir. "
+            "Weights, gradients and optimizer take 16 bytes a parameter, whatever is set."
+        ) from error
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says, on one line; the name of its type if it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -184,12 +184,13 @@ def validate(
 
 
 def unknown(key: str, settings: Mapping[str, Any], dashes: str = "", others: Iterable[str] = ()) -> str:
-    """What to say about a key that does not exist: the nearest one that does, by its own name first."""
+    """What to say about a key that does not exist: the nearest one that does, by its own name or initials first."""
     if key in _sections(settings):
         return f"{dashes}{key} is a section; name a setting in it, such as {dashes}{_first(key, settings)}."
-    names = [*settings, *others]
-    same_name = [name for name in names if name.rpartition(".")[2] == key.rpartition(".")[2]]
-    near = same_name or difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    names, own = [*settings, *others], key.rpartition(".")[2]
+    same_name = [name for name in names if name.rpartition(".")[2] == own]
+    short_for = [name for name in names if len(own) > 1 and _initials(name.rpartition(".")[2]) == own]
+    near = same_name or short_for or difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     if not near:
         return f"{dashes}{key} is not a setting; the sections are {', '.join(_sections(settings))}."
     if near[0] == key:  # "train.seed: 1" on one line
@@ -247,6 +248,11 @@ def _sections(settings: Mapping[str, Any]) -> list[str]:
 
 def _first(section: str, settings: Mapping[str, Any]) -> str:
     return next(key for key in settings if key.startswith(f"{section}."))
+
+
+def _initials(name: str) -> str:
+    """``learning_rate`` -> ``lr``, which people type for it."""
+    return "".join(word[:1] for word in name.split("_"))
 
 
 def _value(text: str, hint: Any) -> Any:

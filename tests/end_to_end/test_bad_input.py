@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 import tuningfork
 from tests.end_to_end.workbench import Job, call, make_model, make_pairs, make_tokenizer, unequal, write_rows
-from tuningfork.train import loop
+from tuningfork.train import loop, setup
 
 ROOT = Path(tuningfork.__file__).parents[1]
 PAIR = {"prompt": "bread", "chosen": "gladly", "rejected": "no"}
@@ -335,6 +336,44 @@ def test_weights_that_overflow_in_the_last_step_are_not_exported(job: Job) -> No
     job = job.but({"train.learning_rate": 3.4e38, "train.max_steps": 1, "train.weight_decay": 1.0})
     call(job.arguments("train"))
     assert not (job.run / "model").exists() or all(weight.isfinite().all() for weight in job.exported().values())
+
+
+def allocate_too_much(*args: Any) -> Any:
+    """As if a tensor did not fit: what torch itself then says, and does not say where."""
+    return torch.empty(2**50, dtype=torch.uint8)
+
+
+def test_too_little_memory_for_a_step(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step, what torch said, the ways out; --resume with the one that changes no log-prob goes on."""
+    job = job.but({"output.save_every": 1})
+    train_step, steps = loop.train_step, iter(range(1, 1000))
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", lambda *args: (allocate_too_much if next(steps) == 3 else train_step)(*args))
+        message = job.refused()
+    assert "step 3: " in message and "1125899906842624 bytes" in message
+    for key in ("pack.tokens", "objective.head_chunk_rows", "train.activation_checkpointing"):
+        assert key in message
+    assert job.checkpoints() == ["step-1", "step-2"]
+    job.but({"objective.head_chunk_rows": 64}).done("train", "--resume")
+
+
+@pytest.mark.parametrize("command", ["reference", "train", "eval"])
+def test_too_little_memory_for_scoring(job: Job, finished: Job, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    """Whatever is scored, by whichever command: the size of the pack is named."""
+    job = job.but({"data.eval": finished.settings["data.eval"]})
+    monkeypatch.setattr(setup.Start, "score", patched_to_fail(setup.Start.score))
+    options = ["--policy", str(finished.run / "model")] if command == "eval" else []
+    message = job.refused(command, *options)
+    assert "scoring a pack of 512 rows: " in message and "pack.tokens" in message
+
+
+def patched_to_fail(score: Callable[..., Any]) -> Callable[..., Any]:
+    """`score` with a head that asks for more memory than there is."""
+
+    def scoring(start: setup.Start, batch: Any) -> Any:
+        return score(replace(start, head=SimpleNamespace(score=allocate_too_much)), batch)
+
+    return scoring
 
 
 # The real command line

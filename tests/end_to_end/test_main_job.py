@@ -173,8 +173,11 @@ def test_export_follows_the_starting_models_dtype_unless_told(job: Job) -> None:
     """A model stored in bfloat16 is exported in bfloat16, float32 on request; both are the trained weights."""
     make_model(job.folder / "model", dtype=torch.bfloat16)
     job = job.but({"model.path": job.folder / "model", "train.max_steps": 2})
-    job.done()
-    job.but({"output.export_dtype": "float32"}).elsewhere("full").done()
+    said = "exporting the model in bfloat16, which rounds small updates away; output.export_dtype: float32 keeps"
+    assert said in job.done().out
+    assert (
+        "exporting the model in float32\n" in job.but({"output.export_dtype": "float32"}).elsewhere("full").done().out
+    )
     half, full = job.exported(), job.elsewhere("full").exported()
     assert {weight.dtype for weight in half.values()} == {torch.bfloat16}
     assert {weight.dtype for weight in full.values()} == {torch.float32}

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.end_to_end.test_reference import rows_of
 from tests.end_to_end.workbench import Child, Job, Outcome, call, job_in, make_pairs, state_of, unequal, write_rows
+from tuningfork.models import load
 from tuningfork.report.writer import RunWriter
-from tuningfork.train import loop
+from tuningfork.train import checkpoint, loop, setup
 
 STEPS = 20
 
@@ -104,14 +106,14 @@ def lines_in(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def interrupt_after(step: int) -> None:
-    """Ctrl-C, as it comes from the terminal, as soon as the step's line is written."""
+def interrupt_after(step: int, number: int = signal.SIGINT) -> None:
+    """Ctrl-C, as it comes from the terminal, or SIGTERM, as soon as the step's line is written."""
     write = RunWriter.line
 
     def line(self: RunWriter, metrics: Any) -> None:
         write(self, metrics)
         if metrics["step"] == step:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
 
     RunWriter.line = line  # type: ignore[method-assign]
 
@@ -128,15 +130,85 @@ def die_in(step: int) -> None:
     loop.train_step = dying  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("step", [10, 14])
-def test_twenty_steps_equal_ten_then_ctrl_c_then_ten(again: Job, whole: Job, step: int) -> None:
-    """G6. Ctrl-C lets the step end, saves, says how to go on and exits with 130; --resume ends in the same bits."""
-    outcome = Child(again.arguments("train"), again.folder, partial(interrupt_after, step - 1)).wait()
+@pytest.mark.parametrize("step, number", [(10, signal.SIGINT), (14, signal.SIGINT), (14, signal.SIGTERM)])
+def test_twenty_steps_equal_ten_then_ctrl_c_then_ten(again: Job, whole: Job, step: int, number: int) -> None:
+    """G6. Ctrl-C or SIGTERM is answered at once, lets the step end, saves, says how to go on and exits with 130;
+    --resume ends in the same bits."""
+    outcome = Child(again.arguments("train"), again.folder, partial(interrupt_after, step - 1, number)).wait()
     assert outcome.status == 130 and "Traceback" not in outcome.err
+    assert outcome.out.count("stopping after this step; press Ctrl-C again to stop at once\n") == 1
     assert f"stopped after step {step} as asked; continue with --resume" in outcome.out
     assert again.checkpoints()[-1] == f"step-{step}" and not (again.run / "model").exists()
     outcome = in_child(again, "--resume")
     assert outcome.status == 0 and f"continuing from {again.run}/checkpoints/step-{step}" in outcome.out
+    assert_same_end(again, whole)
+
+
+def interrupt_saving(step: int) -> None:
+    """Ctrl-C while a checkpoint is written."""
+    save = checkpoint.save
+
+    def saving(folder: Path, progress: Any, *rest: Any) -> Path:
+        if progress.step == step:
+            os.kill(os.getpid(), signal.SIGINT)
+        return save(folder, progress, *rest)
+
+    checkpoint.save = saving  # type: ignore[assignment]
+
+
+def interrupt_last_step() -> None:
+    interrupt_after(STEPS)
+
+
+def interrupt_last_checkpoint() -> None:
+    interrupt_saving(STEPS)
+
+
+@pytest.mark.parametrize("interrupt", [interrupt_last_step, interrupt_last_checkpoint])
+def test_ctrl_c_in_the_last_step_stops_before_the_evaluation(
+    again: Job, whole: Job, interrupt: Callable[[], None]
+) -> None:
+    """It is not swallowed: the last step is saved, nothing is evaluated or exported until --resume."""
+    outcome = Child(again.arguments("train"), again.folder, interrupt).wait()
+    assert outcome.status == 130 and f"stopped after step {STEPS} as asked; continue with --resume" in outcome.out
+    assert again.checkpoints()[-1] == f"step-{STEPS}"
+    assert not (again.run / "eval.json").exists() and not (again.run / "model").exists()
+    assert in_child(again, "--resume").status == 0
+    assert_same_end(again, whole)
+
+
+def interrupt_at(owner: Any, name: str, call: int, number: int) -> None:
+    """A signal in the n-th call of a function, which then goes on for long."""
+    real, count = getattr(owner, name), iter(range(1, 1000))
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        if next(count) == call:
+            os.kill(os.getpid(), number)
+            time.sleep(60)
+        return real(*args, **kwargs)
+
+    setattr(owner, name, interrupted)
+
+
+def interrupt_final_evaluation(number: int) -> None:
+    interrupt_at(loop, "evaluate", 2, number)
+
+
+def interrupt_export(number: int) -> None:
+    interrupt_at(load, "save", 1, number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("interrupt", [interrupt_final_evaluation, interrupt_export])
+def test_ctrl_c_after_the_last_step_ends_the_process_at_once(
+    again: Job, whole: Job, interrupt: Callable[[int], None], number: int
+) -> None:
+    """In the final evaluation and the export: status 130, what to do is said; --resume completes the folder."""
+    outcome = Child(again.arguments("train"), again.folder, partial(interrupt, number)).wait(40)
+    assert outcome.status == 130
+    assert outcome.err == "tuningfork: interrupted; what was saved is whole, continue with --resume\n"
+    assert again.checkpoints()[-1] == f"step-{STEPS}" and not (again.run / "model").exists()
+    assert in_child(again, "--resume").status == 0
     assert_same_end(again, whole)
 
 
@@ -255,17 +327,18 @@ def test_a_run_that_is_still_going_is_not_resumed_beside_itself(again: Job) -> N
     assert status == 0
 
 
-def test_ctrl_c_while_the_reference_is_scored_keeps_what_is_scored(again: Job) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_while_the_reference_is_scored_keeps_what_is_scored(again: Job, number: int) -> None:
     """Exit status 130, no traceback; the rows scored so far are in the cache, and --resume goes on."""
     again = again.but({"reference.cache": again.folder / "cache", "pack.tokens": 256})
-    outcome = Child(again.arguments("train"), again.folder, interrupt_scoring).wait()
+    outcome = Child(again.arguments("train"), again.folder, partial(interrupt_scoring, number)).wait()
     assert outcome.status == 130 and "Traceback" not in outcome.err and "interrupted" in outcome.err
     assert 0 < len(rows_of(again.cache)) < 2 * (38 + 11)
     again.but({"train.max_steps": STEPS}).done("train", "--resume")
     assert len(rows_of(again.cache)) == 2 * (38 + 11)
 
 
-def interrupt_scoring() -> None:
+def interrupt_scoring(number: int) -> None:
     from tuningfork.reference.store import ReferenceStore
 
     add = ReferenceStore.add
@@ -273,7 +346,7 @@ def interrupt_scoring() -> None:
     def adding(self: ReferenceStore, examples: Any, logps: Any) -> None:
         add(self, examples, logps)
         if len(self) >= 10:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
 
     ReferenceStore.add = adding  # type: ignore[method-assign]
 
@@ -356,6 +429,41 @@ def test_resume_with_another_starting_model_is_refused(stopped: Job, finished: J
     shutil.rmtree(stopped.cache)
     message = stopped.but({"model.path": finished.run / "model"}).refused("train", "--resume")
     assert "step-6" in message and "model.path" in message
+
+
+@pytest.mark.parametrize("objective", ["dpo", "simpo"])
+def test_resume_with_an_edited_config_json_is_refused(job: Job, shelf: Path, objective: str) -> None:
+    """The same weights under another rotary base are another starting model, also where no cache remembers it."""
+    model = job.folder / "model"
+    shutil.copytree(shelf / "model", model)
+    job = job.but({"model.path": model, "objective.name": objective, "output.save_every": 1})
+    if objective == "simpo":
+        job = job.but({"reference.cache": None})
+    crash(job, step=3)
+    edit_json(model / "config.json", lambda config: config["rope_parameters"].update(rope_theta=500.0))
+    shutil.rmtree(job.folder / "cache", ignore_errors=True)
+    message = job.refused("train", "--resume")
+    assert "step-2 belongs to a run that started from another model" in message and "config.json" in message
+    edit_json(model / "config.json", lambda config: config["rope_parameters"].update(rope_theta=10000.0))
+    shutil.rmtree(job.folder / "cache", ignore_errors=True)
+    job.done("train", "--resume")
+
+
+def edit_json(path: Path, edit: Callable[[Any], None]) -> None:
+    content = json.loads(path.read_text())
+    edit(content)
+    path.write_text(json.dumps(content))
+
+
+def test_resume_in_another_dtype_is_refused(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """model.dtype auto means another one on another device; the one that the run began with may be named."""
+    job = job.but({"objective.name": "simpo", "reference.cache": None, "output.save_every": 1})
+    crash(job, step=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(setup, "choose_dtype", lambda name, device: torch.bfloat16)
+        message = job.refused("train", "--resume")
+    assert "step-2 was computed in float32, this run would go on in bfloat16. Set model.dtype to float32" in message
+    job.but({"model.dtype": "float32"}).done("train", "--resume")
 
 
 def test_resume_after_the_model_folder_was_renamed(stopped: Job, whole: Job, shelf: Path) -> None:

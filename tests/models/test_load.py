@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -70,6 +71,41 @@ def test_stored_dtype_is_that_of_the_weights(tmp_path):
     assert load(str(tmp_path)).stored_dtype == torch.bfloat16
 
 
+def test_no_tensor_is_read_to_learn_its_dtype(tmp_path, monkeypatch):
+    """An embedding has gigabytes; one row of it tells."""
+    rows: list[int] = []
+
+    class Counting:
+        def __init__(self, *args, **kwargs) -> None:
+            self.file = safetensors_open(*args, **kwargs)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def keys(self):
+            return self.file.keys()
+
+        def get_slice(self, name):
+            return Slice(self.file.get_slice(name))
+
+    class Slice:
+        def __init__(self, real) -> None:
+            self.get_shape, self.get_dtype, self.real = real.get_shape, real.get_dtype, real
+
+        def __getitem__(self, where):
+            rows.append(len(self.real[where]))
+            return self.real[where]
+
+    safetensors_open = safetensors.safe_open
+    folder_of(tmp_path, dtype=torch.bfloat16)
+    monkeypatch.setattr(safetensors, "safe_open", Counting)
+    assert load(str(tmp_path)).stored_dtype == torch.bfloat16
+    assert rows == [1]
+
+
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
@@ -107,6 +143,18 @@ def test_a_trained_weight_reaches_the_export_and_the_model_in_memory_keeps_its_o
     exported = load_file(tmp_path / "export" / "model.safetensors")
     assert exported["model.layers.1.mlp.up_proj.weight"][3, 4] == 1.0
     assert all(torch.equal(exported[key], before[key].to(torch.bfloat16)) for key in exported)
+
+
+def test_weights_that_begin_at_one_place_in_memory_are_not_taken_for_tied(tmp_path):
+    """Only one and the same parameter under two names is: a norm that is the first row of the head is a norm."""
+    model = tiny_model("llama", torch.float32)
+    norm = torch.nn.Parameter(model.lm_head.weight.detach()[0])
+    assert norm.data_ptr() == model.lm_head.weight.data_ptr()
+    model.model.norm.weight = norm
+    save(model, byte_bpe(), tmp_path, torch.bfloat16)
+    exported = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(exported["model.norm.weight"], norm.detach().bfloat16())
+    assert torch.equal(exported["lm_head.weight"], model.lm_head.weight.detach().bfloat16())
 
 
 @pytest.mark.parametrize(

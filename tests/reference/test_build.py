@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.tiny import head_of, limits_for, random_pairs, tiny_policy
-from tuningfork.data.loader import build_packs
+from tuningfork.data.loader import build_packs, packs_in_windows
 from tuningfork.errors import ReferenceMismatch
 from tuningfork.records import PackedBatch
 from tuningfork.reference import build
@@ -31,25 +31,30 @@ def test_all_missing_examples_are_scored_and_stored(tmp_path):
     examples = random_pairs(9)
     store = ReferenceStore(tmp_path, FINGERPRINT)
     told: list[int] = []
-    fill(store, store.missing(examples), packs, lengths_as_logps, told.append)
+    fill(store, packs(store.missing(examples)), lengths_as_logps, told.append)
     assert sum(told) == 9 and len(told) > 1
     again = ReferenceStore(tmp_path, FINGERPRINT)
     assert again.lookup(examples).tolist() == [-float(len(a.ids)) for e in examples for a in e.answers]
-    fill(again, again.missing(examples), packs, lambda batch: pytest.fail("scored what is stored"))
+    assert again.missing(examples) == []
 
 
-def test_windows_leave_no_example_between_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "_WINDOW", 4)
+def test_windows_leave_no_example_between_them(tmp_path):
+    """The packs of the other rooms serve here: 10 examples in windows of 4, built as they are needed."""
     examples = random_pairs(10)
-    sizes: list[int] = []
+    built, scored = [], []
 
-    def packs_of(some):
-        sizes.append(len(some))
-        return packs(some)
+    def packs():
+        for pack in packs_in_windows(examples, limits_for(examples, tokens=128), window=4):
+            built.append(len(pack.examples))
+            yield pack
 
-    store = ReferenceStore(tmp_path, FINGERPRINT)
-    fill(store, examples, packs_of, lengths_as_logps)
-    assert sizes == [4, 4, 2]
+    def score(batch: PackedBatch) -> torch.Tensor:
+        scored.append(len(batch.examples))
+        assert scored == built
+        return lengths_as_logps(batch)
+
+    fill(ReferenceStore(tmp_path, FINGERPRINT), packs(), score)
+    assert sum(scored) == 10
     assert len(ReferenceStore(tmp_path, FINGERPRINT)) == 20
 
 
@@ -66,13 +71,13 @@ def test_an_interrupted_fill_keeps_what_it_had_and_resumes(tmp_path):
         return lengths_as_logps(batch)
 
     with pytest.raises(KeyboardInterrupt):
-        fill(ReferenceStore(tmp_path, FINGERPRINT), examples, packs, score)
+        fill(ReferenceStore(tmp_path, FINGERPRINT), packs(examples), score)
     store = ReferenceStore(tmp_path, FINGERPRINT)
     rest = store.missing(examples)
     assert 0 < len(rest) < 12
     with pytest.raises(ReferenceMismatch, match=f"{len(rest)} of 12"):
         store.lookup(examples)
-    fill(store, rest, packs, lengths_as_logps)
+    fill(store, packs(rest), lengths_as_logps)
     assert ReferenceStore(tmp_path, FINGERPRINT).missing(examples) == []
 
 
@@ -87,7 +92,7 @@ def test_a_kill_without_a_last_word_loses_only_what_was_not_flushed(tmp_path, mo
         return lengths_as_logps(batch)
 
     all_packs = packs(examples)
-    fill(ReferenceStore(tmp_path, FINGERPRINT), examples, packs, score)
+    fill(ReferenceStore(tmp_path, FINGERPRINT), all_packs, score)
     done = np.cumsum([0, *(2 * len(pack.examples) for pack in all_packs)]).tolist()
     assert on_disk == done[:-1]
 
@@ -104,7 +109,7 @@ def test_a_frozen_model_is_scored_without_touching_the_global_generators(tmp_pat
 
     before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state())
     store = ReferenceStore(tmp_path, FINGERPRINT)
-    fill(store, examples, packs, score)
+    fill(store, packs(examples), score)
     assert len(store) == 12
     assert random.getstate() == before[0]
     assert np.random.get_state()[1].tolist() == before[1]
@@ -115,5 +120,5 @@ def test_a_model_that_gives_no_number_stops_the_fill(tmp_path):
     examples = random_pairs(4)
     store = ReferenceStore(tmp_path, FINGERPRINT)
     with pytest.raises(ReferenceMismatch, match="nan"):
-        fill(store, examples, packs, lambda batch: lengths_as_logps(batch) * float("nan"))
+        fill(store, packs(examples), lambda batch: lengths_as_logps(batch) * float("nan"))
     assert len(ReferenceStore(tmp_path, FINGERPRINT)) == 0

@@ -55,6 +55,21 @@ def test_a_resumed_phase_counts_for_its_rate_only_what_it_did_itself() -> None:
     assert out.getvalue() == "training: 1,004/1,010 steps, 2 steps/s, 0:00:02 elapsed, 0:00:03 left\n"
 
 
+def test_a_reader_that_leaves_costs_no_step_and_no_line_of_the_log() -> None:
+    """`tuningfork train recipe.yaml | tee log`: Ctrl-C ends tee at once, and the trainer after a checkpoint."""
+
+    class Pipe(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    log: list[str] = []
+    console = Console(Pipe(), clock=Clock())
+    console.attach(log.append)
+    for text in ("stopping after this step", "stopped after step 3"):
+        console.print(text)
+    assert log == ["stopping after this step", "stopped after step 3"]
+
+
 def test_a_phase_that_fails_says_how_far_it_came() -> None:
     out = io.StringIO()
     with pytest.raises(ZeroDivisionError), Console(out, clock=Clock()).phase("evaluating", 7, "pairs") as phase:

@@ -58,9 +58,9 @@ def quiet() -> Console:
     return Console(io.StringIO())
 
 
-def reference_of(start: Start, examples, packs, folder: Path) -> ReferenceStore:
+def reference_of(start: Start, packs, folder: Path) -> ReferenceStore:
     store = ReferenceStore(folder, {"any": "facts"})
-    fill(store, examples, lambda some: packs, start.score)
+    fill(store, packs, start.score)
     return store
 
 
@@ -102,7 +102,7 @@ def test_a_reference_built_in_any_other_way_has_the_same_bits(tmp_path, dtype, h
     tokens = way.get("tokens", 256)
     limits = plan_limits(order, tokens, True, compiled="ladder" in way)
     packs = [p for e in order for p in build_packs([e], limits)] if "alone" in way else build_packs(order, limits)
-    store = reference_of(start_of(policy, chunk_rows=way.get("chunk_rows", 8192)), order, packs, tmp_path)
+    store = reference_of(start_of(policy, chunk_rows=way.get("chunk_rows", 8192)), packs, tmp_path)
 
     start = start_of(policy)
     ours = build_packs(examples, limits_for(examples, 256))
@@ -120,7 +120,7 @@ def test_step_zero_is_exact_in_every_family(tmp_path, family):
     policy = _policy(family, torch.float32)
     start = start_of(policy)
     reversed_small = build_packs(examples[::-1], limits_for(examples, 96))
-    store = reference_of(start, examples[::-1], reversed_small, tmp_path)
+    store = reference_of(start, reversed_small, tmp_path)
     packs = build_packs(examples, limits_for(examples, 512))
     assert check_start(start, packs, store) == 12
 
@@ -132,7 +132,7 @@ def test_step_zero_is_exact_for_one_token_answers_too(tmp_path):
     together = build_packs(examples, limits_for(examples, 512))
     apart = build_packs(examples, limits_for(examples, 128))
     assert (len(together), len(apart)) == (1, 4)
-    store = reference_of(start, examples, together, tmp_path)
+    store = reference_of(start, together, tmp_path)
     check_start(start, apart, store)
 
 
@@ -140,7 +140,7 @@ def test_the_check_runs_as_training_will_with_gradients_on(tmp_path, monkeypatch
     examples = pairs(3)
     start = start_of(_policy("llama", torch.float32))
     packs = build_packs(examples, limits_for(examples))
-    store = reference_of(start, examples, packs, tmp_path)
+    store = reference_of(start, packs, tmp_path)
     modes: list[bool] = []
     forward = Policy.hidden_rows
     monkeypatch.setattr(
@@ -191,7 +191,7 @@ def test_a_policy_that_has_moved_is_not_the_reference(tmp_path):
     policy = copy.deepcopy(_policy("llama", torch.float32))
     start = start_of(policy)
     packs = build_packs(examples, limits_for(examples))
-    store = reference_of(start, examples, packs, tmp_path)
+    store = reference_of(start, packs, tmp_path)
     with torch.no_grad():
         policy.model.model.layers[0].mlp.up_proj.weight.mul_(1.0001)
     with pytest.raises(ReferenceMismatch, match="step-0 check"):
@@ -203,7 +203,7 @@ def test_a_policy_that_gives_no_number_fails_the_check(tmp_path):
     policy = copy.deepcopy(_policy("llama", torch.float32))
     start = start_of(policy)
     packs = build_packs(examples, limits_for(examples))
-    store = reference_of(start, examples, packs, tmp_path)
+    store = reference_of(start, packs, tmp_path)
     with torch.no_grad():
         policy.model.model.norm.weight[0] = float("nan")
     with pytest.raises(ReferenceMismatch, match="6 of 6"):
@@ -214,7 +214,7 @@ def test_a_hole_in_the_reference_is_counted_not_filled(tmp_path):
     examples = pairs(4)
     start = start_of(_policy("llama", torch.float32))
     packs = build_packs(examples, limits_for(examples))
-    store = reference_of(start, examples[:3], build_packs(examples[:3], limits_for(examples)), tmp_path)
+    store = reference_of(start, build_packs(examples[:3], limits_for(examples)), tmp_path)
     for call in (check_start, evaluate):
         with pytest.raises(ReferenceMismatch, match="1 of 4 examples are not in the cache, first random:4"):
             call(start, packs, store)
@@ -318,7 +318,7 @@ def test_evaluation_trains_nothing_and_keeps_no_graph(tmp_path):
     start = start_of(copy.deepcopy(_policy("llama", torch.float32)))
     examples = pairs(3)
     packs = build_packs(examples, limits_for(examples))
-    store = reference_of(start, examples, packs, tmp_path)
+    store = reference_of(start, packs, tmp_path)
     before = {key: t.clone() for key, t in start.policy.model.state_dict().items()}
     evaluate(start, packs, store)
     check_start(start, packs, store)
@@ -334,5 +334,5 @@ def test_an_answer_that_is_chosen_here_and_rejected_there_keeps_its_own_bits(tmp
         for row, (i, j) in enumerate([(0, 1), (1, 0), (1, 2), (2, 0), (3, 1), (0, 3)], start=1)
     ]
     start = start_of(_policy("llama", torch.float32))
-    store = reference_of(start, examples, build_packs(examples[::-1], limits_for(examples, 512)), tmp_path)
+    store = reference_of(start, build_packs(examples[::-1], limits_for(examples, 512)), tmp_path)
     assert check_start(start, build_packs(examples, limits_for(examples, 128)), store) == 6

@@ -13,7 +13,7 @@ import safetensors
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from tuningfork.errors import ModelError
+from tuningfork.errors import ModelError, first_line
 from tuningfork.models import attention
 from tuningfork.models.support import check_config, check_modules
 
@@ -45,7 +45,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:
-        raise ModelError(f"{path}: the tokenizer cannot be loaded: {_first_line(error)}") from error
+        raise ModelError(f"{path}: the tokenizer cannot be loaded: {first_line(error)}") from error
 
 
 def load_config(path: str) -> Any:
@@ -54,7 +54,7 @@ def load_config(path: str) -> Any:
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:
-        raise ModelError(f"{path}: config.json cannot be read: {_first_line(error)}") from error
+        raise ModelError(f"{path}: config.json cannot be read: {first_line(error)}") from error
     check_config(config, path)
     return config
 
@@ -79,7 +79,7 @@ def load(path: str) -> Loaded:
             ignore_mismatched_sizes=True,  # refused below, with the name of the tensor
         )
     except Exception as error:
-        raise ModelError(f"{path}: the model cannot be loaded: {_first_line(error)}") from error
+        raise ModelError(f"{path}: the model cannot be loaded: {first_line(error)}") from error
     model, info = loaded
     _check_weights(model, info, path)
     check_modules(model, path)
@@ -100,11 +100,11 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pat
 
     The model in memory stays as it is.
     """
-    cast: dict[int, torch.Tensor] = {}  # by place in memory, so that tied weights stay one tensor
-    weights = {
-        name: cast.setdefault(tensor.data_ptr(), tensor.detach().to("cpu", dtype))
-        for name, tensor in model.state_dict().items()
-    }
+    # Tied weights are one parameter under several names, and stay one tensor; one that merely shares memory with
+    # another, such as a part of it, is a tensor of its own.
+    state = model.state_dict(keep_vars=True)
+    cast = {id(weight): weight.detach().to("cpu", dtype) for weight in state.values()}
+    weights = {name: cast[id(weight)] for name, weight in state.items()}
     in_memory = model.config.dtype
     try:
         model.save_pretrained(folder, state_dict=weights)
@@ -162,10 +162,6 @@ def _stored_dtype(folder: Path, config: Any) -> torch.dtype:
             names = file.keys()
             matrix = next((name for name in names if len(file.get_slice(name).get_shape()) >= 2), None)
             if matrix is not None:
-                return file.get_tensor(matrix).dtype
+                return file.get_slice(matrix)[:1].dtype  # of one row: an embedding is large
     dtype = getattr(config, "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -73,8 +73,11 @@ class Console:
 
     def _plain(self, text: str) -> None:
         encoding = self.stream.encoding or "utf-8"  # an ASCII-only stream gets ? for what it cannot show
-        self.stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
-        self.stream.flush()
+        try:
+            self.stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+            self.stream.flush()
+        except BrokenPipeError:  # `| tee` has left, perhaps by the Ctrl-C that is to save a checkpoint: the log goes on
+            self.stream = StringIO()
 
 
 class Phase:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -14,14 +15,16 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+import xxhash
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from tuningfork.errors import RunFolderError
+from tuningfork.errors import RunFolderError, first_line
 from tuningfork.files import ASIDE, whole_folder
 
 _NAME = re.compile(r"step-(\d+)$")
+_DIGESTS = "digests.json"  # file name -> checksum, of all other files of a checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,8 @@ class Progress:
 
     step: int  # steps done
     data_digest: str  # of the examples trained on; a resumed run must have the same
-    start_weights: str  # content hash of the model the run started from, and so of its reference
+    start_model: str  # content hash of the model the run started from, and so of its reference
+    dtype: str  # of the computation; `model.dtype: auto` names another one on another device
 
 
 def save(folder: Path, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer, keep_last: int) -> Path:
@@ -49,6 +53,7 @@ def save(folder: Path, progress: Progress, model: nn.Module, optimizer: torch.op
         except CheckpointException as error:
             raise _os_error(error) or error from error
         (aside / "progress.json").write_text(json.dumps(asdict(progress)))
+        (aside / _DIGESTS).write_text(json.dumps({file.name: _digest(file) for file in sorted(aside.iterdir())}))
     for old in _all(folder)[:-keep_last]:
         _remove(old)
     return path
@@ -65,17 +70,21 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> P
     """Load a checkpoint into model, optimizer and the random generator.
 
     Raises:
-        RunFolderError: the checkpoint cannot be read, or belongs to another model.
+        RunFolderError: the checkpoint is damaged, or belongs to another model.
     """
     state = _state(model, optimizer)
     try:
+        for name, digest in json.loads((path / _DIGESTS).read_text()).items():
+            if _digest(path / name) != digest:
+                raise ValueError(f"{name} is damaged: it is not as it was written")
         with _one_process():
             dcp.load(state, checkpoint_id=path, no_dist=True)
         progress = Progress(**json.loads((path / "progress.json").read_text()))
     except (CheckpointException, OSError, ValueError, KeyError, TypeError) as error:
         cause = error.failures[0][0] if isinstance(error, CheckpointException) and error.failures else error
         raise RunFolderError(
-            f"{path} cannot be loaded ({cause}). Remove that folder; --resume then takes the checkpoint before it."
+            f"{path} cannot be loaded ({first_line(cause)}). "
+            "Remove that folder; --resume then takes the checkpoint before it."
         ) from error
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     torch.set_rng_state(state["rng"])
@@ -94,6 +103,12 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     weights, moments = get_state_dict(model, optimizer)
     # The host's generator is the only one: nothing of a run draws on a GPU, and a checkpoint moves between devices.
     return {"model": weights, "optimizer": moments, "rng": torch.get_rng_state()}
+
+
+def _digest(file: Path) -> str:
+    """A checksum of a file; dcp has none, and loads a weight with a wrong bit as it is."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, xxhash.xxh3_128).hexdigest()
 
 
 def _all(folder: Path) -> list[Path]:

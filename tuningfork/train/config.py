@@ -39,7 +39,7 @@ class TrainConfig:
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the data order."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda if there is a GPU."""
+    """auto: cuda if there is a GPU. May change on --resume; what is computed from there on is rounded differently."""
 
 
 @dataclass
@@ -55,4 +55,5 @@ class OutputConfig:
     log_every: Annotated[int, Field(ge=1)] = 1
     """Steps between lines in metrics.jsonl; a line covers all steps since the last one. A checkpoint writes one too."""
     export_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the exported model. auto: that of the starting model's weights."""
+    """Precision of the exported model. auto: that of the starting model's weights. Training is in float32 always, and
+    bfloat16 rounds small updates away; float32 keeps all digits."""

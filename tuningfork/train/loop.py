@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
@@ -16,11 +16,10 @@ from transformers import PreTrainedTokenizerBase
 from tuningfork.data.audit import dataset_digest, report_dict
 from tuningfork.data.config import PackConfig
 from tuningfork.data.loader import EpochOrder, PackLoader, packs_in_windows
-from tuningfork.errors import NonFiniteError, RunFolderError
+from tuningfork.errors import NonFiniteError, RunFolderError, enough_memory
 from tuningfork.files import clear_abandoned, whole_folder
 from tuningfork.models import load
 from tuningfork.reference.config import ReferenceConfig
-from tuningfork.reference.fingerprint import weights_digest
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.console import Console
 from tuningfork.report.metrics import Interval, StepResult, pair_statistics
@@ -32,7 +31,7 @@ from tuningfork.train.config import OutputConfig, TrainConfig
 from tuningfork.train.evaluate import Evaluation, check_start, evaluate
 from tuningfork.train.folder import CONFIG
 from tuningfork.train.optimizer import build_optimizer, learning_rate
-from tuningfork.train.setup import Data, Start, open_reference
+from tuningfork.train.setup import Data, Start, dtype_name, model_digest, open_reference
 from tuningfork.train.step import train_step
 
 
@@ -41,7 +40,7 @@ class RunResult:
     """What a run ended with."""
 
     folder: Path
-    finished: bool  # false after Ctrl-C: the folder can be resumed
+    finished: bool  # false after Ctrl-C or SIGTERM: the folder can be resumed
     steps_done: int
     total_steps: int
     pairs_checked: int | None = None  # by the step-0 check; None without a reference
@@ -69,14 +68,13 @@ def run(
     Raises:
         ReferenceMismatch: the reference is not that of the starting model.
         NonFiniteError: a number is not finite; the last checkpoint is whole.
-        RunFolderError: the disk refuses, or the checkpoint belongs to other data.
+        RunFolderError: the disk refuses, or the checkpoint belongs to another run.
     """
     folder = Path(output.dir)
     clear_abandoned(folder)
     order = EpochOrder.plan(len(data.train), config.examples_per_step, config.seed, config.epochs, config.max_steps)
     loader = PackLoader(data.train, order, data.limits, pin_memory=start.policy.device.type == "cuda")
     start.objective.check([*data.train, *data.held_out])
-    digest = dataset_digest(data.train)
     last = checkpoint.newest(folder / "checkpoints")
 
     # Whatever compares with the starting model happens before a checkpoint is loaded into it.
@@ -87,26 +85,15 @@ def run(
         reference = open_reference(start, pack.share_prompt, reference_config.cache, examples, data.limits, console)
         result.pairs_checked = check_start(start, loader.step(0), reference)
         console.print(f"step-0 check: margin exactly 0 for {result.pairs_checked} of {result.pairs_checked} pairs")
-    start_weights = (
-        reference.fingerprint["weights"]
-        if reference is not None
-        else weights_digest(start.policy.model.named_parameters())
+    begun = Progress(
+        0, dataset_digest(data.train), model_digest(start.policy, reference), dtype_name(start.policy.dtype)
     )
     result.before = _evaluate(start, data, reference, console, "evaluating the starting model")
 
     optimizer = build_optimizer(start.policy.model, config)
     if last is not None:
         progress = checkpoint.restore(last, start.policy.model, optimizer)
-        if progress.data_digest != digest:
-            raise RunFolderError(
-                f"{last} was trained on other examples than data.train gives now. Restore the data file, or choose "
-                "another output.dir."
-            )
-        if progress.start_weights != start_weights:
-            raise RunFolderError(
-                f"{last} belongs to a run that started from other weights than model.path holds now. Restore that "
-                "model, or choose another output.dir."
-            )
+        _check_same_run(last, progress, begun)
         result.steps_done = progress.step
         console.print(f"continuing from {last}")
 
@@ -114,22 +101,24 @@ def run(
     totals = RunTotals(peak)
     write_text(folder / CONFIG, config_text)
     write_json(folder / "data_report.json", _reports(data))
-    with RunWriter(folder, resume_at_step=result.steps_done) as writer, _stop_on_ctrl_c() as stop_asked:
+    with RunWriter(folder, resume_at_step=result.steps_done) as writer:
         console.attach(writer.log)
 
         def save() -> None:
             _check_weights(start.policy.model, result.steps_done)
-            progress = Progress(result.steps_done, digest, start_weights)
+            progress = replace(begun, step=result.steps_done)
             checkpoint.save(folder / "checkpoints", progress, start.policy.model, optimizer, output.keep_last)
 
         interval = Interval(peak)
-        with console.phase("training", order.total_steps, "steps", done=result.steps_done) as phase:
+        with (
+            _stop_when_asked(console) as stop_asked,
+            console.phase("training", order.total_steps, "steps", done=result.steps_done) as phase,
+        ):
             for step in training_steps(loader, start, optimizer, reference, config, result.steps_done):
                 result.steps_done = step.step
                 interval.add(step)
                 totals.add(step)
-                at_end = step.step == order.total_steps
-                stopping = stop_asked() and not at_end
+                stopping = stop_asked()
                 means = step.pairs.means()
                 phase.advance(
                     1,
@@ -140,15 +129,17 @@ def run(
                         "tokens/s": step.tokens / step.seconds,
                     },
                 )
-                saving = step.step % output.save_every == 0 or at_end or stopping
+                saving = step.step % output.save_every == 0 or step.step == order.total_steps or stopping
                 # A line at every checkpoint too: a run that continues from there has then lost no step.
                 if step.step % output.log_every == 0 or saving:
                     writer.line(interval.take())
                 if saving:
                     save()
                 if stopping:
-                    console.print(f"stopped after step {step.step} as asked; continue with --resume")
-                    return result
+                    break
+        if stop_asked():  # perhaps while the last checkpoint was written
+            console.print(f"stopped after step {result.steps_done} as asked; continue with --resume")
+            return result
 
         result.after = _evaluate(start, data, reference, console, "evaluating the trained model")
         if result.after is not None and result.before is not None:
@@ -158,7 +149,7 @@ def run(
         result.throughput = totals.summary()
         if totals.all.steps or not (folder / "summary.json").exists():
             write_json(folder / "summary.json", result.throughput)
-        _export(start, tokenizer, folder / "model", output)
+        _export(start, tokenizer, folder / "model", output, console)
     result.finished = True
     return result
 
@@ -186,9 +177,10 @@ def training_steps(
         shapes = {len(pack.input_ids) for pack in packs}
         refs = None if reference is None else [reference.lookup(pack.examples) for pack in packs]
         try:
-            outcome = train_step(
-                start.policy, start.head, start.objective, optimizer, packs, refs, config.max_grad_norm
-            )
+            with enough_memory(f"step {step + 1}"):
+                outcome = train_step(
+                    start.policy, start.head, start.objective, optimizer, packs, refs, config.max_grad_norm
+                )
         except NonFiniteError as error:
             raise NonFiniteError(
                 f"step {step + 1}: {error} The weights were not moved; the last checkpoint is whole. "
@@ -224,6 +216,25 @@ def training_steps(
         begun = time.perf_counter()
 
 
+def _check_same_run(path: Path, saved: Progress, begun: Progress) -> None:
+    """Whether a checkpoint is one of the run that the settings, data and model describe now. Raises RunFolderError."""
+    if saved.data_digest != begun.data_digest:
+        raise RunFolderError(
+            f"{path} was trained on other examples than data.train gives now. Restore the data file, or choose another "
+            "output.dir."
+        )
+    if saved.start_model != begun.start_model:
+        raise RunFolderError(
+            f"{path} belongs to a run that started from another model (weights or config.json) than model.path holds "
+            "now. Restore that model, or choose another output.dir."
+        )
+    if saved.dtype != begun.dtype:
+        raise RunFolderError(
+            f"{path} was computed in {saved.dtype}, this run would go on in {begun.dtype}. Set model.dtype to "
+            f"{saved.dtype}: auto names another dtype on another device."
+        )
+
+
 def _evaluate(
     start: Start, data: Data, reference: ReferenceStore | None, console: Console, name: str
 ) -> Evaluation | None:
@@ -233,7 +244,9 @@ def _evaluate(
         return evaluate(start, packs_in_windows(data.held_out, data.limits), reference, phase.advance)
 
 
-def _export(start: Start, tokenizer: PreTrainedTokenizerBase, path: Path, output: OutputConfig) -> None:
+def _export(
+    start: Start, tokenizer: PreTrainedTokenizerBase, path: Path, output: OutputConfig, console: Console
+) -> None:
     """Write the trained model as a Hugging Face folder. One that is there already is this run's own, and stays.
 
     Raises:
@@ -248,6 +261,8 @@ def _export(start: Start, tokenizer: PreTrainedTokenizerBase, path: Path, output
                 f"{path} was exported in {stored}, now {dtype} is asked for. Remove it, then --resume."
             )
         return
+    rounding = ", which rounds small updates away; output.export_dtype: float32 keeps all digits"
+    console.print(f"exporting the model in {dtype_name(dtype)}{rounding if dtype != torch.float32 else ''}")
     with whole_folder(path) as aside:
         load.save(start.policy.model, tokenizer, aside, dtype)
 
@@ -272,8 +287,8 @@ def _card(device: torch.device) -> str:
 
 
 @contextmanager
-def _stop_on_ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C once asks to stop after the current step; a second one stops at once."""
+def _stop_when_asked(console: Console) -> Iterator[Callable[[], bool]]:
+    """Ctrl-C or SIGTERM once asks to stop after the current step; a second one stops at once, as KeyboardInterrupt."""
     asked = False
 
     def ask(number: int, frame: FrameType | None) -> None:
@@ -281,13 +296,16 @@ def _stop_on_ctrl_c() -> Iterator[Callable[[], bool]]:
         if asked:
             raise KeyboardInterrupt
         asked = True
+        with suppress(RuntimeError):  # the signal came in the middle of a write to the screen
+            console.print("stopping after this step; press Ctrl-C again to stop at once")
 
     try:
-        before = signal.signal(signal.SIGINT, ask)
+        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     except ValueError:  # not in the main thread: whoever embeds us handles signals
         yield lambda: False
         return
     try:
         yield lambda: asked
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

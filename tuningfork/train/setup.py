@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from tuningfork.data.audit import prepare
 from tuningfork.data.config import DataConfig, PackConfig
-from tuningfork.data.loader import build_packs
+from tuningfork.data.loader import packs_in_windows
 from tuningfork.data.pack import PackLimits, plan_limits, split_fitting
-from tuningfork.errors import ConfigError, DataError
+from tuningfork.errors import ConfigError, DataError, enough_memory
 from tuningfork.models.config import ModelConfig
 from tuningfork.models.load import Loaded, comparable, load, load_config
 from tuningfork.models.policy import Policy
@@ -24,7 +24,7 @@ from tuningfork.objective.head import Head
 from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import DataReport, PackedBatch, TokenExample
 from tuningfork.reference.build import fill
-from tuningfork.reference.fingerprint import fingerprint, text_digest
+from tuningfork.reference.fingerprint import fingerprint, text_digest, weights_digest
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.console import Console
 from tuningfork.train.config import TrainConfig
@@ -58,10 +58,11 @@ class Start:
         Runs with gradients on although none is taken: a compiler fuses, and so rounds, the forward pass of a graph
         without gradients differently. Scoring and training share one graph, and therefore every bit.
         """
-        batch = batch.to(self.policy.device)
-        with torch.enable_grad():
-            hidden = self.policy.hidden_rows(batch)
-        return self.head.score(hidden.detach(), self.policy.head_weight, batch)
+        with enough_memory(f"scoring a pack of {len(batch.input_ids):,} rows"):
+            batch = batch.to(self.policy.device)
+            with torch.enable_grad():
+                hidden = self.policy.hidden_rows(batch)
+            return self.head.score(hidden.detach(), self.policy.head_weight, batch)
 
 
 def choose_device(name: str) -> torch.device:
@@ -151,7 +152,7 @@ def start_model(
         policy.compile()
     console.print(
         f"{model.path}: {sum(p.numel() for p in loaded.model.parameters()):,} parameters on {device_name(device)}, "
-        f"computing in {str(dtype).removeprefix('torch.')}, "
+        f"computing in {dtype_name(dtype)}, "
         + ", ".join(f"{kind} kernel {name}" for kind, name in policy.kernels.names.items())
         + (", blocks compiled" if compiled else "")
     )
@@ -164,13 +165,12 @@ def open_reference(
 ) -> ReferenceStore:
     """The reference cache of the *starting* model, filled for these examples. Raises ReferenceMismatch."""
     policy = start.policy
-    config = sorted(comparable(policy.config).items())
     store = ReferenceStore(
         Path(cache),
         fingerprint(
             policy.model.named_parameters(),
-            config=text_digest(repr(config)),
-            dtype=str(policy.dtype).removeprefix("torch."),
+            config=_config_digest(policy),
+            dtype=dtype_name(policy.dtype),
             **{f"{kind} kernel": name for kind, name in policy.kernels.names.items()},
             compiled=str(start.compiled),
             share_prompt=str(share_prompt),
@@ -182,8 +182,28 @@ def open_reference(
     missing = store.missing(examples)
     if missing:
         with console.phase("scoring the reference", total=len(missing), unit="examples") as phase:
-            fill(store, missing, lambda some: build_packs(some, limits), start.score, phase.advance)
+            fill(store, packs_in_windows(missing, limits), start.score, phase.advance)
     return store
+
+
+def model_digest(policy: Policy, reference: ReferenceStore | None) -> str:
+    """A content hash of the model as it is: its weights, and what of its config decides its numbers.
+
+    The reference of that very model, where there is one, has seen all weights already.
+    """
+    weights = (
+        reference.fingerprint["weights"] if reference is not None else weights_digest(policy.model.named_parameters())
+    )
+    return text_digest(f"{weights} {_config_digest(policy)}")
+
+
+def _config_digest(policy: Policy) -> str:
+    return text_digest(repr(sorted(comparable(policy.config).items())))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As a recipe spells it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def device_name(device: torch.device) -> str:

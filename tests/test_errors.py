@@ -1,0 +1,51 @@
+"""Allocations that are refused, in the many ways that torch says so; and errors without a word."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tuningfork.errors import OutOfMemory, enough_memory, first_line
+
+CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB"
+
+
+def refused_by_this_machine() -> None:
+    torch.empty(2**50, dtype=torch.uint8)
+
+
+def raising(error: Exception):
+    def call() -> None:
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("allocate", "said"),
+    [
+        (raising(torch.OutOfMemoryError(f"{CUDA}\nmore of it")), CUDA),
+        (raising(torch.cuda.OutOfMemoryError(CUDA)), CUDA),
+        (raising(RuntimeError("Triton Error [CUDA]: out of memory")), "Triton Error [CUDA]: out of memory"),
+        (raising(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")), "ALLOC_FAILED"),
+        (raising(MemoryError()), "MemoryError"),
+        (refused_by_this_machine, "1125899906842624 bytes"),
+    ],
+)
+def test_too_little_memory_is_an_error_that_names_the_ways_out(allocate, said):
+    with pytest.raises(OutOfMemory) as caught, enough_memory("step 3"):
+        allocate()
+    what, ways_out = str(caught.value).splitlines()
+    assert what.startswith("step 3: ") and said in what
+    for key in ("pack.tokens", "objective.head_chunk_rows", "train.activation_checkpointing"):
+        assert key in ways_out
+
+
+def test_any_other_error_stays_what_it_is():
+    with pytest.raises(RuntimeError, match="shapes"), enough_memory("step 3"):
+        raise RuntimeError("shapes do not fit")
+
+
+def test_the_first_line_of_an_error_without_a_word_is_its_type():
+    assert first_line(ValueError(" one\ntwo")) == "one"
+    assert first_line(EOFError()) == "EOFError"

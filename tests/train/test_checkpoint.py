@@ -1,0 +1,62 @@
+"""Checkpoints that are not what was written, and those that cannot be read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from tuningfork.errors import RunFolderError
+from tuningfork.train.checkpoint import Progress, restore, save
+
+PROGRESS = Progress(3, "data", "model", "float32")
+
+
+def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(40, 40)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+@pytest.fixture
+def saved(tmp_path):
+    return save(tmp_path, PROGRESS, *parts(), keep_last=2)
+
+
+def test_an_intact_checkpoint_is_restored(saved):
+    assert restore(saved, *parts()) == PROGRESS
+
+
+def names() -> list[str]:
+    return ["__0_0.distcp", ".metadata", "progress.json", "digests.json"]
+
+
+@pytest.mark.parametrize("name", names())
+def test_one_flipped_bit_is_noticed(saved, name):
+    """dcp has no checksum: most bits of a weight, flipped, give another weight."""
+    assert {file.name for file in saved.iterdir()} == set(names())
+    content = bytearray((saved / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (saved / name).write_bytes(content)
+    with pytest.raises(RunFolderError, match="cannot be loaded") as caught:
+        restore(saved, *parts())
+    message = str(caught.value)
+    assert str(saved) in message and "Remove that folder" in message
+    assert name == "digests.json" or f"({name} is damaged" in message
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_missing_file_is_named(saved, name):
+    (saved / name).unlink()
+    with pytest.raises(RunFolderError, match=f"{saved} cannot be loaded .*{name}"):
+        restore(saved, *parts())
+
+
+def test_an_error_without_a_word_is_named_by_its_type(saved, monkeypatch):
+    def failing(*args, **kwargs):
+        raise EOFError
+
+    monkeypatch.setattr(dcp.DefaultLoadPlanner, "create_local_plan", failing)
+    with pytest.raises(RunFolderError, match=r"cannot be loaded \(EOFError\)"):
+        restore(saved, *parts())
