@@ -1,0 +1,1 @@
+"""Speed, measured. README.md says which program measures what."""

@@ -1,0 +1,201 @@
+"""Attention alone: every kernel on packs of the yardstick's pairs, and what sharing a prompt saves; JSON lines.
+
+Layouts: a pack of whole pairs, each prompt laid once (shared), and the same pairs with each prompt laid before every
+answer (unshared), in as many rows as that takes. First the yardstick's own pairs, then pairs of one prompt and two
+answers whose prompt is `ratio` times as long as an answer (for the first of --shapes only).
+
+    prepare_ms      milliseconds to prepare a pack, once for all layers, host work included
+    forward_ms      milliseconds of one layer's attention, its key gather included, as a training step calls it
+    train_ms        forward and backward
+    whole_ms        prepare and train_ms for every layer (--layers)
+    tflops_forward, tflops_train   needed flops / that time, in 1e12 per second. Needed are 4·H·d for each visible
+                    (query, key) pair with the prompt counted once, and 2.5 times as many backward: the usual count of
+                    flash attention's five products for two. Padding and a repeated prompt count for nothing.
+    saved           1 - whole_ms shared / unshared
+    saved_tokens    1 - tokens shared / unshared: what the token count alone allows
+    saved_pairs     1 - visible pairs shared / unshared
+
+    python -m bench.attention
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bench.output import device, emit, environment, failure, parser, rounded, table
+from bench.shapes import random_pairs, yardstick
+from bench.timing import free_memory, median_ms
+from tuningfork.data.layout import build
+from tuningfork.data.pack import Size, pack, plan_limits, size_of
+from tuningfork.kernels import attention as kernel_room
+from tuningfork.models.flops import FlopCounter
+from tuningfork.records import ForkLayout, PackedBatch, TokenExample
+
+WINDOWS: frozenset[int | None] = frozenset({None})
+BACKWARD = 2.5  # flops of the backward pass / those of the forward pass
+RATIOS = (0.3, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0)
+COLUMNS = {
+    "kernel": "kernel",
+    "heads": "heads",
+    "pairs": "pairs",
+    "ratio": "prompt/answer",
+    "shared": "prompt",
+    "rows": "rows",
+    **{f"{what}_ms": f"{what} ms" for what in ("prepare", "forward", "train", "whole")},
+    **{f"tflops_{what}": f"{what} TFLOP/s" for what in ("forward", "train")},
+    **{f"saved{of}": f"saved{of.replace('_', ' of ')}" for of in ("", "_tokens", "_pairs")},
+    "note": "note",
+}
+
+
+class Shape(NamedTuple):
+    """Query heads, key heads and the width of each."""
+
+    heads: int
+    key_heads: int
+    width: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        return cls(*map(int, text.split("x")))
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self))
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """The same whole pairs, laid with shared and with repeated prompts."""
+
+    examples: list[TokenExample]
+    shared: PackedBatch
+    unshared: PackedBatch
+
+    @classmethod
+    def of(cls, examples: list[TokenExample], tokens: int) -> Layouts:
+        """The examples of the fullest shared pack of `tokens` rows; each layout takes as few rows as it can.
+
+        Segment and key limits are planned from all examples, as in training: kernels launch work for spare ones too.
+        """
+        bins = pack(examples, plan_limits(examples, tokens, share_prompt=True, compiled=True))
+        for _, chosen in sorted(bins, key=lambda found: -sum(e.unique_tokens for e in found[1])):
+            shared, unshared = (cls._lay(examples, chosen, share) for share in (True, False))
+            if shared is not None and unshared is not None:
+                return cls(chosen, shared, unshared)
+        raise ValueError(f"no pack of {tokens} rows can be laid both ways; give more --pairs or --tokens")
+
+    @staticmethod
+    def _lay(examples: list[TokenExample], chosen: list[TokenExample], share: bool) -> PackedBatch | None:
+        size = sum((size_of(example, share) for example in chosen), Size())
+        rung = plan_limits(examples, size.tokens // 128 * 128 + 128, share, compiled=True).full
+        return build(chosen, rung, share) if rung.holds(size) else None
+
+    def visible_pairs(self) -> tuple[int, int]:
+        """(query, key) pairs that attention must see: with each prompt once, and with it before every answer."""
+        count = FlopCounter(0, 0, ((1, None),))
+        alone = (TokenExample(e.source, e.prompt_ids, (answer,)) for e in self.examples for answer in e.answers)
+        return sum(map(count.forward, self.examples)) // 4, sum(map(count.forward, alone)) // 4
+
+
+def kernels(names: list[str] | None, where: torch.device) -> dict[str, Any]:
+    """Attention kernels by the name of their module; the plain one alone on a CPU."""
+    found = names or sorted(module.name for module in pkgutil.iter_modules(kernel_room.__path__))
+    if names is None:
+        found = ["plain"] if where.type == "cpu" else [name for name in found if name != "plain"]
+    classes = {}
+    for name in found:
+        module = importlib.import_module(f"{kernel_room.__name__}.{name}")
+        here = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
+        classes[name] = next(c for c in here if hasattr(c, "prepare") and hasattr(c, "attend"))
+    return classes
+
+
+def measure(kernel: Any, layout: ForkLayout, shape: Shape, repeats: int, layers: int) -> dict[str, float]:
+    """Times of one kernel on one layout; their meaning stands at the top of this file."""
+    where, rows = layout.position_of_row.device, len(layout.position_of_row)
+    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
+    torch.manual_seed(0)
+    counts = (shape.heads, shape.key_heads, shape.key_heads)
+    inputs = [torch.randn(rows, n, shape.width, device=where).to(dtype).requires_grad_() for n in counts]
+    gradient = torch.randn(rows, shape.heads, shape.width, device=where).to(dtype)
+    prepared = kernel.prepare(layout, WINDOWS)
+
+    def forward() -> Tensor:
+        return prepared.attend(*inputs, scale=shape.width**-0.5, window=None, softcap=None)
+
+    prepare_ms = median_ms(lambda: kernel.prepare(layout, WINDOWS), where, repeats)
+    forward_ms = median_ms(forward, where, repeats)
+    train_ms = median_ms(lambda: torch.autograd.grad(forward(), inputs, gradient), where, repeats)
+    whole_ms = prepare_ms + layers * train_ms
+    return {"prepare_ms": prepare_ms, "forward_ms": forward_ms, "train_ms": train_ms, "whole_ms": whole_ms}
+
+
+def compare(layouts: Layouts, kernel: Any, shape: Shape, repeats: int, layers: int) -> list[dict[str, Any]]:
+    """A line for the shared layout, with what it saves, and one for the unshared."""
+    where = device()
+    lines: dict[bool, dict[str, Any]] = {}
+    pairs_once, pairs_repeated = layouts.visible_pairs()
+    needed = 4 * shape.heads * shape.width * pairs_once
+    for shared, batch in ((True, layouts.shared), (False, layouts.unshared)):
+        line: dict[str, Any] = {"shared": "shared" if shared else "unshared", "rows": len(batch.input_ids)}
+        torch._dynamo.reset()  # a kernel that compiles for each layout would otherwise meet the limit of recompiles
+        try:
+            line |= measure(kernel, batch.to(where).layout, shape, repeats, layers)
+            line["tflops_forward"] = round(needed / line["forward_ms"] / 1e9, 1)
+            line["tflops_train"] = round((1 + BACKWARD) * needed / line["train_ms"] / 1e9, 1)
+        except Exception as error:  # what a kernel cannot do is a result
+            line["note"] = failure(error)
+        free_memory()
+        lines[shared] = line
+    if all("whole_ms" in line for line in lines.values()):
+        lines[True] |= {
+            "saved": rounded(1 - lines[True]["whole_ms"] / lines[False]["whole_ms"], 3),
+            "saved_tokens": rounded(1 - layouts.shared.unique_rows / layouts.unshared.unique_rows, 3),
+            "saved_pairs": rounded(1 - pairs_once / pairs_repeated, 3),
+        }
+    return [{k: round(v, 4) if k.endswith("_ms") else v for k, v in line.items()} for line in lines.values()]
+
+
+def pairs_of_ratio(ratio: float, answer: int, tokens: int) -> list[TokenExample]:
+    """Pairs of equal lengths, enough to fill a pack: a prompt of `ratio` answers' length, two answers."""
+    lengths = (round(ratio * answer), answer, answer)
+    return random_pairs([lengths] * max(1, (tokens - 1) // sum(lengths)), vocabulary=1000)
+
+
+def main(argv: list[str] | None = None) -> None:
+    small = device().type == "cpu"
+    options = parser(__doc__)
+    options.add_argument("--shapes", nargs="+", help="heads x key heads x width; ratios use the first",
+                         default=["4x2x16"] if small else ["16x16x128", "32x32x128", "16x8x128"])  # fmt: skip
+    options.add_argument("--kernels", nargs="+", help="by module name; all fast ones unless given")
+    options.add_argument("--tokens", type=int, default=4096 if small else 16384, help="rows of a shared pack")
+    options.add_argument("--pairs", type=int, default=16 if small else 512, help="of the yardstick, to choose from")
+    options.add_argument("--answer", type=int, default=64 if small else 256, help="answer length for the ratios")
+    options.add_argument("--ratios", type=float, nargs="*", default=list(RATIOS), help="prompt / answer length")
+    options.add_argument("--layers", type=int, default=16, help="layers that share what prepare made")
+    options.add_argument("--repeats", type=int, default=1 if small else 20)
+    args = options.parse_args(argv)
+
+    yardsticks = Layouts.of(yardstick(args.pairs), args.tokens)
+    swept = {r: Layouts.of(pairs_of_ratio(r, args.answer, args.tokens), args.tokens) for r in args.ratios}
+    lines = []
+    for number, shape in enumerate(map(Shape.parse, args.shapes)):
+        cases = {None: yardsticks, **(swept if number == 0 else {})}
+        for name, kernel in kernels(args.kernels, device()).items():
+            for ratio, layouts in cases.items():
+                about = {"bench": "attention", "kernel": name, "heads": str(shape), "layers": args.layers}
+                about |= {"pairs": "yardstick" if ratio is None else "equal", "ratio": ratio}
+                for line in compare(layouts, kernel, shape, args.repeats, args.layers):
+                    emit({**about, "examples": len(layouts.examples), **line, **environment()}, args.out)
+                    lines.append({**about, **line})
+    print(table(lines, COLUMNS))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""The head alone: forward and backward of hidden states [R, D] times output embedding [V, D], one JSON line a form.
+
+    ours          objective/head.py, through autograd, on a pack of random pairs; the loss is DPO's
+    plain         the same with the plain row kernels, which every fast one is tested against
+    liger         Liger's fused linear cross entropy under autocast, as trainers run it over float32 weights
+    liger_cast    the same with the weights cast to bfloat16 once, gradients accumulated in float32
+    torch_fused   torch.nn.functional.linear_cross_entropy in chunks (torch 2.13 or newer), weights cast once
+
+Weights are float32 and hidden states bfloat16 (float32 on a CPU), and both gradients are taken. The peers compute a
+plain cross entropy: none of them has DPO's loss for a reference that is cached. Their products are the same.
+
+    python -m bench.head
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from bench.output import device, emit, environment, failure, parser, peak, rounded, table
+from bench.shapes import random_pairs
+from bench.timing import free_memory, median_ms, transient_bytes
+from tuningfork.data.loader import build_packs
+from tuningfork.data.pack import plan_limits
+from tuningfork.kernels.select import plain, select
+from tuningfork.objective.config import ObjectiveConfig
+from tuningfork.objective.head import Head
+from tuningfork.objective.objectives import BatchScale, PreferenceObjective
+from tuningfork.records import LogitTransform, PackedBatch
+
+# (hidden, weight, pack) -> scalar loss
+Form = Callable[[Tensor, Tensor, PackedBatch], Tensor]
+
+PROMPT = 16  # tokens; prompts have no logit rows
+PAIR_ROWS = 512  # logit rows of a pair on average; the yardstick's have 690
+
+COLUMNS = {
+    "form": "form",
+    "rows": "R",
+    "hidden": "D",
+    "vocabulary": "V",
+    "ms": "ms",
+    "tflops": "TFLOP/s",
+    "peak_share": "of peak",
+    "transient_gib": "transient GiB",
+    "note": "note",
+}
+
+
+def pack_of(rows: int, vocabulary: int, seed: int = 0) -> PackedBatch:
+    """One pack of random pairs with exactly `rows` logit rows."""
+    rng = np.random.default_rng(seed)
+    lengths, left = [], rows
+    while left:
+        size = left if left < 2 * PAIR_ROWS else int(rng.integers(PAIR_ROWS // 2, 3 * PAIR_ROWS // 2))
+        chosen = int(rng.integers(max(1, size // 4), 3 * size // 4 + 1))
+        lengths.append((PROMPT, chosen, size - chosen))
+        left -= size
+    examples = random_pairs(lengths, vocabulary, seed)
+    tokens = -(-sum(example.unique_tokens for example in examples) // 64) * 64 + 64
+    (pack,) = build_packs(examples, plan_limits(examples, tokens, share_prompt=True, compiled=True))
+    assert len(pack.logit_rows) == rows
+    return pack
+
+
+def forms(where: torch.device, chunk_rows: int) -> dict[str, Form | str]:
+    """The forms by name; where one is missing, the reason."""
+    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
+    fast = select(where, dtype, softcap=False, head_dim=128)
+    found: dict[str, Form | str] = {
+        "ours": partial(_ours, Head(fast, LogitTransform(), chunk_rows)),
+        "plain": partial(_ours, Head(plain(), LogitTransform(), chunk_rows)),
+    }
+    if where.type == "cuda" and importlib.util.find_spec("liger_kernel"):
+        found |= {"liger": partial(_liger, cast=False), "liger_cast": partial(_liger, cast=True)}
+    else:
+        found["liger"] = "missing: liger-kernel, or a GPU"
+    torch_fused = hasattr(F, "linear_cross_entropy") and hasattr(torch.nn, "LinearCrossEntropyOptions")
+    found["torch_fused"] = _torch_fused if torch_fused else f"missing in torch {torch.__version__}"
+    return found
+
+
+def _ours(head: Head, hidden: Tensor, weight: Tensor, pack: PackedBatch) -> Tensor:
+    objective = PreferenceObjective(ObjectiveConfig())
+    scale = BatchScale.of(pack.examples)
+    lengths = torch.tensor(pack.answer_lengths, dtype=torch.float64, device=hidden.device)
+    reference = torch.zeros_like(lengths)
+
+    def share(first: int, last: int, logps: Tensor) -> Tensor:
+        return objective.loss(logps, reference[first:last], lengths[first:last], scale)
+
+    return head.loss(hidden, weight, pack, share)[0]
+
+
+def _liger(hidden: Tensor, weight: Tensor, pack: PackedBatch, *, cast: bool) -> Tensor:
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+    # input, weight, target, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
+    # return_z_loss, accum_dtype
+    rest = (pack.targets, None, None, -100, 0.0, 0.0, "sum", None, False, torch.float32)
+    if cast:
+        return LigerFusedLinearCrossEntropyFunction.apply(hidden, weight.to(hidden.dtype), *rest)[0]
+    with torch.autocast(hidden.device.type, hidden.dtype):
+        return LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, *rest)[0]
+
+
+def _torch_fused(hidden: Tensor, weight: Tensor, pack: PackedBatch) -> Tensor:
+    options = torch.nn.LinearCrossEntropyOptions()  # type: ignore[attr-defined]
+    cast = weight.to(hidden.dtype)
+    return F.linear_cross_entropy(hidden, cast, pack.targets, reduction="sum", options=options)  # type: ignore
+
+
+def measure(
+    form: Form, hidden: Tensor, weight: Tensor, pack: PackedBatch, repeats: int, peak_flops: float | None
+) -> dict[str, Any]:
+    """One form on one set of inputs.
+
+    ms             median milliseconds of forward and backward
+    tflops         6·R·V·D / that time, in 1e12 per second; what a form computes again counts for nothing
+    peak_share     of the card's dense bfloat16 peak
+    transient_gib  the most memory held at once beyond the inputs and the float32 gradient of the weights; the gradient
+                   of the hidden states is in it
+    """
+
+    def run() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(form(hidden, weight, pack), (hidden, weight))
+
+    ms = median_ms(run, hidden.device, repeats)
+    held = transient_bytes(run, hidden.device)
+    flops = 6 * hidden.numel() * len(weight)
+    return {
+        "ms": round(ms, 3),
+        "tflops": round(flops / ms / 1e9, 1),
+        "peak_share": None if peak_flops is None else round(flops / ms * 1e3 / peak_flops, 3),
+        "transient_gib": rounded(None if held is None else (held - 4 * weight.numel()) / 2**30),
+    }
+
+
+def compare(
+    rows: int, hidden_size: int, vocabulary: int, chunk_rows: int, repeats: int, out: Path | None
+) -> list[dict[str, Any]]:
+    """Every form on the same inputs, one result line each. A form that fails says so in its line."""
+    where = device()
+    pack = pack_of(rows, vocabulary).to(where)
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
+    hidden = torch.randn(rows, hidden_size, device=where).to(dtype).requires_grad_()
+    weight = (torch.randn(vocabulary, hidden_size, device=where) * hidden_size**-0.5).requires_grad_()
+    about = {"bench": "head", "rows": rows, "hidden": hidden_size, "vocabulary": vocabulary, "chunk_rows": chunk_rows}
+    lines = []
+    for name, form in forms(where, chunk_rows).items():
+        line: dict[str, Any] = {**about, "form": name, "note": form if isinstance(form, str) else ""}
+        if not isinstance(form, str):
+            try:
+                line |= measure(form, hidden, weight, pack, repeats, peak())
+            except Exception as error:  # a peer's failure, or its want of memory, is a result
+                line["note"] = failure(error)
+            free_memory()
+        emit({**line, **environment("liger-kernel")}, out)
+        lines.append(line)
+    return lines
+
+
+def main(argv: list[str] | None = None) -> None:
+    small = device().type == "cpu"
+    options = parser(__doc__)
+    options.add_argument("--rows", type=int, nargs="+", default=[256] if small else [8192, 16384])
+    options.add_argument("--hidden", type=int, nargs="+", default=[64] if small else [2048, 4096])
+    options.add_argument("--vocabulary", type=int, nargs="+", default=[1000] if small else [100352, 151936])
+    options.add_argument("--chunk_rows", type=int, default=8192, help="objective.head_chunk_rows")
+    options.add_argument("--repeats", type=int, default=3 if small else 10)
+    args = options.parse_args(argv)
+    lines = []
+    for hidden in args.hidden:
+        for vocabulary in args.vocabulary:
+            for rows in args.rows:
+                lines += compare(rows, hidden, vocabulary, args.chunk_rows, args.repeats, args.out)
+    print(table(lines, COLUMNS))
+
+
+if __name__ == "__main__":
+    main()

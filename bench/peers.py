@@ -1,0 +1,194 @@
+"""tuningfork and each installed peer on the fixed workload, one after the other on one card, each in its own process.
+
+Peers run through the script that knows them (trl_bench.py), on the OLMo2-1B shape. A peer that is not installed is
+named as missing; a run that fails shows its last lines. Every run is one line of OUT/peers.jsonl:
+
+    pairs_s      pairs / wall seconds, warm-up left out: ours after the first epoch, a peer's after its first steps
+    tokens_s     the same for tokens as a plain trainer counts them, the prompt once per answer
+    mfu          model flops / these seconds / the card's bfloat16 peak. For every trainer these are the flops that our
+                 counter (models/flops.py) finds necessary, on unique tokens: a peer's pairs_s times the flops of a pair
+    hfu          with recomputed activations counted too; None for a peer, which does not say how much it padded
+    peak_gib     most device memory held at once by the trainer's tensors
+    ratio        pairs_s / that of the best peer of this call, in the table
+
+    python -m bench.peers --out results-of-today
+    python -m bench.peers --out results-of-today --quick
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from bench import shapes
+from bench.output import emit, environment, parser, peak, table
+from tuningfork.models.policy import Policy
+
+ROOT = Path(__file__).parent.parent
+MODEL = "olmo2_1b"  # the one shape that trl_bench.py knows
+OURS = ("--examples_per_step 16", "--examples_per_step 64")
+BEST_TRL = "--bs 16 --gc 1 --liger 1"
+TRL = (BEST_TRL, "--bs 8 --gc 1 --liger 1", "--bs 4 --gc 0", "--bs 16 --ga 4 --gc 1 --liger 1")
+ERROR_LINES = 6
+COLUMNS = {
+    "trainer": "trainer",
+    "settings": "settings",
+    "examples_per_step": "pairs/step",
+    "pairs_s": "pairs/s",
+    "tokens_s": "tokens/s",
+    "mfu_percent": "MFU %",
+    "hfu_percent": "HFU %",
+    "peak_gib": "peak GiB",
+    "ratio": "x best peer",
+    "status": "status",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One trainer at one setting: a program of this folder, what it needs installed, and its arguments."""
+
+    trainer: str
+    program: tuple[str, ...]
+    settings: str
+    needs: tuple[str, ...] = ()
+
+    @property
+    def arguments(self) -> list[str]:
+        return [*self.program, *shlex.split(self.settings)]
+
+    @property
+    def missing(self) -> list[str]:
+        return [name for name in self.needs if importlib.util.find_spec(name) is None]
+
+
+def runs(quick: bool, pairs: int) -> list[Run]:
+    """Ours and the peers'; `quick` keeps the best known setting of each peer, and ours at the same batch size."""
+    ours, trl = (OURS[:1], (BEST_TRL,)) if quick else (OURS, TRL)
+    step = ("-m", "bench.step", "--model", MODEL, "--pairs", str(pairs))
+    script = ("bench/trl_bench.py", "--model", MODEL, "--pairs", str(pairs))
+    return [
+        *(Run("tuningfork", step, settings) for settings in ours),
+        *(
+            Run("trl", script, settings, ("trl", "datasets", *(["liger_kernel"] if "--liger 1" in settings else [])))
+            for settings in trl
+        ),
+    ]
+
+
+def measure(run: Run, timeout: float) -> dict[str, Any]:
+    """Run one trainer. `status` is ok, missing, timeout or failed; `result` is the line it printed, as it is."""
+    line: dict[str, Any] = {"trainer": run.trainer, "settings": run.settings}
+    line["command"] = shlex.join(["python", *run.arguments])
+    if run.missing:
+        return {**line, "status": "missing", "error": [f"not installed: {', '.join(run.missing)}"]}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    begun = time.perf_counter()
+    # Files rather than pipes: a worker that outlives its trainer would keep a pipe open.
+    with tempfile.TemporaryFile() as out_file, tempfile.TemporaryFile() as err_file:
+        process = subprocess.Popen(
+            [sys.executable, *run.arguments],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+            stdout=out_file,
+            stderr=err_file,
+            start_new_session=True,  # one group, so that its workers end with it
+        )
+        status = "failed"
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            status = "timeout"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        out, err = (_content(file) for file in (out_file, err_file))
+    line["process_s"] = round(time.perf_counter() - begun, 1)
+    results = [text for text in out.splitlines() if text.startswith('{"trainer"')]
+    if process.returncode == 0 and results:
+        return {**line, "status": "ok", "result": json.loads(results[-1])}
+    last = [text for text in f"{out}\n{err}".splitlines() if text.strip()][-ERROR_LINES:]
+    return {**line, "status": status, "error": [text[:200] for text in last]}
+
+
+def _content(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
+
+
+def flops_of_a_pair(pairs: int) -> float:
+    """Model flops of training on one pair of the workload, on average, by our counter; no weight is made."""
+    examples = shapes.yardstick(pairs)
+    policy = Policy.plain(shapes.build(MODEL, "meta"), torch.bfloat16)
+    return policy.flops().training(examples) / len(examples)
+
+
+def comparable(line: dict[str, Any], pair_flops: float, peak_flops: float | None) -> dict[str, Any]:
+    """The line with the columns that compare, from whatever its trainer printed."""
+    result = line.get("result")
+    if result is None:
+        return line
+    shared = {key: result[key] for key in ("pairs_s", "peak_gib")}
+    if line["trainer"] == "tuningfork":
+        own = {key: result[key] for key in ("examples_per_step", "tokens_s", "mfu", "hfu")}
+    else:
+        mfu = None if peak_flops is None else round(result["pairs_s"] * pair_flops / peak_flops, 4)
+        batch = result["args"]["bs"] * result["args"]["ga"]
+        own = {"examples_per_step": batch, "tokens_s": result["useful_tok_s"], "mfu": mfu, "hfu": None}
+    return {**line, **shared, **own}
+
+
+def render(lines: Sequence[dict[str, Any]]) -> str:
+    """The table, and under it why a run has no numbers."""
+    peers = [line["pairs_s"] for line in lines if line["trainer"] != "tuningfork" and line["status"] == "ok"]
+    rows = []
+    for line in lines:
+        row = dict(line)
+        for key in ("mfu", "hfu"):
+            row[f"{key}_percent"] = None if line.get(key) is None else round(100 * line[key], 1)
+        if peers and line["status"] == "ok":
+            row["ratio"] = round(line["pairs_s"] / max(peers), 2)
+        rows.append(row)
+    reasons = [
+        "\n".join([f"\n{line['trainer']} {line['settings']}: {line['status']}", *(f"    {e}" for e in line["error"])])
+        for line in lines
+        if line["status"] != "ok"
+    ]
+    return "\n".join([table(rows, COLUMNS), *reasons])
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = parser(__doc__, out="the folder that peers.jsonl and peers.txt are written to", required=True)
+    options.add_argument("--quick", action="store_true", help="ours, and the best known setting of each peer")
+    options.add_argument("--pairs", type=int, default=512)
+    options.add_argument("--timeout", type=float, default=240, help="seconds for each run")
+    args = options.parse_args(argv)
+    pair_flops, about = flops_of_a_pair(args.pairs), environment("trl", "liger-kernel", "datasets")
+    lines = []
+    for run in runs(args.quick, args.pairs):
+        print(f"running {run.trainer} {run.settings}", file=sys.stderr, flush=True)
+        line = comparable({**about, **measure(run, args.timeout)}, pair_flops, peak())
+        emit(line, args.out / "peers.jsonl")
+        lines.append(line)
+    text = render(lines)
+    (args.out / "peers.txt").write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

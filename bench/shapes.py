@@ -1,0 +1,84 @@
+"""Model shapes by name, with random weights, and the yardstick's pairs for a vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from bench.workload import pairs
+from tuningfork.models import attention
+from tuningfork.records import Source, TokenAnswer, TokenExample
+
+_OLMO2 = {"max_position_embeddings": 4096, "rope_theta": 500000, "tie_word_embeddings": False}
+
+# name -> (config class, hidden size, inner size of the MLP, layers, heads, key heads, vocabulary, the rest)
+SHAPES: dict[str, tuple[Any, int, int, int, int, int, int, dict[str, Any]]] = {
+    "olmo2_1b": (transformers.Olmo2Config, 2048, 8192, 16, 16, 16, 100352, _OLMO2),
+    "olmo2_7b": (transformers.Olmo2Config, 4096, 11008, 32, 32, 32, 100352, _OLMO2),
+    "qwen3_1_7b": (
+        transformers.Qwen3Config,
+        *(2048, 6144, 28, 16, 8, 151936),
+        {"head_dim": 128, "max_position_embeddings": 40960, "rope_theta": 1000000, "tie_word_embeddings": True},
+    ),
+    "smollm2_135m": (
+        transformers.LlamaConfig,
+        *(576, 1536, 30, 9, 3, 49152),
+        {"max_position_embeddings": 8192, "rope_theta": 100000, "tie_word_embeddings": True},
+    ),
+    "tiny": (transformers.Olmo2Config, 64, 128, 2, 4, 4, 512, _OLMO2),
+}
+
+
+def config(name: str) -> Any:
+    """The transformers config of a named shape."""
+    kind, hidden, inner, layers, heads, key_heads, vocabulary, rest = SHAPES[name]
+    return kind(
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        vocab_size=vocabulary,
+        pad_token_id=0,
+        eos_token_id=1,
+        **rest,
+    )
+
+
+def build(name: str, device: torch.device | str, seed: int = 0) -> PreTrainedModel:
+    """A model of a named shape with random float32 weights and our attention under it, in training mode."""
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config(name), attn_implementation=attention.NAME, dtype=torch.float32
+        )
+    return model.train()
+
+
+def yardstick(count: int, vocabulary: int | None = None) -> list[TokenExample]:
+    """The first pairs of the fixed workload; where a vocabulary is smaller than its ids, they are taken modulo it."""
+    return [_example(row, pair, vocabulary) for row, pair in enumerate(pairs(count), start=1)]
+
+
+def random_pairs(lengths: list[tuple[int, int, int]], vocabulary: int, seed: int = 0) -> list[TokenExample]:
+    """Pairs of random ids with (prompt, chosen, rejected) lengths."""
+    rng = np.random.default_rng(seed)
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    drawn = ({name: rng.integers(0, vocabulary, n) for name, n in zip(names, ns, strict=True)} for ns in lengths)
+    return [_example(row, pair, vocabulary) for row, pair in enumerate(drawn, start=1)]
+
+
+def _example(row: int, pair: Mapping[str, Any], vocabulary: int | None) -> TokenExample:
+    prompt, *answers = (
+        np.asarray(pair[name]) % (vocabulary or 2**31) for name in ("prompt_ids", "chosen_ids", "rejected_ids")
+    )
+    return TokenExample(
+        Source("workload", row),
+        prompt.astype(np.int32),
+        tuple(TokenAnswer(ids.astype(np.int32), np.ones(len(ids), dtype=bool)) for ids in answers),
+    )

@@ -1,0 +1,262 @@
+"""tuningfork on the fixed workload (workload.py), one GPU: whole training steps at a named model shape, one JSON line.
+
+Runs the trainer's own steps: packing, cached reference, step-0 check, AdamW with float32 weights, compiled blocks.
+Rates divide the work of all steps after the first epoch, which compiles everything, by their wall time.
+
+    python -m bench.step --model olmo2_1b --examples_per_step 16
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch._dynamo.utils import counters
+
+from bench import shapes
+from bench.device_time import DeviceProfile
+from bench.output import device, emit, environment, parser, peak, rounded, table
+from bench.timing import free_memory
+from bench.workload import pairs as workload
+from bench.workload import stats
+from tuningfork.data.loader import EpochOrder, PackLoader, build_packs
+from tuningfork.data.pack import plan_limits
+from tuningfork.models.flops import FlopCounter
+from tuningfork.models.load import Loaded
+from tuningfork.models.policy import Policy
+from tuningfork.objective.config import ObjectiveConfig
+from tuningfork.objective.head import Head
+from tuningfork.objective.objectives import PreferenceObjective
+from tuningfork.records import TokenExample
+from tuningfork.reference.store import ReferenceStore
+from tuningfork.report.metrics import StepResult
+from tuningfork.report.throughput import RunTotals
+from tuningfork.train.config import TrainConfig
+from tuningfork.train.evaluate import check_start
+from tuningfork.train.loop import training_steps
+from tuningfork.train.optimizer import build_optimizer
+from tuningfork.train.setup import Start
+
+PROFILED = 3  # steady steps, behind those that are timed
+
+COLUMNS = {
+    "model": "model",
+    "examples_per_step": "pairs/step",
+    "pairs_s": "pairs/s",
+    "tokens_s": "tokens/s",
+    "mfu": "MFU",
+    "hfu": "HFU",
+    "median_step_s": "median step s",
+    "p90_step_s": "p90 s",
+    "pad_share": "padding",
+    "peak_gib": "peak GiB",
+    "recompiles_after_warmup": "recompiles",
+    "step0_pairs_exact": "exact at 0",
+}
+
+
+def measure(
+    model: str = "olmo2_1b",
+    *,
+    pairs: int = 512,
+    pack_tokens: int = 16384,
+    share_prompt: bool = True,
+    examples_per_step: int = 16,
+    head_chunk_rows: int = 8192,
+    epochs: int = 3,
+    activation_checkpointing: bool = False,
+    seed: int = 0,
+    profile: Path | None = None,
+) -> dict[str, Any]:
+    """Train a random model of a named shape (shapes.py) on the yardstick, and return the result line.
+
+    model_build_s       seconds to make the random weights on the device
+    reference_s         to score all pairs with the starting model; compiles the forward pass
+    check_s             to see that the first step's log-probs equal the cached ones to the bit (else it raises)
+    first_epoch_s       of the first epoch's steps; compiles the rest
+    step0_pairs_exact   pairs of that check
+    steps               the timed ones: all after the first epoch
+    median_step_s, p90_step_s   wall seconds of a step, waiting for data included
+    pairs_s, tokens_s, unique_tokens_s, pad_share, peak_gib   see report/metrics.py; of the timed steps
+    mfu                 model flops (models/flops.py) of the timed steps / their seconds / the card's bfloat16 peak
+    hfu                 the same with the decoder blocks' second forward pass counted too, where activations are
+                        recomputed; padding and repeated prompts count in neither
+    data_share          share of the time that waited for data
+    recompiles_after_warmup     graphs that dynamo captured during the timed steps; 0 or the timing is not steady
+    warmup_steps_left_out       timed steps that met a new pack shape, and are in no rate
+    first_loss, last_loss       mean loss of the first and the last step, nats
+    profile             where asked for: device and wall milliseconds of a step; the tables are in that file
+
+    Each call compiles anew and leaves nothing behind, so several may follow each other in one process.
+
+    Args:
+        epochs: the first one warms up; at least 2.
+        profile: profile three more steps behind the timed ones, and write their device time to this file.
+    """
+    settings = {**locals(), "profile": None if profile is None else str(profile)}
+    if epochs < 2 or pairs < examples_per_step:
+        raise ValueError("the first epoch warms up, so at least 2 epochs of at least one step each are needed.")
+    torch._dynamo.reset()
+    free_memory()
+    examples = shapes.yardstick(pairs, shapes.config(model).vocab_size)
+    train = TrainConfig(
+        learning_rate=1e-6,
+        examples_per_step=examples_per_step,
+        epochs=epochs,
+        schedule="constant",
+        activation_checkpointing=activation_checkpointing,
+        seed=seed,
+    )
+    begun = time.perf_counter()
+    start = _start(model, seed, activation_checkpointing, head_chunk_rows)
+    build_s = time.perf_counter() - begun
+
+    limits = plan_limits(examples, pack_tokens, share_prompt, start.compiled)
+    order = EpochOrder.plan(pairs, examples_per_step, seed, epochs, None)
+    last = order.total_steps
+    if profile is not None:
+        order = EpochOrder.plan(pairs, examples_per_step, seed, epochs, last + PROFILED)
+    loader = PackLoader(examples, order, limits, pin_memory=start.compiled)
+
+    begun = time.perf_counter()
+    with tempfile.TemporaryDirectory() as cache:
+        store = ReferenceStore(Path(cache), {"bench": "step"})
+        for pack in build_packs(examples, limits):
+            store.add(pack.examples, start.score(pack).tolist())
+    reference_s = time.perf_counter() - begun
+    begun = time.perf_counter()
+    checked = check_start(start, loader.step(0), store)
+    check_s = time.perf_counter() - begun
+
+    optimizer = build_optimizer(start.policy.model, train)
+    steps = training_steps(loader, start, optimizer, store, train, 0)
+    timed = _Timed(RunTotals(peak()), last_warmup=pairs // examples_per_step, last=last)
+    timed.run(steps, DeviceProfile() if profile is not None else None)
+    line = {
+        "trainer": "tuningfork",
+        "model": model,
+        "examples_per_step": examples_per_step,
+        "args": settings,
+        **environment(),
+        "parameters": sum(p.numel() for p in start.policy.model.parameters()),
+        "stats": stats(workload(pairs)),
+        "model_build_s": round(build_s, 1),
+        "reference_s": round(reference_s, 1),
+        "check_s": round(check_s, 1),
+        "step0_pairs_exact": checked,
+        **timed.summary(recomputed_share(start.policy.flops(), examples) if activation_checkpointing else 0.0),
+    }
+    if profile is not None and timed.profile is not None:
+        line["profile"] = timed.profile.summary(PROFILED, timed.profiled_s)
+        profile.parent.mkdir(parents=True, exist_ok=True)
+        profile.write_text(timed.profile.report(PROFILED, timed.profiled_s, environment()))
+    return line
+
+
+def recomputed_share(flops: FlopCounter, examples: list[TokenExample]) -> float:
+    """The decoder blocks' second forward pass / all model flops of training; the head recomputes nothing."""
+    blocks = replace(flops, head_weights=0)
+    return sum(blocks.forward(example) for example in examples) / flops.training(examples)
+
+
+@dataclass
+class _Timed:
+    """The steps of a run, sorted into warm-up, timed and profiled ones."""
+
+    totals: RunTotals
+    last_warmup: int
+    last: int
+    warmup_s: float = 0.0
+    profiled_s: float = 0.0
+    recompiles: int = 0
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    profile: DeviceProfile | None = None
+
+    def run(self, steps: Iterator[StepResult], profile: DeviceProfile | None) -> None:
+        graphs = 0
+        for step in steps:
+            if step.step <= self.last_warmup:
+                self.warmup_s += step.seconds
+                graphs = counters["stats"]["unique_graphs"]
+            elif step.step <= self.last:
+                self.totals.add(step)
+                self.seconds.append(step.seconds)
+                self.recompiles = counters["stats"]["unique_graphs"] - graphs
+            else:
+                self.profiled_s += step.seconds
+            if step.step <= self.last:
+                self.losses.append(step.loss_sum / step.examples)
+            if profile is not None and step.step == self.last:
+                profile.start()
+        if profile is not None:
+            profile.stop()
+            self.profile = profile
+
+    def summary(self, recomputed: float) -> dict[str, Any]:
+        rates, everything = self.totals.summary(), self.totals.all
+        mfu = rates["mfu"]
+        return {
+            "first_epoch_s": round(self.warmup_s, 1),
+            "recompiles_after_warmup": self.recompiles,
+            "steps": everything.steps,
+            "median_step_s": round(float(np.median(self.seconds)), 4),
+            "p90_step_s": round(float(np.quantile(self.seconds, 0.9)), 4),
+            "pairs_s": rounded(rates["examples_per_s"]),
+            "tokens_s": rounded(rates["tokens_per_s"]),
+            "unique_tokens_s": rounded(rates["unique_tokens_per_s"]),
+            "mfu": rounded(mfu, 4),
+            "hfu": rounded(None if mfu is None else mfu * (1 + recomputed), 4),
+            "pad_share": rounded(rates["pad_share"], 4),
+            "data_share": round(everything.data_seconds / everything.seconds, 4),
+            "warmup_steps_left_out": rates["warmup_steps"],
+            "peak_gib": rounded(rates["peak_memory_gib"], 1),
+            "first_loss": self.losses[0],
+            "last_loss": self.losses[-1],
+        }
+
+
+def _start(model: str, seed: int, activation_checkpointing: bool, head_chunk_rows: int) -> Start:
+    """The starting model as a run has it: on a GPU bfloat16 over float32 weights, compiled; on a CPU plain float32."""
+    where = device()
+    compiled = where.type == "cuda"
+    built = shapes.build(model, where, seed)
+    policy = Policy.fast(built, torch.bfloat16 if compiled else torch.float32)
+    if activation_checkpointing:
+        policy.checkpoint_activations()
+    if compiled:
+        policy.compile()
+        torch.cuda.synchronize()
+    head = Head(policy.kernels, policy.transform, head_chunk_rows)
+    return Start(policy, head, PreferenceObjective(ObjectiveConfig()), Loaded(built, torch.float32), compiled)
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = parser(__doc__)
+    options.add_argument("--model", default="olmo2_1b", choices=shapes.SHAPES)
+    options.add_argument("--pairs", type=int, default=512)
+    options.add_argument("--pack_tokens", type=int, default=16384)
+    options.add_argument("--share_prompt", type=int, choices=(0, 1), default=1)
+    options.add_argument("--examples_per_step", type=int, default=16)
+    options.add_argument("--head_chunk_rows", type=int, default=8192)
+    options.add_argument("--epochs", type=int, default=3, help="the first one warms up")
+    options.add_argument("--activation_checkpointing", type=int, choices=(0, 1), default=0)
+    options.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the pairs")
+    options.add_argument("--profile", type=Path, help="write where the device time of three more steps goes")
+    settings = vars(options.parse_args(argv))
+    out = settings.pop("out")
+    for name in ("share_prompt", "activation_checkpointing"):
+        settings[name] = bool(settings[name])
+    line = measure(**settings)
+    emit(line, out)
+    print(table([line], COLUMNS))
+
+
+if __name__ == "__main__":
+    main()
