@@ -5,7 +5,7 @@ answer (unshared), in as many rows as that takes. First the yardstick's own pair
 answers whose prompt is `ratio` times as long as an answer (for the first of --shapes only).
 
     prepare_ms      milliseconds to prepare a pack, once for all layers, host work included
-    forward_ms      milliseconds of one layer's attention, its key gather included, as a training step calls it
+    forward_ms      milliseconds of one layer's attention, as a training step calls it
     train_ms        forward and backward
     whole_ms        prepare and train_ms for every layer (--layers)
     tflops_forward, tflops_train   needed flops / that time, in 1e12 per second. Needed are 4·H·d for each visible
@@ -32,12 +32,11 @@ from bench.output import device, emit, environment, failure, parser, rounded, ta
 from bench.shapes import random_pairs, yardstick
 from bench.timing import free_memory, median_ms
 from tuningfork.data.layout import build
-from tuningfork.data.pack import Size, pack, plan_limits, size_of
+from tuningfork.data.pack import PackLimits, pack, rows_of
 from tuningfork.kernels import attention as kernel_room
 from tuningfork.models.flops import FlopCounter
 from tuningfork.records import ForkLayout, PackedBatch, TokenExample
 
-WINDOWS: frozenset[int | None] = frozenset({None})
 BACKWARD = 2.5  # flops of the backward pass / those of the forward pass
 RATIOS = (0.3, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0)
 COLUMNS = {
@@ -79,22 +78,15 @@ class Layouts:
 
     @classmethod
     def of(cls, examples: list[TokenExample], tokens: int) -> Layouts:
-        """The examples of the fullest shared pack of `tokens` rows; each layout takes as few rows as it can.
-
-        Segment and key limits are planned from all examples, as in training: kernels launch work for spare ones too.
-        """
-        bins = pack(examples, plan_limits(examples, tokens, share_prompt=True, compiled=True))
-        for _, chosen in sorted(bins, key=lambda found: -sum(e.unique_tokens for e in found[1])):
-            shared, unshared = (cls._lay(examples, chosen, share) for share in (True, False))
-            if shared is not None and unshared is not None:
-                return cls(chosen, shared, unshared)
-        raise ValueError(f"no pack of {tokens} rows can be laid both ways; give more --pairs or --tokens")
+        """The examples of the fullest shared pack of `tokens` rows; each layout takes as few rows as it can."""
+        bins = pack(examples, PackLimits.plan(tokens, share_prompt=True, compiled=True))
+        _, chosen = max(bins, key=lambda found: sum(e.unique_tokens for e in found[1]))
+        return cls(chosen, cls._lay(chosen, True), cls._lay(chosen, False))
 
     @staticmethod
-    def _lay(examples: list[TokenExample], chosen: list[TokenExample], share: bool) -> PackedBatch | None:
-        size = sum((size_of(example, share) for example in chosen), Size())
-        rung = plan_limits(examples, size.tokens // 128 * 128 + 128, share, compiled=True).full
-        return build(chosen, rung, share) if rung.holds(size) else None
+    def _lay(chosen: list[TokenExample], share: bool) -> PackedBatch:
+        rows = sum(rows_of(example, share) for example in chosen)
+        return build(chosen, -(-rows // 128) * 128, share)
 
     def visible_pairs(self) -> tuple[int, int]:
         """(query, key) pairs that attention must see: with each prompt once, and with it before every answer."""
@@ -105,7 +97,7 @@ class Layouts:
 
 def kernels(names: list[str] | None, where: torch.device) -> dict[str, Any]:
     """Attention kernels by the name of their module; the plain one alone on a CPU."""
-    found = names or sorted(module.name for module in pkgutil.iter_modules(kernel_room.__path__))
+    found = names or sorted(m.name for m in pkgutil.iter_modules(kernel_room.__path__) if m.name[0] != "_")
     if names is None:
         found = ["plain"] if where.type == "cpu" else [name for name in found if name != "plain"]
     classes = {}
@@ -124,12 +116,12 @@ def measure(kernel: Any, layout: ForkLayout, shape: Shape, repeats: int, layers:
     counts = (shape.heads, shape.key_heads, shape.key_heads)
     inputs = [torch.randn(rows, n, shape.width, device=where).to(dtype).requires_grad_() for n in counts]
     gradient = torch.randn(rows, shape.heads, shape.width, device=where).to(dtype)
-    prepared = kernel.prepare(layout, WINDOWS)
+    prepared = kernel.prepare(layout)
 
     def forward() -> Tensor:
         return prepared.attend(*inputs, scale=shape.width**-0.5, window=None, softcap=None)
 
-    prepare_ms = median_ms(lambda: kernel.prepare(layout, WINDOWS), where, repeats)
+    prepare_ms = median_ms(lambda: kernel.prepare(layout), where, repeats)
     forward_ms = median_ms(forward, where, repeats)
     train_ms = median_ms(lambda: torch.autograd.grad(forward(), inputs, gradient), where, repeats)
     whole_ms = prepare_ms + layers * train_ms

@@ -29,7 +29,7 @@ from bench.output import device, emit, environment, failure, parser, peak, round
 from bench.shapes import random_pairs
 from bench.timing import free_memory, median_ms, transient_bytes
 from tuningfork.data.loader import build_packs
-from tuningfork.data.pack import plan_limits
+from tuningfork.data.pack import PackLimits
 from tuningfork.kernels.select import plain, select
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.objective.head import Head
@@ -66,7 +66,7 @@ def pack_of(rows: int, vocabulary: int, seed: int = 0) -> PackedBatch:
         left -= size
     examples = random_pairs(lengths, vocabulary, seed)
     tokens = -(-sum(example.unique_tokens for example in examples) // 64) * 64 + 64
-    (pack,) = build_packs(examples, plan_limits(examples, tokens, share_prompt=True, compiled=True))
+    (pack,) = build_packs(examples, PackLimits.plan(tokens, share_prompt=True, compiled=True))
     assert len(pack.logit_rows) == rows
     return pack
 
@@ -74,7 +74,7 @@ def pack_of(rows: int, vocabulary: int, seed: int = 0) -> PackedBatch:
 def forms(where: torch.device, chunk_rows: int) -> dict[str, Form | str]:
     """The forms by name; where one is missing, the reason."""
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
-    fast = select(where, dtype, softcap=False, head_dim=128)
+    fast = select(where, dtype, head_dim=128)
     found: dict[str, Form | str] = {
         "ours": partial(_ours, Head(fast, LogitTransform(), chunk_rows)),
         "plain": partial(_ours, Head(plain(), LogitTransform(), chunk_rows)),

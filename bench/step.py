@@ -26,7 +26,7 @@ from bench.timing import free_memory
 from bench.workload import pairs as workload
 from bench.workload import stats
 from tuningfork.data.loader import EpochOrder, PackLoader, build_packs
-from tuningfork.data.pack import plan_limits
+from tuningfork.data.pack import PackLimits
 from tuningfork.models.flops import FlopCounter
 from tuningfork.models.load import Loaded
 from tuningfork.models.policy import Policy
@@ -117,7 +117,7 @@ def measure(
     start = _start(model, seed, activation_checkpointing, head_chunk_rows)
     build_s = time.perf_counter() - begun
 
-    limits = plan_limits(examples, pack_tokens, share_prompt, start.compiled)
+    limits = PackLimits.plan(pack_tokens, share_prompt, start.compiled)
     order = EpochOrder.plan(pairs, examples_per_step, seed, epochs, None)
     last = order.total_steps
     if profile is not None:

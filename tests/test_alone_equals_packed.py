@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tiny import FAMILIES, head_of, one_pack, random_examples, score_alone, tiny_policy
+from tests.tiny import FAMILIES, head_of, one_pack, random_examples, score_alone, tiny_model, tiny_policy
+from tuningfork.kernels.select import plain
+from tuningfork.models.policy import Policy
 from tuningfork.records import TokenAnswer, TokenExample
 
 # Ragged lengths; one, two and three answers; an empty prompt; answers of one token; a prompt of one token.
@@ -59,6 +61,23 @@ def test_float64_packed_equals_alone(family, share_prompt):
     # transformers computes norms, rotary embeddings and softmax in float32 whatever the dtype: 1e-6 is its rounding.
     _assert_same_gradients(policy, truth_gradients, gradients, relative=1e-6)
     torch.testing.assert_close(head_of(policy, 16).score(policy.hidden_rows(batch), policy.head_weight, batch), logps)
+
+
+@pytest.mark.parametrize("share_prompt", [True, False], ids=["shared", "unshared"])
+@pytest.mark.parametrize("family", ["llama", "olmo3", "gemma2"])
+def test_a_pack_filled_to_the_last_row_equals_alone(family, share_prompt):
+    policy = tiny_policy(family)
+    examples = random_examples(SHAPES, holes=True)
+    batch = one_pack(examples, share_prompt, tokens=one_pack(examples, share_prompt).unique_rows)
+    assert batch.unique_rows == len(batch.input_ids)
+    weights = torch.linspace(-1, 2, batch.answer_of_logit_row.max() + 1, dtype=torch.float64)
+
+    expected, truth = _weighted_alone(policy, examples, weights)
+    truth_gradients = _gradients(policy, truth)
+    logps, loss = _packed(policy, batch, weights, chunk_rows=8192)
+
+    torch.testing.assert_close(logps, expected, rtol=1e-6, atol=1e-6)
+    _assert_same_gradients(policy, truth_gradients, _gradients(policy, loss), relative=1e-6)
 
 
 @pytest.mark.parametrize("share_prompt", [True, False], ids=["shared", "unshared"])
@@ -119,3 +138,22 @@ def test_one_answer_does_not_see_the_other():
             scores.append(head_of(policy).score(policy.hidden_rows(batch), policy.head_weight, batch))
     assert scores[0][0] == scores[1][0]
     assert scores[0][1] != scores[1][1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "olmo3", "gemma2"])
+def test_an_answer_scores_the_same_bits_at_any_place_with_the_prompt_shared_or_repeated(family, dtype):
+    policy = Policy(tiny_model(family, torch.float32), plain(), dtype)
+    examples = random_examples([(7, (5, 9)), (12, (8, 2, 4)), (0, (3, 5)), (30, (17, 40)), (9, (6, 6))])
+    turned = [TokenExample(e.source, e.prompt_ids, e.answers[::-1]) for e in examples]
+
+    def scores(members: list[TokenExample], share_prompt: bool) -> dict[str, list[float]]:
+        batch = one_pack(members, share_prompt, tokens=320)
+        with torch.no_grad():
+            logps = head_of(policy).score(policy.hidden_rows(batch), policy.head_weight, batch)
+        return {e.id: part.tolist() for e, part in zip(members, logps.split(batch.answers_per_example), strict=True)}
+
+    first = scores(examples, True)
+    for share_prompt in (True, False):
+        assert scores(examples[::-1], share_prompt) == first
+        assert scores(turned, share_prompt) == {name: logps[::-1] for name, logps in first.items()}

@@ -72,7 +72,7 @@ def imports(module: str) -> frozenset[str]:
 def test_the_reader_of_imports_sees_what_is_there():
     """Guards the guard: a few imports of each kind that are known to exist."""
     assert "data.pack" in imports("data.loader")
-    assert "kernels.attention.flex" in imports("kernels.select")  # inside a function
+    assert "kernels.attention.fork" in imports("kernels.select")  # inside a function
     assert "models.attention" in imports("models.load")  # a module imported from its package
     assert {"config", "recipe", "commands"} <= imports("cli")
     assert imports("records") == imports("errors") == frozenset()
@@ -131,7 +131,12 @@ def test_no_module_imports_itself_in_a_circle():
 def test_fast_kernels_are_chosen_in_one_place():
     for module in modules():
         fast = {
-            o for o in imports(module) if o.startswith("kernels.") and o.count(".") == 2 and not o.endswith(".plain")
+            other
+            for other in imports(module)
+            if other.startswith("kernels.")
+            and other.count(".") == 2
+            and not other.endswith(".plain")
+            and "._" not in other
         }
         assert not fast or module == "kernels.select", f"{module} imports {sorted(fast)}"
 
@@ -149,7 +154,7 @@ def test_every_module_says_what_it_is_for():
 def public_signatures(module: str) -> dict[str, list[str]]:
     """Functions of a kernel module, or the public methods of its class, with the names of their parameters.
 
-    A class's methods go by their own names: PlainAttention.attend and FlexAttention.attend are one function.
+    A class's methods go by their own names: PlainAttention.attend and ForkAttention.attend are one function.
     """
     found: dict[str, list[str]] = {}
     for node in modules()[module].body:
@@ -172,7 +177,7 @@ OPS = sorted(path.name for path in (ROOT / "kernels").iterdir() if path.is_dir()
 def test_every_fast_kernel_has_a_plain_twin_with_the_same_signature(op):
     plain = public_signatures(f"kernels.{op}.plain")
     assert plain
-    fast = [m for m in modules() if m.startswith(f"kernels.{op}.") and not m.endswith(".plain")]
+    fast = [m for m in modules() if m.startswith(f"kernels.{op}.") and not m.endswith(".plain") and "._" not in m]
     assert fast, "an op with one form only needs no folder"
     for module in fast:
         assert public_signatures(module) == plain, module
@@ -181,7 +186,7 @@ def test_every_fast_kernel_has_a_plain_twin_with_the_same_signature(op):
 def test_no_plain_kernel_needs_a_gpu():
     for op in OPS:
         source = ast.unparse(modules()[f"kernels.{op}.plain"])
-        assert "triton" not in source and "flex_attention" not in source and "varlen" not in source
+        assert "triton" not in source and "flex_attention" not in source and "cuda" not in source
 
 
 # --- knobs -----------------------------------------------------------------------------------------------------------

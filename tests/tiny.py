@@ -11,7 +11,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from tuningfork.data.layout import build
-from tuningfork.data.pack import PackLimits, plan_limits
+from tuningfork.data.pack import PackLimits
 from tuningfork.kernels.select import Kernels, plain
 from tuningfork.models import attention
 from tuningfork.models.policy import Policy
@@ -93,12 +93,11 @@ def random_pairs(n: int, seed: int = 0, longest: int = 20, vocab: int = VOCAB) -
 
 
 def one_pack(examples: Sequence[TokenExample], share_prompt: bool, tokens: int = 256) -> PackedBatch:
-    limits = plan_limits(examples, tokens, share_prompt, compiled=True)
-    return build(examples, limits.full, share_prompt)
+    return build(examples, tokens, share_prompt)
 
 
-def limits_for(examples: Sequence[TokenExample], tokens: int = 256, share_prompt: bool = True) -> PackLimits:
-    return plan_limits(examples, tokens, share_prompt, compiled=False)
+def limits_of(tokens: int = 256, share_prompt: bool = True) -> PackLimits:
+    return PackLimits.plan(tokens, share_prompt, compiled=False)
 
 
 def head_of(policy: Policy, chunk_rows: int = 8192) -> Head:

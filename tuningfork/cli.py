@@ -99,6 +99,8 @@ def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends a command as Ctrl-C does
     # Threads that wait should sleep, not spin: beside any other busy program, spinning costs several times the run.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Packs differ a little in size; with fixed blocks of memory each new size would leave holes behind.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # Heavy imports only now: help and mistakes in a recipe answer at once.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

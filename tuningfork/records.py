@@ -9,8 +9,8 @@ Shape legend, used in names and comments throughout:
 
     T  token rows of a pack, padding included     R  logit rows: rows whose next-token log-prob is needed
     S  attention segments of a pack (padded)      A  answers of a pack, all examples together
-    K  gathered key rows of a pack (padded)       N  examples of a pack
-    D  hidden size        V  vocabulary size      H  attention heads        k  answers of one example
+    N  examples of a pack                         k  answers of one example
+    D  hidden size        V  vocabulary size      H  attention heads        d  width of a head
 """
 
 from __future__ import annotations
@@ -133,21 +133,21 @@ class DataReport:
 class ForkLayout:
     """How the rows of one pack attend to each other: the prompt once, every answer forked from it.
 
-    An example with prompt P and answers A_0 .. A_{k-1} lies in the pack as ``P A_0 A_1 ..``. Query segments are
-    ``[P A_0] [A_1] ..``; the key segments are ``[P A_0] [P A_1] ..``, with P gathered again in front of each further
-    answer by `kv_index`. Causal attention aligned to the bottom right then shows every answer its prompt and itself.
+    An example with prompt P and answers A_0 .. A_{k-1} lies in the pack as ``P A_0 A_1 ..``. Each of these is a
+    *segment*: consecutive rows that see themselves causally, and an answer's rows see all of their prompt before.
+    Without sharing an example lies as ``P A_0 P A_1 ..``, each answer with a prompt of its own.
 
-    Every row and every gathered key belongs to a segment, padding too: attention kernels leave rows outside the
-    segments unwritten.
+    An entry of `segments` holds rows, each end one past the last row:
+
+        start, end, start of its prompt, end of its prompt, end of the rows that see it
+
+    A prompt, or an answer without one, has an empty prompt. The rows that see a prompt reach to the end of its last
+    answer; those that see an answer are its own. Every row belongs to exactly one segment, padding too: attention
+    leaves rows outside the segments unwritten. Entries are in the order of the rows; unused ones at the end are empty.
     """
 
-    cu_seqlens_q: Tensor  # int32 [S+1], on the rows of the pack
-    cu_seqlens_k: Tensor  # int32 [S+1], on the gathered keys (on the rows where kv_index is None)
-    kv_index: Tensor | None  # int64 [K], the row behind each gathered key; None where nothing is forked
-    example_of_row: Tensor  # int32 [T], the example of each row; every padding row is an example of its own kind, -1-i
-    answer_of_row: Tensor  # int32 [T], the answer within the example; -1 on prompt rows and padding
+    segments: Tensor  # int32 [S, 5]
     position_of_row: Tensor  # int64 [T], the position within the row's own sequence
-    max_seqlen: int  # no segment is longer; fixed per run and tight, since kernels launch work in proportion to it
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from tests.tiny import random_examples
 from tuningfork.data.layout import build
-from tuningfork.data.pack import Rung, pack, plan_limits, split_fitting
 from tuningfork.records import ForkLayout, PackedBatch, Source, TokenAnswer, TokenExample
 
 SHAPE = st.tuples(st.integers(0, 20), st.lists(st.integers(1, 12), min_size=1, max_size=3).map(tuple))
-SHAPES = st.lists(SHAPE, min_size=1, max_size=8)
+SHAPES = st.lists(SHAPE, min_size=1, max_size=12)
+PADDING = st.integers(0, 3) | st.integers(4, 70)
 
 
 @dataclass
@@ -25,164 +25,185 @@ class Obvious:
 
     ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
-    example: list[int] = field(default_factory=list)
-    answer: list[int] = field(default_factory=list)
-    segments: list[tuple[list[int], list[int]]] = field(default_factory=list)  # (query rows, key rows)
+    sequence: list[list[int]] = field(default_factory=list)  # of each row: its own sequence up to itself
+    segments: list[tuple[list[int], list[int]]] = field(default_factory=list)  # (own rows, rows of the prompt)
     logit_rows: list[int] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
     answer_of_logit_row: list[int] = field(default_factory=list)
 
-    def row(self, token: int, position: int, example: int, answer: int) -> int:
-        self.ids.append(token)
-        self.positions.append(position)
-        self.example.append(example)
-        self.answer.append(answer)
-        return len(self.ids) - 1
+    def segment(self, ids: list[int], prompt: list[int]) -> list[int]:
+        """Lay a segment behind what is there; returns its rows."""
+        rows: list[int] = []
+        for token in ids:
+            rows.append(len(self.ids))
+            self.ids.append(token)
+            self.sequence.append([*prompt, *rows])
+            self.positions.append(len(self.sequence[-1]) - 1)
+        if rows:
+            self.segments.append((rows, prompt))
+        return rows
 
 
 def obvious(examples: list[TokenExample], share_prompt: bool) -> Obvious:
     """The content of a pack, padding left out."""
     out = Obvious()
     answers = 0
-    group = 0
     for example in examples:
-        p = len(example.prompt_ids)
-        prompt_rows: list[int] = []
+        prompt: list[int] = []
         for i, answer in enumerate(example.answers):
-            lays_prompt = i == 0 or not share_prompt
-            if lays_prompt:
-                group += 1
-                prompt_rows = [out.row(int(t), j, group, -1) for j, t in enumerate(example.prompt_ids)]
-            rows = [out.row(int(t), p + j, group, i) for j, t in enumerate(answer.ids)]
-            out.segments.append(((prompt_rows if lays_prompt else []) + rows, prompt_rows + rows))
-            for j, row in enumerate(rows):
-                before = rows[j - 1] if j > 0 else (prompt_rows[-1] if prompt_rows else None)
-                if answer.mask[j] and before is not None:
-                    out.logit_rows.append(before)
-                    out.targets.append(out.ids[row])
+            if i == 0 or not share_prompt:
+                prompt = out.segment(example.prompt_ids.tolist(), [])
+            for j, row in enumerate(out.segment(answer.ids.tolist(), prompt)):
+                before = out.sequence[row][:-1]
+                if answer.mask[j] and before:
+                    out.logit_rows.append(before[-1])
+                    out.targets.append(int(answer.ids[j]))
                     out.answer_of_logit_row.append(answers)
             answers += 1
     return out
 
 
 def segments_of(layout: ForkLayout) -> list[tuple[list[int], list[int]]]:
-    """(query rows, key rows) of each segment, as an attention kernel reads them."""
-    q, k = layout.cu_seqlens_q.tolist(), layout.cu_seqlens_k.tolist()
-    rows = list(range(q[-1])) if layout.kv_index is None else layout.kv_index.tolist()
-    return [(list(range(q[i], q[i + 1])), rows[k[i] : k[i + 1]]) for i in range(len(q) - 1)]
+    """(own rows, rows of the prompt) of each entry in use, as an attention kernel reads them."""
+    table = layout.segments.tolist()
+    return [(list(range(a, b)), list(range(c, d))) for a, b, c, d, _ in table if a != b]
 
 
-def visible(segments: list[tuple[list[int], list[int]]], rows: int) -> np.ndarray:
-    """bool [T, T]: which row sees which, causal and aligned to the bottom right of each segment."""
-    mask = np.zeros((rows, rows), dtype=bool)
-    for queries, keys in segments:
-        for i, query in enumerate(queries):
-            mask[query, keys[: len(keys) - len(queries) + i + 1]] = True
+def visible(layout: ForkLayout) -> np.ndarray:
+    """bool [T, T]: which row sees which, by the first four columns alone."""
+    mask = np.zeros((len(layout.position_of_row),) * 2, dtype=bool)
+    for rows, prompt in segments_of(layout):
+        for i, row in enumerate(rows):
+            mask[row, prompt] = True
+            mask[row, rows[: i + 1]] = True
     return mask
 
 
-def packs_of(shapes, tokens: int, share: bool, seed: int = 0) -> list[tuple[Rung, PackedBatch, list[TokenExample]]]:
-    examples, _ = split_fitting(random_examples(shapes, seed, holes=True), tokens, share)
-    if not examples:
-        return []
-    limits = plan_limits(examples, tokens, share, compiled=False)
-    return [(rung, build(members, rung, share), members) for rung, members in pack(examples, limits)]
+def pack_of(shapes, padding: int, share: bool) -> tuple[PackedBatch, list[TokenExample], Obvious]:
+    examples = random_examples(shapes, holes=True)
+    expected = obvious(examples, share)
+    return build(examples, len(expected.ids) + padding, share), examples, expected
 
 
 @settings(max_examples=120, deadline=None)
-@given(shapes=SHAPES, tokens=st.sampled_from([64, 100, 256]), share=st.booleans())
-def test_content_equals_the_obvious_construction(shapes, tokens, share):
-    for _, batch, members in packs_of(shapes, tokens, share):
-        expected = obvious(members, share)
-        n = len(expected.ids)
-        assert batch.unique_rows == n
-        assert batch.input_ids[:n].tolist() == expected.ids
-        assert batch.layout.position_of_row[:n].tolist() == expected.positions
-        assert batch.layout.example_of_row[:n].tolist() == expected.example
-        assert batch.layout.answer_of_row[:n].tolist() == expected.answer
-        assert batch.logit_rows.tolist() == expected.logit_rows
-        assert batch.targets.tolist() == expected.targets
-        assert batch.answer_of_logit_row.tolist() == expected.answer_of_logit_row
-        assert segments_of(batch.layout)[: len(expected.segments)] == expected.segments
-        assert batch.answers_per_example == [len(e.answers) for e in members]
-        counts = np.bincount(expected.answer_of_logit_row, minlength=sum(batch.answers_per_example))
-        assert batch.answer_lengths == counts.tolist()
+@given(shapes=SHAPES, padding=PADDING, share=st.booleans())
+def test_content_equals_the_obvious_construction(shapes, padding, share):
+    batch, examples, expected = pack_of(shapes, padding, share)
+    n = len(expected.ids)
+    assert batch.unique_rows == n
+    assert len(batch.input_ids) == len(batch.layout.position_of_row) == n + padding
+    assert batch.input_ids[:n].tolist() == expected.ids
+    assert batch.layout.position_of_row[:n].tolist() == expected.positions
+    assert batch.logit_rows.tolist() == expected.logit_rows
+    assert batch.targets.tolist() == expected.targets
+    assert batch.answer_of_logit_row.tolist() == expected.answer_of_logit_row
+    assert segments_of(batch.layout)[: len(expected.segments)] == expected.segments
+    assert batch.examples == tuple(examples)
+    assert batch.answers_per_example == [len(e.answers) for e in examples]
+    counts = np.bincount(expected.answer_of_logit_row, minlength=sum(batch.answers_per_example))
+    assert batch.answer_lengths == counts.tolist()
+    # Padding: one plain sequence that is somebody's token, at somebody's position.
+    assert segments_of(batch.layout)[len(expected.segments) :] == ([(list(range(n, n + padding)), [])] * bool(padding))
+    assert set(batch.input_ids[n:].tolist()) <= {0}
+    assert batch.layout.position_of_row[n:].tolist() == list(range(padding))
 
 
 @settings(max_examples=120, deadline=None)
-@given(shapes=SHAPES, tokens=st.sampled_from([64, 100, 256]), share=st.booleans())
-def test_every_row_and_every_key_lies_in_one_segment_and_shapes_are_the_rungs(shapes, tokens, share):
-    for rung, batch, members in packs_of(shapes, tokens, share):
-        layout, n = batch.layout, batch.unique_rows
-        forked = share and any(len(e.answers) > 1 for e in members)
-        q, k = layout.cu_seqlens_q, layout.cu_seqlens_k
-        # Static sizes: exactly what the rung says.
-        assert len(batch.input_ids) == rung.tokens
-        assert len(q) == len(k) == rung.segments + 1
-        assert (layout.kv_index is not None) == forked
-        keys = rung.keys if forked else rung.tokens
-        assert layout.kv_index is None or len(layout.kv_index) == keys
-        for row_facts in (layout.example_of_row, layout.answer_of_row, layout.position_of_row):
-            assert len(row_facts) == rung.tokens
-        # Borders rise from 0 to the very end, so each row and each key is in exactly one segment.
-        for borders, end in ((q, rung.tokens), (k, keys)):
-            assert borders[0] == 0 and borders[-1] == end and (borders.diff() >= 0).all()
-        assert max(int(q.diff().max()), int(k.diff().max())) <= layout.max_seqlen == rung.max_seqlen
-        # A query never has fewer keys than rows: it would have a row that sees nothing.
-        lengths_q, lengths_k = q.diff(), k.diff()
-        assert (lengths_k >= lengths_q).all()
-        # Every row is gathered as its own key; the spare keys gather padding, never row 0.
-        segments = segments_of(layout)
-        for queries, seen in segments:
-            assert not queries or seen[len(seen) - len(queries) :] == queries
-        assert rung.tokens - n >= 1
-        content_keys = sum(len(keys) for _, keys in obvious(members, share).segments)
-        tail = [row for _, seen in segments for row in seen][content_keys:]
-        assert all(n <= row < rung.tokens for row in tail)
+@given(shapes=SHAPES, padding=PADDING, share=st.booleans())
+def test_segments_tile_the_rows_and_the_table_has_few_lengths(shapes, padding, share):
+    batch, _, expected = pack_of(shapes, padding, share)
+    table = batch.layout.segments
+    used = table[table[:, 0] < table[:, 1]]
+    # In order, without a gap: each row, padding too, lies in exactly one segment.
+    assert [row for rows, _ in segments_of(batch.layout) for row in rows] == list(range(len(batch.input_ids)))
+    # Entries in use come first; behind them only as many empty ones as round their number up.
+    count = len(expected.segments) + bool(padding)
+    assert torch.equal(table[:count], used)
+    assert len(table) % 32 == 0 and 0 <= len(table) - count < 32
+    # An empty entry reads and writes nothing, whatever it is taken for.
+    start, end, prompt, prompt_end, seen_until = table[count:].unbind(1)
+    assert torch.equal(start, end) and torch.equal(prompt, prompt_end) and torch.equal(start, seen_until)
+    # A prompt is a whole segment, lies in front of its answer and has no prompt itself.
+    borders = {(int(a), int(b)): bool(d > c) for a, b, c, d, _ in used}
+    for a, _, c, d, _ in used.tolist():
+        assert c <= d <= a
+        assert c == d or borders[c, d] is False
+
+
+@settings(max_examples=80, deadline=None)
+@given(shapes=SHAPES, padding=PADDING, share=st.booleans())
+def test_a_row_sees_its_own_sequence_up_to_itself(shapes, padding, share):
+    batch, _, expected = pack_of(shapes, padding, share)
+    mask = visible(batch.layout)
+    n = batch.unique_rows
+    assert [np.flatnonzero(mask[row]).tolist() for row in range(n)] == expected.sequence
+    assert (mask[n:, n:] == np.tri(padding, dtype=bool)).all() and not mask[n:, :n].any()
+    # A window counts positions: along what a row sees, they are 0, 1, 2, .. without a gap.
+    for seen in mask:
+        positions = batch.layout.position_of_row[torch.from_numpy(seen)]
+        assert positions.tolist() == list(range(len(positions)))
+
+
+@settings(max_examples=120, deadline=None)
+@given(shapes=SHAPES, padding=PADDING, share=st.booleans())
+def test_the_last_column_ends_right_where_a_segment_is_seen_no_more(shapes, padding, share):
+    """A kernel takes the gradient of a segment's keys from all rows between: each must see them, none may lack."""
+    batch, _, _ = pack_of(shapes, padding, share)
+    mask = visible(batch.layout)
+    for start, end, _, _, seen_until in batch.layout.segments.tolist():
+        if start < end:
+            seers = np.flatnonzero(mask[:, start:end].any(axis=1))
+            assert seen_until == seers[-1] + 1
+            assert seers.tolist() == list(range(start, seen_until))
+            assert mask[end:seen_until, start:end].all()
 
 
 @settings(max_examples=60, deadline=None)
-@given(shapes=SHAPES, tokens=st.sampled_from([64, 256]), share=st.booleans())
-def test_segments_and_row_facts_describe_the_same_attention(shapes, tokens, share):
-    """Varlen kernels read segments, FlexAttention reads example, answer and position of each row: one truth."""
-    for rung, batch, _ in packs_of(shapes, tokens, share):
-        layout = batch.layout
-        from_segments = visible(segments_of(layout), rung.tokens)
-        example, answer = layout.example_of_row.numpy(), layout.answer_of_row.numpy()
-        earlier = np.arange(rung.tokens)[:, None] >= np.arange(rung.tokens)[None, :]
-        same = example[:, None] == example[None, :]
-        forked_from = (answer[None, :] == -1) | (answer[None, :] == answer[:, None])
-        assert (from_segments == (earlier & same & forked_from)).all()
-        # A window counts positions: along what a row of the content sees, they are 0, 1, 2, .. without a gap.
-        for row in range(batch.unique_rows):
-            seen = layout.position_of_row[torch.from_numpy(from_segments[row])]
-            assert seen.tolist() == list(range(len(seen)))
-
-
-@settings(max_examples=60, deadline=None)
-@given(shapes=SHAPES, share=st.booleans())
-def test_each_logit_row_has_seen_exactly_what_comes_before_its_target(shapes, share):
+@given(shapes=SHAPES, padding=PADDING, share=st.booleans())
+def test_each_logit_row_has_seen_exactly_what_comes_before_its_target(shapes, padding, share):
     """The definition of the whole layout: what predicts token j of an answer sees prompt + answer[:j] and no more."""
-    for rung, batch, members in packs_of(shapes, 256, share):
-        mask = visible(segments_of(batch.layout), rung.tokens)
-        wanted = [
-            (place, [*e.prompt_ids.tolist(), *a.ids[:j].tolist()], int(a.ids[j]))
-            for place, (e, a) in enumerate((e, a) for e in members for a in e.answers)
-            for j in range(len(a.ids))
-            if a.mask[j] and len(e.prompt_ids) + j > 0
-        ]
-        got = [
-            (place, batch.input_ids[torch.from_numpy(mask[row])].tolist(), target)
-            for place, row, target in zip(
-                batch.answer_of_logit_row.tolist(), batch.logit_rows.tolist(), batch.targets.tolist(), strict=True
-            )
-        ]
-        assert got == wanted
+    batch, examples, _ = pack_of(shapes, padding, share)
+    mask = visible(batch.layout)
+    wanted = [
+        (place, [*e.prompt_ids.tolist(), *a.ids[:j].tolist()], int(a.ids[j]))
+        for place, (e, a) in enumerate((e, a) for e in examples for a in e.answers)
+        for j in range(len(a.ids))
+        if a.mask[j] and len(e.prompt_ids) + j > 0
+    ]
+    got = [
+        (place, batch.input_ids[torch.from_numpy(mask[row])].tolist(), target)
+        for place, row, target in zip(
+            batch.answer_of_logit_row.tolist(), batch.logit_rows.tolist(), batch.targets.tolist(), strict=True
+        )
+    ]
+    assert got == wanted
+
+
+@settings(max_examples=40, deadline=None)
+@given(shapes=SHAPES, padding=PADDING)
+def test_sharing_changes_nothing_where_nothing_can_be_shared(shapes, padding):
+    """One answer, or no prompt: both ways of laying it are the same pack."""
+    for alike in ([(p, answers[:1]) for p, answers in shapes], [(0, answers) for _, answers in shapes]):
+        shared, unshared = pack_of(alike, padding, True)[0], pack_of(alike, padding, False)[0]
+        assert [v.tolist() for v in tensors(shared)] == [v.tolist() for v in tensors(unshared)]
+
+
+def tensors(record) -> list[torch.Tensor]:
+    values = [getattr(record, item.name) for item in fields(record)]
+    own = [v for v in values if isinstance(v, torch.Tensor)]
+    return own + [t for v in values if isinstance(v, ForkLayout) for t in tensors(v)]
 
 
 def hand_made(prompt: list[int], *answers: tuple[list[int], list[bool]]) -> TokenExample:
     token_answers = tuple(TokenAnswer(np.array(ids, dtype=np.int32), np.array(mask)) for ids, mask in answers)
     return TokenExample(Source("hand", 1), np.array(prompt, dtype=np.int32), token_answers)
+
+
+def used_and_rest(layout: ForkLayout) -> tuple[list[list[int]], list[list[int]]]:
+    """The entries in use, and those behind them. An empty prompt may lie anywhere: here it is where its segment is."""
+    table = layout.segments.tolist()
+    used = [[a, b, *((c, d) if c < d else (a, a)), e] for a, b, c, d, e in table if a < b]
+    return used, table[len(used) :]
 
 
 PAIR = hand_made([10, 11], ([20, 21, 22], [True, False, True]), ([30, 31], [True, True]))
@@ -191,20 +212,23 @@ ONE_TOKEN = hand_made([50], ([60], [True]), ([70], [True]), ([80], [True]))
 
 
 def test_a_shared_pack_written_out_by_hand():
-    batch = build([PAIR, DOCUMENT, ONE_TOKEN], Rung(tokens=18, segments=12, keys=25, max_seqlen=5), share_prompt=True)
-    layout = batch.layout
-    #                                  10  11  20  21  22  30  31| 40  41  42| 50  60  70  80|  padding
+    batch = build([PAIR, DOCUMENT, ONE_TOKEN], 18, share_prompt=True)
+    #                                  10  11| 20  21  22| 30  31| 40  41  42| 50| 60| 70| 80| padding
     assert batch.input_ids.tolist() == [10, 11, 20, 21, 22, 30, 31, 40, 41, 42, 50, 60, 70, 80, 0, 0, 0, 0]
-    assert layout.position_of_row.tolist() == [0, 1, 2, 3, 4, 2, 3, 0, 1, 2, 0, 1, 1, 1, 0, 1, 2, 3]
-    assert layout.example_of_row.tolist() == [1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 3, 3, 3, 3, -1, -1, -1, -1]
-    assert layout.answer_of_row.tolist() == [-1, -1, 0, 0, 0, 1, 1, 0, 0, 0, -1, 0, 1, 2, -1, -1, -1, -1]
-    #              segments:      [P A0] [A1] [doc] [P A0] [A1] [A2] [pad] [spare] unused
-    assert layout.cu_seqlens_q.tolist() == [0, 5, 7, 10, 12, 13, 14, 18, 18, 18, 18, 18, 18]
-    assert layout.cu_seqlens_k.tolist() == [0, 5, 9, 12, 14, 16, 18, 22, 25, 25, 25, 25, 25]
-    assert layout.kv_index is not None
-    assert layout.kv_index.tolist() == [
-        *(0, 1, 2, 3, 4), *(0, 1, 5, 6), *(7, 8, 9), *(10, 11), *(10, 12), *(10, 13), *(14, 15, 16, 17), *(14, 14, 14)
-    ]  # fmt: skip
+    assert batch.layout.position_of_row.tolist() == [0, 1, 2, 3, 4, 2, 3, 0, 1, 2, 0, 1, 1, 1, 0, 1, 2, 3]
+    used, rest = used_and_rest(batch.layout)
+    assert used == [
+        [0, 2, 0, 0, 7],  # the pair's prompt, seen to the end of its second answer
+        [2, 5, 0, 2, 5],
+        [5, 7, 0, 2, 7],
+        [7, 10, 7, 7, 10],  # the document
+        [10, 11, 10, 10, 14],  # one token, seen by three answers of one token
+        [11, 12, 10, 11, 12],
+        [12, 13, 10, 11, 13],
+        [13, 14, 10, 11, 14],
+        [14, 18, 14, 14, 18],  # padding
+    ]
+    assert rest == [[18] * 5] * 23
     # 20 and 30 are both predicted by row 1, the last of the prompt; the masked 21 and the document's 40 by none.
     assert batch.logit_rows.tolist() == [1, 3, 1, 5, 7, 8, 10, 10, 10]
     assert batch.targets.tolist() == [20, 22, 30, 31, 41, 42, 60, 70, 80]
@@ -214,57 +238,84 @@ def test_a_shared_pack_written_out_by_hand():
 
 
 def test_an_unshared_pack_written_out_by_hand():
-    batch = build([PAIR, DOCUMENT], Rung(tokens=20, segments=9, keys=64, max_seqlen=5), share_prompt=False)
-    layout = batch.layout
-    assert batch.input_ids.tolist() == [10, 11, 20, 21, 22, 10, 11, 30, 31, 40, 41, 42, 0, 0, 0, 0, 0, 0, 0, 0]
-    assert layout.position_of_row.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2]
-    # Each sequence is a group of its own: the second copy of the prompt must not see the first.
-    assert layout.example_of_row.tolist() == [1, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, -1, -1, -1, -1, -1, -2, -2, -2]
-    assert layout.answer_of_row.tolist() == [-1, -1, 0, 0, 0, -1, -1, 1, 1, 0, 0, 0, -1, -1, -1, -1, -1, -1, -1, -1]
-    assert layout.cu_seqlens_q.tolist() == [0, 5, 9, 12, 17, 20, 20, 20, 20, 20]
-    assert torch.equal(layout.cu_seqlens_k, layout.cu_seqlens_q)
-    assert layout.kv_index is None
+    batch = build([PAIR, DOCUMENT], 15, share_prompt=False)
+    assert batch.input_ids.tolist() == [10, 11, 20, 21, 22, 10, 11, 30, 31, 40, 41, 42, 0, 0, 0]
+    assert batch.layout.position_of_row.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2, 0, 1, 2]
+    used, rest = used_and_rest(batch.layout)
+    # Each answer has its own prompt; the second copy of it must not see the first.
+    assert used == [
+        [0, 2, 0, 0, 5],
+        [2, 5, 0, 2, 5],
+        [5, 7, 5, 5, 9],
+        [7, 9, 5, 7, 9],
+        [9, 12, 9, 9, 12],
+        [12, 15, 12, 12, 15],
+    ]
+    assert rest == [[15] * 5] * 26
     assert batch.logit_rows.tolist() == [1, 3, 6, 7, 9, 10]
     assert batch.targets.tolist() == [20, 22, 30, 31, 41, 42]
     assert batch.answer_of_logit_row.tolist() == [0, 0, 1, 1, 2, 2]
+    assert batch.unique_rows == 12
 
 
-def test_forked_answers_of_an_empty_prompt_stand_alone():
+def test_a_pack_may_be_filled_to_the_last_row():
+    batch = build([PAIR], 7, share_prompt=True)
+    used, rest = used_and_rest(batch.layout)
+    assert batch.input_ids.tolist() == [10, 11, 20, 21, 22, 30, 31]
+    assert used == [[0, 2, 0, 0, 7], [2, 5, 0, 2, 5], [5, 7, 0, 2, 7]]
+    assert rest == [[7] * 5] * 29
+    assert batch.unique_rows == 7
+
+
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "unshared"])
+def test_forked_answers_of_an_empty_prompt_stand_alone(share):
     pair = hand_made([], ([20, 21], [True, True]), ([30], [True]))
-    batch = build([pair], Rung(tokens=6, segments=5, keys=8, max_seqlen=3), share_prompt=True)
+    batch = build([pair], 6, share)
     assert batch.layout.position_of_row.tolist() == [0, 1, 0, 0, 1, 2]
-    assert batch.layout.cu_seqlens_q.tolist() == [0, 2, 3, 6, 6, 6]
-    assert batch.layout.cu_seqlens_k.tolist() == [0, 2, 3, 6, 8, 8]
-    assert batch.layout.kv_index is not None
-    assert batch.layout.kv_index.tolist() == [0, 1, 2, 3, 4, 5, 3, 3]
+    assert used_and_rest(batch.layout)[0] == [[0, 2, 0, 0, 2], [2, 3, 2, 2, 3], [3, 6, 3, 3, 6]]
     assert batch.logit_rows.tolist() == [0]  # 21 after 20; the first token of neither answer has a predictor
     assert batch.targets.tolist() == [21]
     assert batch.answer_lengths == [1, 0]
 
 
+def test_an_empty_prompt_does_not_take_its_neighbours():
+    """What was the prompt of the example before, and how far it is seen, ends with that example."""
+    batch = build([PAIR, hand_made([], ([40], [True]), ([41], [True])), PAIR], 16, share_prompt=True)
+    assert used_and_rest(batch.layout)[0] == [
+        *([0, 2, 0, 0, 7], [2, 5, 0, 2, 5], [5, 7, 0, 2, 7]),
+        *([7, 8, 7, 7, 8], [8, 9, 8, 8, 9]),
+        *([9, 11, 9, 9, 16], [11, 14, 9, 11, 14], [14, 16, 9, 11, 16]),
+    ]
+
+
 def test_masks_at_the_ends_of_an_answer():
     example = hand_made([10], ([20, 21, 22], [False, True, False]), ([30, 31], [False, False]))
-    batch = build([example], Rung(tokens=8, segments=5, keys=9, max_seqlen=4), share_prompt=True)
+    batch = build([example], 8, share_prompt=True)
     assert batch.logit_rows.tolist() == [1]
     assert batch.targets.tolist() == [21]
     assert batch.answer_of_logit_row.tolist() == [0]
     assert batch.answer_lengths == [1, 0]
 
 
+@pytest.mark.parametrize(("documents", "padding", "entries"), [(31, 0, 32), (31, 1, 32), (32, 0, 32), (32, 1, 64)])
+def test_the_table_of_segments_has_a_multiple_of_32_entries(documents, padding, entries):
+    batch = build(random_examples([(0, (2,))] * documents), 2 * documents + padding, share_prompt=True)
+    assert batch.layout.segments.shape == (entries, 5)
+
+
 def test_layout_dtypes_are_what_kernels_take():
-    batch = build([PAIR], Rung(tokens=18, segments=12, keys=25, max_seqlen=5), share_prompt=True)
+    batch = build([PAIR], 18, share_prompt=True)
     layout = batch.layout
-    assert layout.kv_index is not None
-    int64 = (batch.input_ids, batch.logit_rows, batch.targets, batch.answer_of_logit_row, layout.kv_index)
-    assert {t.dtype for t in (*int64, layout.position_of_row)} == {torch.int64}
-    borders = (layout.cu_seqlens_q, layout.cu_seqlens_k, layout.example_of_row, layout.answer_of_row)
-    assert {t.dtype for t in borders} == {torch.int32}
-    assert type(layout.max_seqlen) is int  # a tensor here would stop the host at every layer
+    assert [item.name for item in fields(ForkLayout)] == ["segments", "position_of_row"]
+    int64 = (batch.input_ids, batch.logit_rows, batch.targets, batch.answer_of_logit_row, layout.position_of_row)
+    assert {t.dtype for t in int64} == {torch.int64}
+    assert layout.segments.dtype == torch.int32
+    assert layout.segments.is_contiguous()  # kernels read entry s at 5·s
 
 
 @pytest.mark.parametrize("share", [True, False])
 def test_to_a_device_keeps_every_field(share):
-    batch = build([PAIR, DOCUMENT], Rung(tokens=20, segments=20, keys=64, max_seqlen=5), share)
+    batch = build([PAIR, DOCUMENT], 20, share)
     moved = batch.to(torch.device("cpu"))
 
     def parts(record):

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.tiny import limits_for, random_pairs
+from tests.tiny import limits_of, random_examples, random_pairs
 from tuningfork.data.loader import EpochOrder, PackLoader, build_packs
+from tuningfork.data.pack import PackLimits
 
 
 def stream(order: EpochOrder, first: int = 0) -> list[int]:
@@ -79,13 +80,13 @@ def test_three_examples_and_a_batch_of_thirty_two():
     """open-instruct's small-data crash: every step is there, whole, and nothing is dropped."""
     examples = random_pairs(3)
     order = EpochOrder.plan(3, 32, seed=0, epochs=1, max_steps=None)
-    loader = PackLoader(examples, order, limits_for(examples))
+    loader = PackLoader(examples, order, limits_of())
     [(step, packs)] = loader.steps(0)
     assert step == 0
     assert Counter(e.id for pack in packs for e in pack.examples) == {e.id: 1 for e in examples}
 
     order = EpochOrder.plan(3, 32, seed=0, epochs=1, max_steps=2)
-    loader = PackLoader(examples, order, limits_for(examples))
+    loader = PackLoader(examples, order, limits_of())
     steps = [[e.id for pack in packs for e in pack.examples] for _, packs in loader.steps(0)]
     assert [len(ids) for ids in steps] == [32, 32]
     assert all(10 <= count <= 11 for ids in steps for count in Counter(ids).values())
@@ -104,7 +105,7 @@ def test_resuming_at_any_step_gives_the_same_stream_in_later_epochs_too():
     order = EpochOrder.plan(10, 3, seed=5, epochs=3, max_steps=None)  # 10 steps, borders of epochs inside steps
 
     def fresh() -> PackLoader:
-        return PackLoader(examples, order, limits_for(examples, tokens=64))
+        return PackLoader(examples, order, limits_of(tokens=64))
 
     whole = contents(fresh(), 0)
     assert [step for step, _, _ in whole] == list(range(10))
@@ -119,7 +120,7 @@ def test_resuming_at_any_step_gives_the_same_stream_in_later_epochs_too():
 
 def test_a_stream_can_be_left_early_and_taken_up_again():
     examples = random_pairs(8)
-    loader = PackLoader(examples, EpochOrder.plan(8, 2, 0, 2, None), limits_for(examples))
+    loader = PackLoader(examples, EpochOrder.plan(8, 2, 0, 2, None), limits_of())
     steps = loader.steps(0)
     assert next(steps)[0] == 0
     steps.close()
@@ -143,7 +144,7 @@ def test_a_seed_is_not_an_epoch_of_another_seed():
 def test_global_random_generators_are_left_alone():
     examples = random_pairs(6)
     before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state())
-    loader = PackLoader(examples, EpochOrder.plan(6, 4, 3, 2, None), limits_for(examples))
+    loader = PackLoader(examples, EpochOrder.plan(6, 4, 3, 2, None), limits_of())
     assert len(list(loader.steps(0))) == 3
     assert random.getstate() == before[0]
     assert np.random.get_state()[1].tolist() == before[1]
@@ -152,7 +153,7 @@ def test_global_random_generators_are_left_alone():
 
 def test_an_error_in_the_thread_reaches_the_caller():
     examples = random_pairs(4)
-    limits = limits_for(examples)
+    limits = limits_of()
     loader = PackLoader([*examples[:3], None], EpochOrder.plan(4, 1, 0, 1, None), limits)  # type: ignore[list-item]
     with pytest.raises(AttributeError):
         list(loader.steps(0))
@@ -160,9 +161,31 @@ def test_an_error_in_the_thread_reaches_the_caller():
 
 def test_build_packs_lays_out_what_the_packer_chose():
     examples = random_pairs(12)
-    limits = limits_for(examples, tokens=128)
+    limits = limits_of(tokens=128)
     packs = build_packs(examples, limits)
     assert len(packs) > 1
     assert Counter(e.id for pack in packs for e in pack.examples) == Counter(e.id for e in examples)
-    assert {len(pack.input_ids) for pack in packs} <= {rung.tokens for rung in limits.rungs}
+    assert all(len(pack.input_ids) == limits.rows(pack.unique_rows) <= 128 for pack in packs)
     assert sum(pack.unique_rows for pack in packs) == sum(e.unique_tokens for e in examples)
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "unshared"])
+def test_a_full_pack_has_no_padding(share, compiled):
+    examples = random_examples([(10, (20, 24)), (5, (6, 7))])
+    rows = sum(e.unique_tokens if share else e.plain_tokens for e in examples)
+    [batch] = build_packs(examples, PackLimits.plan(rows, share, compiled))
+    assert batch.unique_rows == len(batch.input_ids) == rows
+    assert int(batch.layout.segments[:, 1].max()) == rows
+
+
+@pytest.mark.parametrize(("share", "compiled"), [(True, True), (True, False), (False, True)])
+def test_packs_have_the_rows_that_the_limits_say(share, compiled):
+    examples = random_pairs(40)
+    limits = PackLimits.plan(1300, share, compiled)
+    packs = build_packs(examples, limits)
+    assert [len(pack.input_ids) for pack in packs] == [limits.rows(pack.unique_rows) for pack in packs]
+    assert {len(pack.input_ids) % limits.quantum for pack in packs if len(pack.input_ids) < 1300} <= {0}
+    assert sum(pack.unique_rows for pack in packs) == sum(
+        e.unique_tokens if share else e.plain_tokens for e in examples
+    )

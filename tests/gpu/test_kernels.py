@@ -11,7 +11,7 @@ import torch
 from tests.tiny import one_pack, random_examples
 from tuningfork.kernels.attention.plain import PlainAttention
 from tuningfork.kernels.row_logps import plain as plain_rows
-from tuningfork.records import LogitTransform
+from tuningfork.records import LogitTransform, TokenExample
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(7, (5, 9)), (1, (1, 3)), (12, (8, 2, 4)), (0, (6,)), (9, (1, 1)), (130, (70, 20)), (17, (13, 140))]
@@ -66,12 +66,11 @@ def test_row_logps_of_extreme_logits():
 
 @pytest.mark.parametrize("share_prompt", [True, False], ids=["shared", "unshared"])
 @pytest.mark.parametrize("window", [None, 6])
-@pytest.mark.parametrize("heads,kv_heads,width", [(4, 4, 64), (4, 2, 32), (2, 1, 128)])
-@pytest.mark.parametrize("kernel,dtype,softcap", [("varlen", torch.bfloat16, None), ("flex", torch.float32, None),
-                                                  ("flex", torch.bfloat16, 20.0)])  # fmt: skip
-def test_attention(kernel, dtype, softcap, heads, kv_heads, width, window, share_prompt):
-    from tuningfork.kernels.attention.flex import FlexAttention
-    from tuningfork.kernels.attention.varlen import VarlenAttention
+@pytest.mark.parametrize("heads,kv_heads,width", [(4, 4, 8), (4, 2, 80), (2, 1, 128), (2, 2, 256)])
+@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_attention(dtype, softcap, heads, kv_heads, width, window, share_prompt):
+    from tuningfork.kernels.attention.fork import ForkAttention
 
     batch = one_pack(random_examples(SHAPES), share_prompt, tokens=768).to(torch.device("cuda"))
     rows = len(batch.input_ids)
@@ -81,12 +80,45 @@ def test_attention(kernel, dtype, softcap, heads, kv_heads, width, window, share
 
     def run(form, to):
         leaves = [t.to(to).requires_grad_() for t in inputs]
-        prepared = form.prepare(batch.layout, frozenset({None, window}))
+        prepared = form.prepare(batch.layout)
         out = prepared.attend(*leaves, scale=width**-0.5, window=window, softcap=softcap)
         out.backward(out_grad.to(to))
         return [out.detach(), *(leaf.grad for leaf in leaves)]
 
-    fast = {"varlen": VarlenAttention, "flex": FlexAttention}[kernel]
-    truth, plain, ours = run(PlainAttention, torch.float64), run(PlainAttention, dtype), run(fast, dtype)
+    truth, plain, ours = run(PlainAttention, torch.float64), run(PlainAttention, dtype), run(ForkAttention, dtype)
     for what, o, p, t in zip(("out", "d query", "d key", "d value"), ours, plain, truth, strict=True):
         _no_worse(o, p, t, what)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_attention_of_an_example_has_the_same_bits_wherever_and_however_it_lies(softcap, dtype):
+    """At another place, among others, its answers in another order, the prompt shared or repeated."""
+    from tuningfork.kernels.attention.fork import ForkAttention
+
+    [pair] = random_examples([(130, (70, 200))])
+    others = random_examples([(17, (13, 140)), (1, (1, 3))], seed=1)
+    swapped = TokenExample(pair.source, pair.prompt_ids, pair.answers[::-1])
+    torch.manual_seed(0)
+    parts = [[torch.randn(n, 2, 64, device="cuda").to(dtype) for n in (130, 70, 200)] for _ in range(3)]
+
+    def outs(examples, share_prompt, place, order):
+        """The pair's prompt and two answers; it lies from row `place` on with its pieces in this order."""
+        batch = one_pack(examples, share_prompt, tokens=1152).to(torch.device("cuda"))
+        inputs = [torch.zeros(1152, 2, 64, device="cuda", dtype=dtype) for _ in range(3)]
+        spans, row = {}, place
+        for piece in order:
+            spans[piece] = slice(row, row + len(parts[0][piece]))
+            for into, of in zip(inputs, parts, strict=True):
+                into[spans[piece]] = of[piece]
+            row = spans[piece].stop
+        out = ForkAttention.prepare(batch.layout).attend(*inputs, scale=0.125, window=None, softcap=softcap)
+        return [out[spans[piece]] for piece in (0, 1, 2)]
+
+    first = outs([pair], True, 0, (0, 1, 2))
+    for case in (
+        outs([*others, pair], True, 175, (0, 1, 2)),
+        outs([swapped, *others], True, 0, (0, 2, 1)),
+        outs([pair, *others], False, 0, (0, 1, 0, 2)),
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(first, case, strict=True))

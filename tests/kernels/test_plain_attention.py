@@ -15,30 +15,36 @@ SHAPES = [(7, (5, 9)), (1, (1, 3)), (12, (8, 2, 4)), (0, (6,)), (0, (3, 5)), (9,
 HEADS, WIDTH = 4, 8
 
 
+def forks(examples: list[TokenExample], share_prompt: bool) -> list[tuple[list[int], list[list[int]]]]:
+    """(rows of a prompt, rows of each answer forked from it), all through a pack, from the definition alone."""
+    found: list[tuple[list[int], list[list[int]]]] = []
+    row = 0
+
+    def lay(tokens: int) -> list[int]:
+        nonlocal row
+        row += tokens
+        return list(range(row - tokens, row))
+
+    for example in examples:
+        for i, answer in enumerate(example.answers):
+            if i == 0 or not share_prompt:
+                found.append((lay(len(example.prompt_ids)), []))
+            found[-1][1].append(lay(len(answer.ids)))
+    return found
+
+
 def sees(examples: list[TokenExample], share_prompt: bool, rows: int, window: int | None) -> torch.Tensor:
     """bool [T, T], written from the definition alone: each row sees its own sequence up to itself.
 
     Padding rows see themselves here; what they hold is nobody's.
     """
     mask = np.eye(rows, dtype=bool)
-    row = 0
-
-    def allow(sequence: list[int], first_query: int) -> None:
-        for place in range(first_query, len(sequence)):
-            start = 0 if window is None else max(0, place - window + 1)
-            mask[sequence[place], sequence[start : place + 1]] = True
-
-    for example in examples:
-        p = len(example.prompt_ids)
-        prompt = list(range(row, row + p))
-        for i, answer in enumerate(example.answers):
-            if i > 0 and not share_prompt:
-                prompt = list(range(row, row + p))
-            if i == 0 or not share_prompt:
-                row += p
-            sequence = prompt + list(range(row, row + len(answer.ids)))
-            row += len(answer.ids)
-            allow(sequence, 0)
+    for prompt, answers in forks(examples, share_prompt):
+        for answer in answers:
+            sequence = prompt + answer
+            for place, row in enumerate(sequence):
+                start = 0 if window is None else max(0, place - window + 1)
+                mask[row, sequence[start : place + 1]] = True
     return torch.from_numpy(mask)
 
 
@@ -60,7 +66,7 @@ def random_qkv(rows: int, kv_heads: int, dtype=torch.float64, seed: int = 0) -> 
 
 
 def attend(batch: PackedBatch, q, k, v, scale=0.3, window=None, softcap=None):
-    prepared = PlainAttention.prepare(batch.layout, frozenset({None, window}))
+    prepared = PlainAttention.prepare(batch.layout)
     return prepared.attend(q, k, v, scale=scale, window=window, softcap=softcap)
 
 
@@ -131,20 +137,35 @@ def test_the_prompts_gradient_is_the_sum_over_its_answers():
 
 @pytest.mark.parametrize("softcap", [None, 2.0], ids=["no cap", "softcap"])
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "unshared"])
-def test_not_a_number_in_one_example_reaches_no_other(share, softcap):
-    """NaN survives a weight of exactly 0, so this finds even a masked read of a neighbour. Padding is poisoned too."""
+def test_not_a_number_in_one_segment_reaches_only_who_sees_it(share, softcap):
+    """NaN survives a weight of exactly 0, so this finds even a masked read of a neighbour: of another example, or of
+    the other answer. Padding is poisoned too."""
     examples = random_examples(SHAPES)
     batch = one_pack(examples, share)
-    q, k, v = random_qkv(len(batch.input_ids), 2, torch.float32)
+    rows = len(batch.input_ids)
+    q, k, v = random_qkv(rows, 2, torch.float32)
     clean = attend(batch, q, k, v, window=5, softcap=softcap)
-    of_row = batch.layout.example_of_row
-    for example in of_row.unique().tolist():
+    mask = sees(examples, share, rows, window=None)
+    parts = [part for prompt, answers in forks(examples, share) for part in (prompt, *answers) if part]
+    for segment in (*parts, list(range(batch.unique_rows, rows))):
         poisoned = [t.clone() for t in (q, k, v)]
         for t in poisoned:
-            t[of_row == example] = float("nan")
+            t[segment] = float("nan")
         out = attend(batch, *poisoned, window=5, softcap=softcap)
-        assert torch.equal(out[of_row != example], clean[of_row != example])
-        assert out[of_row == example].isnan().all()
+        untouched = ~mask[:, segment].any(1)
+        assert torch.equal(out[untouched], clean[untouched])
+        assert out[segment].isnan().all()
+
+
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "unshared"])
+def test_a_pack_filled_to_the_last_row_is_the_same_as_a_padded_one(share):
+    examples = random_examples(SHAPES)
+    padded = one_pack(examples, share)
+    n = padded.unique_rows
+    full = one_pack(examples, share, tokens=n)
+    inputs = random_qkv(len(padded.input_ids), 2, torch.float32)
+    out = attend(full, *(t[:n] for t in inputs), window=5)
+    assert torch.equal(out, attend(padded, *inputs, window=5)[:n])
 
 
 def test_every_row_of_the_result_is_written_padding_too():
@@ -172,6 +193,60 @@ def test_an_example_has_the_same_bits_at_any_place_of_any_pack(dtype):
         out = attend(batch, q, k, v, window=5)
         for name, rows in places.items():
             assert torch.equal(out[rows], reference.setdefault(name, out[rows]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 2.0], ids=["no cap", "softcap"])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("prompt", [0, 1, 33])
+def test_an_answer_has_the_same_bits_wherever_and_however_it_lies(prompt, window, softcap, dtype):
+    """As answer 0, 1 or 2, alone or behind others, the prompt shared or repeated; its own gradients, too."""
+    lengths = (17, 70, 1)
+    [ranking] = random_examples([(prompt, lengths)])
+    others = random_examples(SHAPES[:3], seed=1)
+    parts = [random_qkv(n, 2, dtype, seed=n) for n in (prompt, *lengths)]  # the prompt, then each answer
+    upstream = [random_qkv(n, 2, dtype, seed=n + 1000)[0] for n in lengths]
+
+    def run(order: tuple[int, ...], share: bool, before: list[TokenExample]) -> dict[int, list[torch.Tensor]]:
+        """Output of the prompt (0) and of each answer (1, 2, 3) with its gradients; answers lie in this order."""
+        example = TokenExample(ranking.source, ranking.prompt_ids, tuple(ranking.answers[i - 1] for i in order))
+        batch = one_pack([*before, example], share, tokens=320)
+        leaves = [torch.zeros(320, heads, WIDTH, dtype=dtype) for heads in (HEADS, 2, 2)]
+        out_grad = torch.zeros(320, HEADS, WIDTH, dtype=dtype)
+        spans: list[tuple[int, list[int]]] = []
+        for n, (rows, answers) in enumerate(forks([*before, example], share)[len(forks(before, share)) :]):
+            spans += [(0, rows), *zip(order if share else order[n : n + 1], answers, strict=True)]
+        for piece, rows in spans:
+            for into, of in zip(leaves, parts[piece], strict=True):
+                into[rows] = of
+            if piece > 0:
+                out_grad[rows] = upstream[piece - 1]
+        leaves = [t.requires_grad_() for t in leaves]
+        out = attend(batch, *leaves, window=window, softcap=softcap)
+        gradients = torch.autograd.grad(out, leaves, out_grad)
+        found: dict[int, list[torch.Tensor]] = {}
+        for piece, rows in spans:
+            mine = [out[rows], *(g[rows] for g in gradients if piece > 0)]
+            assert all(torch.equal(a, b) for a, b in zip(mine, found.setdefault(piece, mine), strict=True))
+        return found
+
+    first = run((1, 2, 3), True, [])
+    cases = [((2, 1, 3), True, []), ((3, 1, 2), True, others), ((1, 2, 3), False, []), ((2, 3, 1), False, others)]
+    cases += [((answer,), share, before) for answer in (1, 2, 3) for share, before in ((True, []), (False, others))]
+    for case in cases:
+        for piece, ours in run(*case).items():
+            assert all(torch.equal(a, b) for a, b in zip(ours, first[piece], strict=True)), (case, piece)
+
+
+def test_empty_entries_of_the_table_are_no_segments():
+    batch = one_pack([random_examples([(7, (5, 9))])[0]], True, tokens=21)
+    prepared = PlainAttention.prepare(batch.layout)
+    assert prepared.lengths == [7, 5, 9]
+    assert prepared.prompts == [None, 0, 0]
+    batch = one_pack([random_examples([(7, (5, 9))])[0]], False, tokens=30)
+    prepared = PlainAttention.prepare(batch.layout)
+    assert prepared.lengths == [7, 5, 7, 9, 2]
+    assert prepared.prompts == [None, 0, None, 2, None]
 
 
 def test_the_result_can_be_viewed_as_models_do():

@@ -58,10 +58,16 @@ def test_what_a_family_does_to_its_logits(family, transform):
 
 @pytest.mark.parametrize(
     ("family", "windows"),
-    [("llama", {None}), ("mistral", {None, 6}), ("olmo3", {None, 5}), ("gemma2", {None, 5}), ("qwen2", {None})],
+    [
+        ("llama", [None] * 4),
+        ("qwen2", [None] * 4),
+        ("mistral", [6] * 4),
+        ("olmo3", [5, 5, 5, None]),
+        ("gemma2", [5, None, 5, None]),
+    ],
 )
-def test_windows(family, windows):
-    assert tiny_policy(family).windows == windows
+def test_each_layer_has_its_own_window(family, windows):
+    assert tiny_policy(family).layer_windows == windows
 
 
 def test_head_dim_is_the_configs_or_the_share_of_the_hidden_size():

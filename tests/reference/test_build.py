@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tiny import head_of, limits_for, random_pairs, tiny_policy
+from tests.tiny import head_of, limits_of, random_pairs, tiny_policy
 from tuningfork.data.loader import build_packs, packs_in_windows
 from tuningfork.errors import ReferenceMismatch
 from tuningfork.records import PackedBatch
@@ -24,7 +24,7 @@ def lengths_as_logps(batch: PackedBatch) -> torch.Tensor:
 
 
 def packs(examples):
-    return build_packs(examples, limits_for(examples, tokens=128))
+    return build_packs(examples, limits_of(tokens=128))
 
 
 def test_all_missing_examples_are_scored_and_stored(tmp_path):
@@ -44,7 +44,7 @@ def test_windows_leave_no_example_between_them(tmp_path):
     built, scored = [], []
 
     def packs():
-        for pack in packs_in_windows(examples, limits_for(examples, tokens=128), window=4):
+        for pack in packs_in_windows(examples, limits_of(tokens=128), window=4):
             built.append(len(pack.examples))
             yield pack
 

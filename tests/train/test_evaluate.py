@@ -14,17 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tiny import (
-    FAMILIES,
-    head_of,
-    limits_for,
-    random_examples,
-    random_pairs,
-    score_alone,
-    tiny_policy,
-)
+from tests.tiny import FAMILIES, head_of, limits_of, random_examples, random_pairs, score_alone, tiny_policy
 from tuningfork.data.loader import build_packs
-from tuningfork.data.pack import plan_limits
+from tuningfork.data.pack import PackLimits
 from tuningfork.errors import ReferenceMismatch
 from tuningfork.models.load import Loaded
 from tuningfork.models.policy import Policy
@@ -85,7 +77,7 @@ OTHER_WAYS = {
     "small packs": {"tokens": 64},
     "huge packs": {"tokens": 2048},
     "one example a pack": {"alone": True},
-    "compiled ladder": {"ladder": True},
+    "sizes of compiled packs": {"compiled": True},
     "small chunks": {"chunk_rows": 32},
     "another order, size and chunk": {"order": ORDER[::-1], "tokens": 128, "chunk_rows": 40},
 }
@@ -100,12 +92,12 @@ def test_a_reference_built_in_any_other_way_has_the_same_bits(tmp_path, dtype, h
     policy = _policy("llama", dtype)
     order = [examples[i] for i in way.get("order", range(len(examples)))]
     tokens = way.get("tokens", 256)
-    limits = plan_limits(order, tokens, True, compiled="ladder" in way)
+    limits = PackLimits.plan(tokens, True, compiled="compiled" in way)
     packs = [p for e in order for p in build_packs([e], limits)] if "alone" in way else build_packs(order, limits)
     store = reference_of(start_of(policy, chunk_rows=way.get("chunk_rows", 8192)), packs, tmp_path)
 
     start = start_of(policy)
-    ours = build_packs(examples, limits_for(examples, 256))
+    ours = build_packs(examples, limits_of(256))
     assert check_start(start, ours, store) == 12
     assert (margins(start, ours, store) == 0).all()
     evaluation = evaluate(start, ours, store)
@@ -119,9 +111,9 @@ def test_step_zero_is_exact_in_every_family(tmp_path, family):
     examples = pairs()
     policy = _policy(family, torch.float32)
     start = start_of(policy)
-    reversed_small = build_packs(examples[::-1], limits_for(examples, 96))
+    reversed_small = build_packs(examples[::-1], limits_of(96))
     store = reference_of(start, reversed_small, tmp_path)
-    packs = build_packs(examples, limits_for(examples, 512))
+    packs = build_packs(examples, limits_of(512))
     assert check_start(start, packs, store) == 12
 
 
@@ -129,8 +121,8 @@ def test_step_zero_is_exact_for_one_token_answers_too(tmp_path):
     """Judge data: a long prompt, answers of one token. Alone in its pack, such a pair has two logit rows."""
     examples = random_examples([(100, (1, 1)) for _ in range(4)])
     start = start_of(_policy("llama", torch.float32))
-    together = build_packs(examples, limits_for(examples, 512))
-    apart = build_packs(examples, limits_for(examples, 128))
+    together = build_packs(examples, limits_of(512))
+    apart = build_packs(examples, limits_of(128))
     assert (len(together), len(apart)) == (1, 4)
     store = reference_of(start, together, tmp_path)
     check_start(start, apart, store)
@@ -139,7 +131,7 @@ def test_step_zero_is_exact_for_one_token_answers_too(tmp_path):
 def test_the_check_runs_as_training_will_with_gradients_on(tmp_path, monkeypatch):
     examples = pairs(3)
     start = start_of(_policy("llama", torch.float32))
-    packs = build_packs(examples, limits_for(examples))
+    packs = build_packs(examples, limits_of())
     store = reference_of(start, packs, tmp_path)
     modes: list[bool] = []
     forward = Policy.hidden_rows
@@ -160,7 +152,7 @@ def tampered(folder: Path, examples, logps: np.ndarray) -> ReferenceStore:
 def test_a_single_last_bit_is_found_and_its_answer_named(tmp_path):
     examples = pairs(4)
     start = start_of(_policy("llama", torch.float32))
-    packs = build_packs(examples, limits_for(examples))
+    packs = build_packs(examples, limits_of())
     logps = np.concatenate([start.score(p).numpy() for p in packs])
     assert check_start(start, packs, tampered(tmp_path / "right", examples, logps)) == 4
     logps[5] = np.nextafter(logps[5], 0.0)
@@ -175,7 +167,7 @@ def test_a_single_last_bit_is_found_and_its_answer_named(tmp_path):
 def test_the_worst_of_many_is_shown_with_both_values(tmp_path):
     examples = pairs(4)
     start = start_of(_policy("llama", torch.float32))
-    packs = build_packs(examples, limits_for(examples))
+    packs = build_packs(examples, limits_of())
     logps = np.concatenate([start.score(p).numpy() for p in packs])
     true = logps[2]
     logps += 1e-3
@@ -190,7 +182,7 @@ def test_a_policy_that_has_moved_is_not_the_reference(tmp_path):
     examples = pairs(4)
     policy = copy.deepcopy(_policy("llama", torch.float32))
     start = start_of(policy)
-    packs = build_packs(examples, limits_for(examples))
+    packs = build_packs(examples, limits_of())
     store = reference_of(start, packs, tmp_path)
     with torch.no_grad():
         policy.model.model.layers[0].mlp.up_proj.weight.mul_(1.0001)
@@ -202,7 +194,7 @@ def test_a_policy_that_gives_no_number_fails_the_check(tmp_path):
     examples = pairs(3)
     policy = copy.deepcopy(_policy("llama", torch.float32))
     start = start_of(policy)
-    packs = build_packs(examples, limits_for(examples))
+    packs = build_packs(examples, limits_of())
     store = reference_of(start, packs, tmp_path)
     with torch.no_grad():
         policy.model.model.norm.weight[0] = float("nan")
@@ -213,8 +205,8 @@ def test_a_policy_that_gives_no_number_fails_the_check(tmp_path):
 def test_a_hole_in_the_reference_is_counted_not_filled(tmp_path):
     examples = pairs(4)
     start = start_of(_policy("llama", torch.float32))
-    packs = build_packs(examples, limits_for(examples))
-    store = reference_of(start, build_packs(examples[:3], limits_for(examples)), tmp_path)
+    packs = build_packs(examples, limits_of())
+    store = reference_of(start, build_packs(examples[:3], limits_of()), tmp_path)
     for call in (check_start, evaluate):
         with pytest.raises(ReferenceMismatch, match="1 of 4 examples are not in the cache, first random:4"):
             call(start, packs, store)
@@ -225,7 +217,7 @@ def test_a_reference_with_shared_prompts_is_refused_by_a_run_without(tmp_path):
     examples = pairs(4)
     start = start_of(_policy("llama", torch.float32))
     cache = str(tmp_path / "cache")
-    shared, unshared = limits_for(examples, share_prompt=True), limits_for(examples, share_prompt=False)
+    shared, unshared = limits_of(share_prompt=True), limits_of(share_prompt=False)
     store = open_reference(start, True, cache, examples, shared, quiet())
     assert len(store) == 8
     with pytest.raises(ReferenceMismatch, match="share_prompt: this run has 'False', the cache was built with 'True'"):
@@ -235,7 +227,7 @@ def test_a_reference_with_shared_prompts_is_refused_by_a_run_without(tmp_path):
 def test_the_fingerprint_of_a_run_names_all_that_decides_a_bit(tmp_path):
     examples = pairs(2)
     start = start_of(_policy("llama", torch.float32))
-    open_reference(start, True, str(tmp_path), examples, limits_for(examples), quiet())
+    open_reference(start, True, str(tmp_path), examples, limits_of(), quiet())
     facts = json.loads((tmp_path / "fingerprint.json").read_text())
     assert {"weights", "config", "dtype", "attention kernel", "row_logps kernel", "compiled", "share_prompt"} < set(
         facts
@@ -244,7 +236,7 @@ def test_the_fingerprint_of_a_run_names_all_that_decides_a_bit(tmp_path):
 
     def refused(other: Start, fact: str) -> None:
         with pytest.raises(ReferenceMismatch, match=f"  {fact}: "):
-            open_reference(other, True, str(tmp_path), examples, limits_for(examples), quiet())
+            open_reference(other, True, str(tmp_path), examples, limits_of(), quiet())
 
     moved = copy.deepcopy(start.policy)
     with torch.no_grad():
@@ -252,7 +244,7 @@ def test_the_fingerprint_of_a_run_names_all_that_decides_a_bit(tmp_path):
     refused(start_of(moved), "weights")
     refused(start_of(_in(torch.bfloat16, start.policy)), "dtype")
     refused(replace(start, compiled=True), "compiled")
-    other_kernels = replace(start.policy.kernels, names={"attention": "flex", "row_logps": "plain"})
+    other_kernels = replace(start.policy.kernels, names={"attention": "fork", "row_logps": "plain"})
     refused(start_of(Policy(start.policy.model, other_kernels, torch.float32)), "attention kernel")
     scaled = copy.deepcopy(start.policy)
     scaled.model.config.rms_norm_eps = 1e-3  # no weight, but every number changes
@@ -268,10 +260,10 @@ def test_a_second_start_scores_nothing(tmp_path):
     """trl PR#6206: a cache that never hit."""
     examples = pairs(5)
     start = start_of(_policy("llama", torch.float32))
-    first = open_reference(start, True, str(tmp_path), examples, limits_for(examples), quiet())
+    first = open_reference(start, True, str(tmp_path), examples, limits_of(), quiet())
     again = start_of(tiny_policy("llama", torch.float32))  # the same weights, made anew
     again = replace(again, head=_NeverAsked(again.head.kernels, again.head.transform, 1))
-    second = open_reference(again, True, str(tmp_path), examples, limits_for(examples, 512), quiet())
+    second = open_reference(again, True, str(tmp_path), examples, limits_of(512), quiet())
     assert (second.lookup(examples) == first.lookup(examples)).all()
 
 
@@ -284,9 +276,7 @@ def test_evaluation_equals_plain_scores_and_the_papers_formula(tmp_path, name):
     store = ReferenceStore(tmp_path, {"any": "facts"})
     store.add(examples, [x for e in examples for x in known[e.id]])
     told: list[int] = []
-    result = evaluate(
-        start, build_packs(examples, limits_for(examples, 96)), store if name != "simpo" else None, told.append
-    )
+    result = evaluate(start, build_packs(examples, limits_of(96)), store if name != "simpo" else None, told.append)
 
     losses, rewards, correct = [], [], []
     for example in examples:
@@ -317,7 +307,7 @@ def test_evaluation_equals_plain_scores_and_the_papers_formula(tmp_path, name):
 def test_evaluation_trains_nothing_and_keeps_no_graph(tmp_path):
     start = start_of(copy.deepcopy(_policy("llama", torch.float32)))
     examples = pairs(3)
-    packs = build_packs(examples, limits_for(examples))
+    packs = build_packs(examples, limits_of())
     store = reference_of(start, packs, tmp_path)
     before = {key: t.clone() for key, t in start.policy.model.state_dict().items()}
     evaluate(start, packs, store)
@@ -334,5 +324,5 @@ def test_an_answer_that_is_chosen_here_and_rejected_there_keeps_its_own_bits(tmp
         for row, (i, j) in enumerate([(0, 1), (1, 0), (1, 2), (2, 0), (3, 1), (0, 3)], start=1)
     ]
     start = start_of(_policy("llama", torch.float32))
-    store = reference_of(start, build_packs(examples[::-1], limits_for(examples, 512)), tmp_path)
-    assert check_start(start, build_packs(examples, limits_for(examples, 128)), store) == 6
+    store = reference_of(start, build_packs(examples[::-1], limits_of(512)), tmp_path)
+    assert check_start(start, build_packs(examples, limits_of(128)), store) == 6

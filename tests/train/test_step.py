@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from tests.tiny import head_of, limits_for, random_examples, random_pairs, score_alone, tiny_policy
+from tests.tiny import head_of, limits_of, random_examples, random_pairs, score_alone, tiny_policy
 from tuningfork.data.loader import build_packs
 from tuningfork.errors import NonFiniteError
 from tuningfork.kernels.select import plain
@@ -89,7 +89,7 @@ def step(
     policy = policy or fresh_policy(family, dtype)
     objective = PreferenceObjective(ObjectiveConfig(name, sft_weight=sft_weight))
     known = reference_of(examples)
-    packs = build_packs(examples, limits_for(examples, tokens, share_prompt))
+    packs = build_packs(examples, limits_of(tokens, share_prompt))
     reference = None
     if objective.needs_reference:
         reference = [np.concatenate([known[e.id] for e in pack.examples]) for pack in packs]
@@ -259,7 +259,7 @@ def test_the_outcome_is_from_before_the_weights_moved():
 def test_at_the_start_dpo_is_ln_2_and_the_step_prefers_the_chosen():
     policy = fresh_policy()
     pairs = random_pairs(6)
-    packs = build_packs(pairs, limits_for(pairs, 64))
+    packs = build_packs(pairs, limits_of(64))
     head, objective = head_of(policy), PreferenceObjective(ObjectiveConfig("dpo"))
 
     def score() -> list[np.ndarray]:
@@ -297,7 +297,7 @@ def test_a_number_that_is_none_names_its_example_and_moves_nothing(bad):
         policy.model.get_input_embeddings().weight[token] = bad
     before = {key: t.clone() for key, t in policy.model.state_dict().items()}
     optimizer = build_optimizer(policy.model, TrainConfig(learning_rate=0.1))
-    packs = build_packs(pairs, limits_for(pairs, 64))
+    packs = build_packs(pairs, limits_of(64))
     reference = [np.full(2 * len(p.examples), -20.0) for p in packs]
     with pytest.raises(NonFiniteError, match=r"the log-prob of answer 1 of random:4 is nan"):
         train_step(policy, head_of(policy), PreferenceObjective(ObjectiveConfig()), optimizer, packs, reference, 1.0)
@@ -309,7 +309,7 @@ def test_a_reference_that_is_no_number_moves_nothing():
     policy = fresh_policy(dtype=torch.float32)
     pairs = random_pairs(3)
     before = {key: t.clone() for key, t in policy.model.state_dict().items()}
-    packs = build_packs(pairs, limits_for(pairs))
+    packs = build_packs(pairs, limits_of())
     reference = [np.array([-20.0, -21.0, float("nan"), -20.0, -20.0, -20.0])]
     with pytest.raises(NonFiniteError, match=r"loss is nan"):
         train_step(policy, head_of(policy), PreferenceObjective(ObjectiveConfig()), sgd(policy), packs, reference, None)
@@ -328,7 +328,7 @@ def test_a_log_prob_above_zero_is_refused():
     pairs = random_pairs(3)
     before = {key: t.clone() for key, t in policy.model.state_dict().items()}
     head = replace(head_of(policy), kernels=replace(kernels, row_logps=wrong))
-    packs = build_packs(pairs, limits_for(pairs))
+    packs = build_packs(pairs, limits_of())
     with pytest.raises(NonFiniteError, match=r"answer 0 of random:1 is .*, above 0"):
         train_step(policy, head, PreferenceObjective(ObjectiveConfig()), sgd(policy), packs, [np.full(6, -20.0)], None)
     assert unchanged(policy, before)

@@ -7,34 +7,28 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from tuningfork.data.pack import Rung
 from tuningfork.records import ForkLayout, PackedBatch, TokenExample
 
 PADDING_ID = 0  # any id of the vocabulary serves: padding rows are computed like others and used by nobody
+SEGMENT_QUANTUM = 32  # the table of segments is filled up with empty ones: a compiler takes lengths of 0 and 1 apart
 
 
-def build(examples: Sequence[TokenExample], rung: Rung, share_prompt: bool) -> PackedBatch:
-    """Lay whole examples side by side into a pack of the rung's static shape. All tensors are on the CPU."""
-    rows = _Rows()
+def build(examples: Sequence[TokenExample], rows: int, share_prompt: bool) -> PackedBatch:
+    """Lay whole examples side by side into a pack of `rows` rows, the last of them padding. Tensors are on the CPU."""
+    laid = _Rows()
     for example in examples:
-        rows.add(example, share_prompt)
-    unique_rows = rows.count
-    fork = share_prompt and any(len(example.answers) > 1 for example in examples)
-    rows.pad(rung, fork)
+        laid.add(example, share_prompt)
+    unique_rows = laid.count
+    laid.pad(rows)
     return PackedBatch(
-        input_ids=_tensor(rows.ids, torch.int64),
+        input_ids=_tensor(laid.ids, torch.int64),
         layout=ForkLayout(
-            cu_seqlens_q=_cumulative(rows.query_lengths, rung.segments),
-            cu_seqlens_k=_cumulative(rows.key_lengths if fork else rows.query_lengths, rung.segments),
-            kv_index=_tensor(rows.keys, torch.int64) if fork else None,
-            example_of_row=_tensor(rows.groups, torch.int32),
-            answer_of_row=_tensor(rows.answers, torch.int32),
-            position_of_row=_tensor(rows.positions, torch.int64),
-            max_seqlen=rung.max_seqlen,
+            segments=_table(laid.segments, rows),
+            position_of_row=_tensor(laid.positions, torch.int64),
         ),
-        logit_rows=_tensor(rows.logit_rows, torch.int64),
-        targets=_tensor(rows.targets, torch.int64),
-        answer_of_logit_row=_tensor(rows.answer_of_logit_row, torch.int64),
+        logit_rows=_tensor(laid.logit_rows, torch.int64),
+        targets=_tensor(laid.targets, torch.int64),
+        answer_of_logit_row=_tensor(laid.answer_of_logit_row, torch.int64),
         examples=tuple(examples),
         unique_rows=unique_rows,
     )
@@ -45,44 +39,38 @@ class _Rows:
 
     def __init__(self) -> None:
         self.count = 0  # rows so far
-        self.group = 0  # examples so far; without sharing, sequences so far
         self.answer = 0  # answers so far
+        self.segments: list[list[int]] = []
         self.ids: list[np.ndarray] = []
         self.positions: list[np.ndarray] = []
-        self.groups: list[np.ndarray] = []
-        self.answers: list[np.ndarray] = []
-        self.keys: list[np.ndarray] = []
-        self.query_lengths: list[int] = []
-        self.key_lengths: list[int] = []
         self.logit_rows: list[np.ndarray] = []
         self.targets: list[np.ndarray] = []
         self.answer_of_logit_row: list[np.ndarray] = []
 
     def add(self, example: TokenExample, share_prompt: bool) -> None:
         p = len(example.prompt_ids)
-        prompt_start = self.count
+        prompt = (self.count, self.count)
+        prompt_segment: list[int] | None = None
         for i, answer in enumerate(example.answers):
-            a = len(answer.ids)
-            with_prompt = i == 0 or not share_prompt
-            if with_prompt:
-                prompt_start = self.count
-                self.group += 1
-                self._lay(example.prompt_ids, first_position=0, answer=-1)
+            if p and (i == 0 or not share_prompt):
+                prompt_segment = self._lay(example.prompt_ids, first_position=0)
+                prompt = (self.count - p, self.count)
             start = self.count
-            self._lay(answer.ids, first_position=p, answer=i)
-            self.query_lengths.append(p + a if with_prompt else a)
-            self.key_lengths.append(p + a)
-            self.keys += [np.arange(prompt_start, prompt_start + p), np.arange(start, start + a)]
-            self._predict(answer.ids, answer.mask, start, last_prompt_row=prompt_start + p - 1 if p else None)
+            self._lay(answer.ids, first_position=p, prompt=prompt)
+            if prompt_segment is not None:
+                prompt_segment[-1] = self.count
+            self._predict(answer.ids, answer.mask, start, last_prompt_row=prompt[1] - 1 if p else None)
             self.answer += 1
 
-    def _lay(self, ids: np.ndarray, first_position: int, answer: int) -> None:
-        n = len(ids)
+    def _lay(self, ids: np.ndarray, first_position: int, prompt: tuple[int, int] | None = None) -> list[int]:
+        """Lay one segment; returns its entry of the table."""
+        start, n = self.count, len(ids)
         self.ids.append(ids)
         self.positions.append(np.arange(first_position, first_position + n))
-        self.groups.append(np.full(n, self.group))
-        self.answers.append(np.full(n, answer))
         self.count += n
+        entry = [start, self.count, *(prompt or (start, start)), self.count]
+        self.segments.append(entry)
+        return entry
 
     def _predict(self, ids: np.ndarray, mask: np.ndarray, start: int, last_prompt_row: int | None) -> None:
         """Row j-1 of the answer predicts its token j; the last prompt row predicts the first, if there is a prompt."""
@@ -96,35 +84,15 @@ class _Rows:
         self.targets.append(ids[counted])
         self.answer_of_logit_row.append(np.full(int(counted.sum()), self.answer))
 
-    def pad(self, rung: Rung, fork: bool) -> None:
-        """Fill up to the rung's rows and keys, in segments no longer than the rung allows."""
-        first_pad_row = self.count
-        keys = sum(self.key_lengths)
-        for i, n in enumerate(_pieces(rung.tokens - self.count, rung.max_seqlen)):
-            self.group = -1 - i
-            self.keys.append(np.arange(self.count, self.count + n))
-            self._lay(np.full(n, PADDING_ID), first_position=0, answer=-1)
-            self.query_lengths.append(n)
-            self.key_lengths.append(n)
-        if fork:
-            # Keys that no query reads. They gather a padding row: the gradient that lands there is nobody's.
-            spare = rung.keys - keys - (rung.tokens - first_pad_row)
-            self.keys.append(np.full(spare, first_pad_row))
-            for n in _pieces(spare, rung.max_seqlen):
-                self.query_lengths.append(0)
-                self.key_lengths.append(n)
+    def pad(self, rows: int) -> None:
+        """Fill up to `rows` with a segment of its own, so that attention writes those rows too."""
+        if rows > self.count:
+            self._lay(np.full(rows - self.count, PADDING_ID), first_position=0)
 
 
-def _pieces(total: int, largest: int) -> list[int]:
-    return [largest] * (total // largest) + ([total % largest] if total % largest else [])
-
-
-def _cumulative(lengths: list[int], segments: int) -> torch.Tensor:
-    """Segment borders, int32 [S+1]; unused segments at the end are empty."""
-    cumulative = np.zeros(segments + 1, dtype=np.int32)
-    cumulative[1 : len(lengths) + 1] = np.cumsum(lengths)
-    cumulative[len(lengths) + 1 :] = cumulative[len(lengths)]
-    return torch.from_numpy(cumulative)
+def _table(segments: list[list[int]], rows: int) -> torch.Tensor:
+    empty = [[rows] * 5] * (-len(segments) % SEGMENT_QUANTUM)
+    return torch.tensor(segments + empty, dtype=torch.int32)
 
 
 def _tensor(parts: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:

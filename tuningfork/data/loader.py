@@ -96,5 +96,5 @@ def packs_in_windows(examples: Sequence[TokenExample], limits: PackLimits, windo
 
 def build_packs(examples: Sequence[TokenExample], limits: PackLimits, pin_memory: bool = False) -> list[PackedBatch]:
     """Pack the examples and lay each bin out as tensors."""
-    batches = [build(members, rung, limits.share_prompt) for rung, members in pack(examples, limits)]
+    batches = [build(members, rows, limits.share_prompt) for rows, members in pack(examples, limits)]
     return [batch.pinned() for batch in batches] if pin_memory else batches

@@ -24,24 +24,23 @@ class Kernels:
     names: dict[str, str]
 
 
-def select(device: torch.device, dtype: torch.dtype, *, softcap: bool, head_dim: int) -> Kernels:
-    """Choose kernels for a device, a compute dtype and what the model's attention needs.
+def select(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernels:
+    """Choose kernels for a device, a compute dtype and a width of attention heads: Triton on a GPU, plain elsewhere.
 
-    On a GPU, flash attention serves 16-bit dtypes with heads up to 256 wide; FlexAttention serves soft-capping and
-    float32. Everything else is plain PyTorch.
+    Raises:
+        ModelError: heads are wider than the GPU's kernel takes.
     """
     if device.type != "cuda" or dtype == torch.float64:
         return plain()
-    from tuningfork.kernels.attention.flex import FlexAttention
-    from tuningfork.kernels.attention.varlen import VarlenAttention
+    from tuningfork.kernels.attention.fork import WIDEST_HEAD, ForkAttention
     from tuningfork.kernels.row_logps import fast
 
-    flash = dtype in (torch.bfloat16, torch.float16) and not softcap and head_dim % 8 == 0 and head_dim <= 256
-    if not flash and head_dim < 16:
-        raise ModelError(f"FlexAttention needs heads of size 16 or more, these have {head_dim}. Use train.device: cpu.")
-    attention: type = VarlenAttention if flash else FlexAttention
-    names = {"attention": "varlen" if flash else "flex", "row_logps": "triton"}
-    return Kernels(attention, fast.row_logps, fast.logits_gradient_, names)
+    if head_dim > WIDEST_HEAD:
+        raise ModelError(
+            f"Attention on a GPU takes heads up to {WIDEST_HEAD} wide, these have {head_dim}. Use train.device: cpu."
+        )
+    names = {"attention": "fork", "row_logps": "triton"}
+    return Kernels(ForkAttention, fast.row_logps, fast.logits_gradient_, names)
 
 
 def plain() -> Kernels:

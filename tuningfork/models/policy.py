@@ -31,14 +31,12 @@ class Policy:
         self.dtype = dtype
         self.transform = _logit_transform(self.config)
         self.layer_windows = _windows(model)
-        self.windows = frozenset({None, *self.layer_windows})
 
     @classmethod
     def fast(cls, model: PreTrainedModel, dtype: torch.dtype) -> Policy:
         """A policy with the best kernels for the device that the model is on."""
-        softcap = getattr(model.config, "attn_logit_softcapping", None) is not None
         device = next(model.parameters()).device
-        return cls(model, select(device, dtype, softcap=softcap, head_dim=head_dim(model.config)), dtype)
+        return cls(model, select(device, dtype, head_dim(model.config)), dtype)
 
     @classmethod
     def plain(cls, model: PreTrainedModel, dtype: torch.dtype) -> Policy:
@@ -65,7 +63,7 @@ class Policy:
 
     def hidden_rows(self, batch: PackedBatch) -> Tensor:
         """Final hidden states of the pack's logit rows, [R, D] in the compute dtype."""
-        fork = self.kernels.attention.prepare(batch.layout, self.windows)  # type: ignore[attr-defined]
+        fork = self.kernels.attention.prepare(batch.layout)  # type: ignore[attr-defined]
         precision: Any = nullcontext()
         if self.dtype != self.head_weight.dtype:
             precision = torch.autocast(self.device.type, self.dtype)
@@ -79,11 +77,15 @@ class Policy:
         return hidden.index_select(0, batch.logit_rows).to(self.dtype)
 
     def compile(self) -> None:
-        """Compile the decoder blocks, one by one: they share their code, so each static shape compiles once."""
-        # Every rung of the pack ladder is a graph of its own, for each kind of block.
+        """Compile the decoder blocks, one by one: blocks of a kind share their code, so each kind compiles once.
+
+        One graph serves every number of rows. Packs then need no padding up to a few static sizes, and a row meets the
+        same kernels, and so the same bits, in all of them.
+        """
+        # Each block is a guard of its own on the shared code, whatever it holds.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         for block in self.blocks:
-            block.compile(dynamic=False, options=_compiler_options())
+            block.compile(dynamic=True, options=_compiler_options())
 
     def checkpoint_activations(self) -> None:
         """Recompute each block in the backward pass instead of keeping its activations."""
@@ -104,6 +106,11 @@ class Policy:
         )
         width = config.num_attention_heads * head_dim(config)
         return FlopCounter(weights, self.head_weight.numel(), tuple((width, w) for w in self.layer_windows))
+
+
+def graphs_compiled() -> int:
+    """Graphs that the compiler has made in this process so far; each gets its backward pass when it is first needed."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def _compiler_options() -> dict[str, bool]:

@@ -129,7 +129,7 @@ class _OnePass(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         projection = _Projection.of(weight, hidden.dtype)
         d_hidden = torch.zeros_like(hidden)
-        d_weight = torch.zeros_like(weight)
+        d_weight = None
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         logps = []
         for chunk in _chunks(batch, head.chunk_rows):
@@ -148,17 +148,21 @@ class _OnePass(torch.autograd.Function):
                     logits, batch.targets[piece.rows], piece.lse, d_rows, head.transform
                 )
                 torch.mm(d_logits, projection.weight, out=d_hidden[piece.rows])
-                _accumulate_outer_(d_weight, d_logits, hidden[piece.rows])
+                d_weight = _add_outer(d_weight, d_logits, hidden[piece.rows], weight.dtype)
                 piece.logits = None
-        ctx.save_for_backward(d_hidden, d_weight)
+        ctx.gradients = d_hidden, torch.zeros_like(weight) if d_weight is None else d_weight
         answer_logps = torch.cat(logps)
         ctx.mark_non_differentiable(answer_logps)
         return total, answer_logps
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        d_hidden, d_weight = ctx.saved_tensors
-        return d_hidden * grad_loss.to(d_hidden.dtype), d_weight * grad_loss.to(d_weight.dtype), None, None, None
+        # Scaled in place, since the weight's gradient is large; so they can be handed out once only.
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("the head's loss was backpropagated twice; its gradients were handed out before.")
+        d_hidden, d_weight = (gradient.mul_(grad_loss.to(gradient.dtype)) for gradient in gradients)
+        return d_hidden, d_weight, None, None, None
 
 
 def sum_by_answer(row_logps: Tensor, answer_of_row: Tensor, answers: int) -> Tensor:
@@ -189,11 +193,12 @@ def _chunks(batch: PackedBatch, limit: int) -> Iterator[_Chunk]:
         yield _Chunk(slice(row, row + rows_in_chunk), slice(answer, answer + answers_in_chunk))
 
 
-def _accumulate_outer_(total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
-    """total [V, D] += d_logitsᵀ [V, r] · hidden [r, D], accumulated in the dtype of `total`."""
-    if d_logits.dtype == total.dtype:
-        torch.addmm(total, d_logits.t(), hidden, out=total)
-    elif d_logits.is_cuda:
-        total += torch.mm(d_logits.t(), hidden, out_dtype=total.dtype)
-    else:
-        torch.addmm(total, d_logits.t().to(total.dtype), hidden.to(total.dtype), out=total)
+def _add_outer(total: Tensor | None, d_logits: Tensor, hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """total [V, D] + d_logitsᵀ [V, r] · hidden [r, D], added up in `dtype`; written over `total` if there is one."""
+    if d_logits.dtype != dtype and d_logits.is_cuda:
+        product = torch.mm(d_logits.t(), hidden, out_dtype=dtype)
+        return product if total is None else total.add_(product)
+    d_logits, hidden = d_logits.to(dtype), hidden.to(dtype)
+    if total is None:
+        return torch.mm(d_logits.t(), hidden)
+    return torch.addmm(total, d_logits.t(), hidden, out=total)

@@ -27,7 +27,7 @@ METRICS: dict[str, str] = {
     "rewards/accuracy": "Share of pairs whose chosen answer has the higher reward; a tie counts half.",
     "logps/chosen": "Mean log-prob of a whole chosen answer under the model, summed over its tokens, nats.",
     "logps/rejected": "The same for the rejected answers.",
-    "step_s": "Mean wall seconds of a step, waiting for data included; evaluation and checkpoints excluded.",
+    "step_s": "Mean wall seconds from one step's numbers to the next: data, logging and checkpoints included.",
     "data_s": "Mean seconds of a step spent waiting for data.",
     "examples_per_s": "examples / wall seconds of the steps of the line.",
     "tokens_per_s": "tokens / the same seconds.",
@@ -97,7 +97,7 @@ class StepResult:
     answer_tokens: int
     rows: int  # of the packs, padding included
     pad_rows: int
-    seconds: float  # wall time of the whole step, measured after the device has finished it; data_seconds included
+    seconds: float  # wall time since the numbers of the step before were known; data, logging and checkpoints included
     data_seconds: float  # of these, waiting for data
     model_flops: float  # necessary work only, as models/flops.py counts it
     pairs: PairSums = PairSums()  # empty where examples are no pairs

@@ -19,6 +19,7 @@ from tuningfork.data.loader import EpochOrder, PackLoader, packs_in_windows
 from tuningfork.errors import NonFiniteError, RunFolderError, enough_memory
 from tuningfork.files import clear_abandoned, whole_folder
 from tuningfork.models import load
+from tuningfork.models.policy import graphs_compiled
 from tuningfork.reference.config import ReferenceConfig
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.console import Console
@@ -165,16 +166,15 @@ def training_steps(
     """Train step after step from step `first` (from 0), and measure each."""
     cuda = start.policy.device.type == "cuda"
     flops = start.policy.flops()
-    shapes_seen: set[int] = set()
-    begun = time.perf_counter()
+    graphs = -1
+    begun = waiting = time.perf_counter()
     for step, packs in loader.steps(first):
-        data_seconds = time.perf_counter() - begun
+        data_seconds = time.perf_counter() - waiting
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         lr = learning_rate(config, step, loader.order.total_steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        shapes = {len(pack.input_ids) for pack in packs}
         refs = None if reference is None else [reference.lookup(pack.examples) for pack in packs]
         try:
             with enough_memory(f"step {step + 1}"):
@@ -186,8 +186,7 @@ def training_steps(
                 f"step {step + 1}: {error} The weights were not moved; the last checkpoint is whole. "
                 "Lower train.learning_rate, or look at that example."
             ) from None
-        if cuda:
-            torch.cuda.synchronize()
+        # The device may still be moving the weights; it goes on from there to the next step without a pause.
         now = time.perf_counter()
         examples = [example for pack in packs for example in pack.examples]
         rows = sum(len(pack.input_ids) for pack in packs)
@@ -210,10 +209,10 @@ def training_steps(
                 outcome.rewards[:, 0], outcome.rewards[:, 1], outcome.logps[:, 0], outcome.logps[:, 1]
             ),
             peak_memory_bytes=torch.cuda.max_memory_allocated() if cuda else None,
-            compiled=start.compiled and not shapes <= shapes_seen,
+            compiled=start.compiled and graphs != graphs_compiled(),
         )
-        shapes_seen |= shapes
-        begun = time.perf_counter()
+        graphs = graphs_compiled()
+        begun, waiting = now, time.perf_counter()
 
 
 def _check_same_run(path: Path, saved: Progress, begun: Progress) -> None:

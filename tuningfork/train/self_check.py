@@ -11,8 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tuningfork.data.layout import build
-from tuningfork.data.pack import plan_limits
-from tuningfork.errors import ModelError
+from tuningfork.errors import ModelError, OutOfMemory, enough_memory
 from tuningfork.models import attention
 from tuningfork.models.policy import Policy
 from tuningfork.objective.head import Head
@@ -25,12 +24,13 @@ _TOLERANCE = 1e-3  # of the largest log-prob; float32 differs by 1e-6, a wrong m
 def check_packed_equals_alone(model: PreTrainedModel, path: str) -> None:
     """Compare in float32 with plain kernels, before anything is compiled. Raises ModelError."""
     examples = _examples(model.config.vocab_size)
-    batch = build(examples, plan_limits(examples, 64, True, compiled=False).full, share_prompt=True).to(model.device)
+    batch = build(examples, 64, share_prompt=True).to(model.device)
     policy = Policy.plain(model, torch.float32)
     with torch.no_grad():
         try:
-            hidden = policy.hidden_rows(batch)
-        except ModelError:
+            with enough_memory("checking the model"):
+                hidden = policy.hidden_rows(batch)
+        except (ModelError, OutOfMemory):
             raise
         except Exception as error:
             raise ModelError(
@@ -38,7 +38,10 @@ def check_packed_equals_alone(model: PreTrainedModel, path: str) -> None:
             ) from error
         packed = Head(policy.kernels, policy.transform, 8192).score(hidden, policy.head_weight, batch).cpu()
         try:
-            alone = torch.stack([score for example in examples for score in _score_alone(model, example)])
+            with enough_memory("checking the model"):
+                alone = torch.stack([score for example in examples for score in _score_alone(model, example)])
+        except OutOfMemory:
+            raise
         except Exception as error:
             raise ModelError(
                 f"{path}: {type(model).__name__} does not run with its own eager attention ({error}), so packed "

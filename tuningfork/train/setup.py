@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from tuningfork.data.audit import prepare
 from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.loader import packs_in_windows
-from tuningfork.data.pack import PackLimits, plan_limits, split_fitting
+from tuningfork.data.pack import PackLimits, split_fitting
 from tuningfork.errors import ConfigError, DataError, enough_memory
 from tuningfork.models.config import ModelConfig
 from tuningfork.models.load import Loaded, comparable, load, load_config
@@ -106,7 +106,7 @@ def read_data(
             f"{longest.id} has {longest.longest} tokens, but {model.path} knows {positions} positions. "
             f"Set data.max_length to {positions} or less."
         )
-    limits = plan_limits([*train, *held_out], pack.tokens, pack.share_prompt, compiled)
+    limits = PackLimits.plan(pack.tokens, pack.share_prompt, compiled)
     return Data(train, train_report, held_out, held_out_report, limits)
 
 

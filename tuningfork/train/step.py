@@ -65,11 +65,13 @@ def train_step(
         rewards.append(objective.rewards(logps[-1], None if ref is None else ref.view(-1, 2), lengths.view(-1, 2)))
 
     weights = [p for p in policy.model.parameters() if p.grad is not None]
-    norm = torch.nn.utils.clip_grad_norm_(weights, max_grad_norm or float("inf"), foreach=True)
-    outcome = StepOutcome(
+    norm = torch.nn.utils.get_total_norm([p.grad for p in weights if p.grad is not None], foreach=True)
+    outcome = StepOutcome(  # here, and only here, the host waits for the device
         float(torch.stack(losses).sum()), float(norm), torch.cat(logps).cpu(), torch.cat(rewards).cpu()
     )
     _check_finite(outcome, packs)
+    if max_grad_norm is not None and outcome.grad_norm > max_grad_norm:
+        torch.nn.utils.clip_grads_with_norm_(weights, max_grad_norm, norm, foreach=True)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return outcome
