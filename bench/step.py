@@ -34,6 +34,7 @@ from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.objective.head import Head
 from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import TokenExample
+from tuningfork.reference.build import fill
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.metrics import StepResult
 from tuningfork.report.throughput import RunTotals
@@ -127,8 +128,7 @@ def measure(
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as cache:
         store = ReferenceStore(Path(cache), {"bench": "step"})
-        for pack in build_packs(examples, limits):
-            store.add(pack.examples, start.score(pack).tolist())
+        fill(store, build_packs(examples, limits), start.score)
     reference_s = time.perf_counter() - begun
     begun = time.perf_counter()
     checked = check_start(start, loader.step(0), store)
