@@ -79,10 +79,10 @@ class Policy:
     def compile(self) -> None:
         """Compile the decoder blocks, one by one: blocks of a kind share their code, so each kind compiles once.
 
-        One graph serves every number of rows. Packs then need no padding up to a few static sizes, and a row meets the
-        same kernels, and so the same bits, in all of them.
+        The number of rows is no constant of a graph, so packs need no padding up to a few static sizes. The compiler
+        may still make a second graph for small packs, whose backward pass it fuses otherwise.
         """
-        # Each block is a guard of its own on the shared code, whatever it holds.
+        # A graph for each kind of block, and one more where a size lets the compiler fuse otherwise.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         for block in self.blocks:
             block.compile(dynamic=True, options=_compiler_options())

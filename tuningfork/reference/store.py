@@ -115,9 +115,8 @@ def answer_key(prompt_ids: np.ndarray, ids: np.ndarray, mask: np.ndarray) -> byt
 def example_keys(example: TokenExample) -> list[bytes]:
     """The key of each answer of an example: the content of all of it, and the answer's place.
 
-    The last bits of an answer's log-prob depend on its place and on the answer that lies behind the same prompt rows,
-    for attention kernels cut their work by the lengths of segments. So an answer that is chosen in one row and rejected
-    in another has two entries.
+    An answer that is chosen in one row and rejected in another has two entries. Attention no longer needs that: its
+    bits depend on the prompt and the answer alone.
     """
     parts = [answer_key(example.prompt_ids, answer.ids, answer.mask) for answer in example.answers]
     return [

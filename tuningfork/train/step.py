@@ -66,7 +66,7 @@ def train_step(
 
     weights = [p for p in policy.model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in weights if p.grad is not None], foreach=True)
-    outcome = StepOutcome(  # here, and only here, the host waits for the device
+    outcome = StepOutcome(  # the host waits for the device here, with all that was to be launched behind it
         float(torch.stack(losses).sum()), float(norm), torch.cat(logps).cpu(), torch.cat(rewards).cpu()
     )
     _check_finite(outcome, packs)
