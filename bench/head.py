@@ -36,8 +36,8 @@ from tuningfork.objective.head import Head
 from tuningfork.objective.objectives import BatchScale, PreferenceObjective
 from tuningfork.records import LogitTransform, PackedBatch
 
-# (hidden, weight, pack) -> scalar loss
-Form = Callable[[Tensor, Tensor, PackedBatch], Tensor]
+# (hidden, weight, pack): loss and its backward pass, into .grad of both
+Form = Callable[[Tensor, Tensor, PackedBatch], None]
 
 PROMPT = 16  # tokens; prompts have no logit rows
 PAIR_ROWS = 512  # logit rows of a pair on average; the yardstick's have 690
@@ -88,7 +88,7 @@ def forms(where: torch.device, chunk_rows: int) -> dict[str, Form | str]:
     return found
 
 
-def _ours(head: Head, hidden: Tensor, weight: Tensor, pack: PackedBatch) -> Tensor:
+def _ours(head: Head, hidden: Tensor, weight: Tensor, pack: PackedBatch) -> None:
     objective = PreferenceObjective(ObjectiveConfig())
     scale = BatchScale.of(pack.examples)
     lengths = torch.tensor(pack.answer_lengths, dtype=torch.float64, device=hidden.device)
@@ -97,25 +97,27 @@ def _ours(head: Head, hidden: Tensor, weight: Tensor, pack: PackedBatch) -> Tens
     def share(first: int, last: int, logps: Tensor) -> Tensor:
         return objective.loss(logps, reference[first:last], lengths[first:last], scale)
 
-    return head.loss(hidden, weight, pack, share)[0]
+    head.backward(hidden, weight, pack, share)
 
 
-def _liger(hidden: Tensor, weight: Tensor, pack: PackedBatch, *, cast: bool) -> Tensor:
+def _liger(hidden: Tensor, weight: Tensor, pack: PackedBatch, *, cast: bool) -> None:
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
     # input, weight, target, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
     # return_z_loss, accum_dtype
     rest = (pack.targets, None, None, -100, 0.0, 0.0, "sum", None, False, torch.float32)
     if cast:
-        return LigerFusedLinearCrossEntropyFunction.apply(hidden, weight.to(hidden.dtype), *rest)[0]
+        LigerFusedLinearCrossEntropyFunction.apply(hidden, weight.to(hidden.dtype), *rest)[0].backward()
+        return
     with torch.autocast(hidden.device.type, hidden.dtype):
-        return LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, *rest)[0]
+        loss = LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, *rest)[0]
+    loss.backward()
 
 
-def _torch_fused(hidden: Tensor, weight: Tensor, pack: PackedBatch) -> Tensor:
+def _torch_fused(hidden: Tensor, weight: Tensor, pack: PackedBatch) -> None:
     options = torch.nn.LinearCrossEntropyOptions()  # type: ignore[attr-defined]
     cast = weight.to(hidden.dtype)
-    return F.linear_cross_entropy(hidden, cast, pack.targets, reduction="sum", options=options)  # type: ignore
+    F.linear_cross_entropy(hidden, cast, pack.targets, reduction="sum", options=options).backward()  # type: ignore
 
 
 def measure(
@@ -130,10 +132,12 @@ def measure(
                    of the hidden states is in it
     """
 
-    def run() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(form(hidden, weight, pack), (hidden, weight))
+    def run() -> None:
+        hidden.grad = weight.grad = None
+        form(hidden, weight, pack)
 
     ms = median_ms(run, hidden.device, repeats)
+    hidden.grad = weight.grad = None
     held = transient_bytes(run, hidden.device)
     flops = 6 * hidden.numel() * len(weight)
     return {

@@ -29,7 +29,7 @@ from tuningfork.data.loader import EpochOrder, PackLoader, build_packs
 from tuningfork.data.pack import PackLimits
 from tuningfork.models.flops import FlopCounter
 from tuningfork.models.load import Loaded
-from tuningfork.models.policy import Policy
+from tuningfork.models.policy import Policy, hold_weights
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.objective.head import Head
 from tuningfork.objective.objectives import PreferenceObjective
@@ -42,7 +42,7 @@ from tuningfork.train.config import TrainConfig
 from tuningfork.train.evaluate import check_start
 from tuningfork.train.loop import training_steps
 from tuningfork.train.optimizer import build_optimizer
-from tuningfork.train.setup import Start
+from tuningfork.train.setup import DTYPES, Start
 
 PROFILED = 3  # steady steps, behind those that are timed
 
@@ -72,6 +72,10 @@ def measure(
     head_chunk_rows: int = 8192,
     epochs: int = 3,
     activation_checkpointing: bool = False,
+    weights: str = "float32",
+    optimizer: str = "adamw",
+    float8: bool = False,
+    learning_rate: float = 1e-6,
     seed: int = 0,
     profile: Path | None = None,
 ) -> dict[str, Any]:
@@ -107,7 +111,8 @@ def measure(
     free_memory()
     examples = shapes.yardstick(pairs, shapes.config(model).vocab_size)
     train = TrainConfig(
-        learning_rate=1e-6,
+        learning_rate=learning_rate,
+        optimizer=optimizer,
         examples_per_step=examples_per_step,
         epochs=epochs,
         schedule="constant",
@@ -115,7 +120,7 @@ def measure(
         seed=seed,
     )
     begun = time.perf_counter()
-    start = _start(model, seed, activation_checkpointing, head_chunk_rows)
+    start = _start(model, seed, activation_checkpointing, head_chunk_rows, DTYPES[weights], float8)
     build_s = time.perf_counter() - begun
 
     limits = PackLimits.plan(pack_tokens, share_prompt, start.compiled)
@@ -134,8 +139,7 @@ def measure(
     checked = check_start(start, loader.step(0), store)
     check_s = time.perf_counter() - begun
 
-    optimizer = build_optimizer(start.policy.model, train)
-    steps = training_steps(loader, start, optimizer, store, train, 0)
+    steps = training_steps(loader, start, build_optimizer(start.policy.model, train), store, train, 0)
     timed = _Timed(RunTotals(peak()), last_warmup=pairs // examples_per_step, last=last)
     timed.run(steps, DeviceProfile() if profile is not None else None)
     line = {
@@ -222,14 +226,19 @@ class _Timed:
         }
 
 
-def _start(model: str, seed: int, activation_checkpointing: bool, head_chunk_rows: int) -> Start:
+def _start(
+    model: str, seed: int, activation_checkpointing: bool, head_chunk_rows: int, weights: torch.dtype, float8: bool
+) -> Start:
     """The starting model as a run has it: on a GPU bfloat16 over float32 weights, compiled; on a CPU plain float32."""
     where = device()
     compiled = where.type == "cuda"
     built = shapes.build(model, where, seed)
+    hold_weights(built, weights)
     policy = Policy.fast(built, torch.bfloat16 if compiled else torch.float32)
     if activation_checkpointing:
         policy.checkpoint_activations()
+    if float8:
+        policy.use_float8()
     if compiled:
         policy.compile()
         torch.cuda.synchronize()
@@ -247,11 +256,15 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--head_chunk_rows", type=int, default=8192)
     options.add_argument("--epochs", type=int, default=3, help="the first one warms up")
     options.add_argument("--activation_checkpointing", type=int, choices=(0, 1), default=0)
+    options.add_argument("--weights", default="float32", choices=DTYPES, help="model.weights")
+    options.add_argument("--optimizer", default="adamw", choices=("adamw", "adamw_8bit"))
+    options.add_argument("--float8", type=int, choices=(0, 1), default=0)
+    options.add_argument("--learning_rate", type=float, default=1e-6)
     options.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the pairs")
     options.add_argument("--profile", type=Path, help="write where the device time of three more steps goes")
     settings = vars(options.parse_args(argv))
     out = settings.pop("out")
-    for name in ("share_prompt", "activation_checkpointing"):
+    for name in ("share_prompt", "activation_checkpointing", "float8"):
         settings[name] = bool(settings[name])
     line = measure(**settings)
     emit(line, out)

@@ -66,7 +66,11 @@ def another(hint: Any, default: Any) -> Any:
 
 
 # What must stand beside a setting for it to be read at all.
-NEEDS = {"data.max_length": ["--pack.tokens", "8192"], "objective.gamma": ["--objective.name", "simpo"]}
+NEEDS = {
+    "data.max_length": ["--pack.tokens", "8192"],
+    "objective.gamma": ["--objective.name", "simpo"],
+    "model.weights": ["--train.optimizer", "adamw_8bit"],
+}
 
 
 @pytest.mark.parametrize("key", SETTINGS)
@@ -87,6 +91,23 @@ def test_every_setting_can_be_given_in_a_recipe_and_as_a_flag_which_wins(key: st
         flag = before if isinstance(before, str) else yaml.safe_dump(before).split("\n")[0]
         back = load_run_config(Path("r.yaml"), [*BOTH, f"--{key}={flag}", *NEEDS.get(key, [])], "tuningfork train")
         assert settings(back)[key] == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--model.weights bfloat16", ("model.weights is bfloat16", "train.optimizer: adamw_8bit")),
+        (
+            "--model.weights bfloat16 --train.optimizer adamw_8bit --model.dtype float32",
+            ("model.weights is bfloat16, but model.dtype is float32", "bfloat16, or auto"),
+        ),
+        ("--model.float8 true --model.dtype float32", ("model.float8 is true, but model.dtype is float32",)),
+        ("--model.float8 true --model.compile off", ("model.float8 is true, but model.compile is off",)),
+    ],
+)
+def test_precisions_that_contradict_each_other_are_refused(flags: str, words: tuple[str, ...]) -> None:
+    message = error(None, *flags.split())
+    assert all(word in message for word in words)
 
 
 def test_the_settings_are_sections_of_plain_values_whose_defaults_are_valid() -> None:

@@ -76,6 +76,17 @@ def check(config: RunConfig) -> None:
             f"objective.gamma is {config.objective.gamma}, but objective.name {name} "
             "does not use it. Remove it, or choose simpo."
         )
+    if config.model.weights == "bfloat16" and config.train.optimizer != "adamw_8bit":
+        raise ConfigError(
+            f"model.weights is bfloat16, but train.optimizer {config.train.optimizer} rounds to the nearest: updates "
+            "smaller than the spacing of bfloat16, most of them at usual learning rates, would be lost. Set "
+            "train.optimizer: adamw_8bit, which rounds by chance, or model.weights: float32."
+        )
+    if config.model.dtype == "float32" and (config.model.weights == "bfloat16" or config.model.float8):
+        key = "model.float8 is true" if config.model.float8 else "model.weights is bfloat16"
+        raise ConfigError(f"{key}, but model.dtype is float32. Set model.dtype: bfloat16, or auto on a GPU.")
+    if config.model.float8 and config.model.compile == "off":
+        raise ConfigError("model.float8 is true, but model.compile is off: casts to float8 must be fused. Remove one.")
     if config.reference != defaults.reference and name == "simpo":
         raise ConfigError(
             f"reference.cache is {config.reference.cache}, but objective.name simpo has no reference. Remove it."

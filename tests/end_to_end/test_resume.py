@@ -460,7 +460,7 @@ def test_resume_in_another_dtype_is_refused(job: Job, monkeypatch: pytest.Monkey
     job = job.but({"objective.name": "simpo", "reference.cache": None, "output.save_every": 1})
     crash(job, step=3)
     with monkeypatch.context() as patch:
-        patch.setattr(setup, "choose_dtype", lambda name, device: torch.bfloat16)
+        patch.setattr(setup, "choose_dtype", lambda model, device: torch.bfloat16)
         message = job.refused("train", "--resume")
     assert "step-2 was computed in float32, this run would go on in bfloat16. Set model.dtype to float32" in message
     job.but({"model.dtype": "float32"}).done("train", "--resume")

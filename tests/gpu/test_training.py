@@ -34,11 +34,10 @@ def _policy(family: str, dtype: torch.dtype, compiled: bool = True) -> Policy:
 
 def _packed(policy, examples, weights, share_prompt):
     batch = one_pack(examples, share_prompt).to(CUDA)
-    loss, logps = head_of(policy, 64).loss(
+    policy.model.zero_grad()
+    _, logps = head_of(policy, 64).backward(
         policy.hidden_rows(batch), policy.head_weight, batch, lambda a, b, logps: (weights[a:b] * logps).sum()
     )
-    policy.model.zero_grad()
-    loss.backward()
     return logps, {name: p.grad.clone() for name, p in policy.model.named_parameters()}
 
 

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from tests.tiny import tiny_model
+from tuningfork.errors import ConfigError
 from tuningfork.train.config import TrainConfig
-from tuningfork.train.optimizer import build_optimizer, learning_rate
+from tuningfork.train.optimizer import build_optimizer, gradient_norm, learning_rate, set_learning_rate, step
 
 
 def rates(total: int, **settings) -> list[float]:
@@ -119,3 +120,97 @@ def test_two_steps_of_adamw_by_its_formula():
 
     assert model.weight.item() == pytest.approx(by_hand(decay), rel=1e-6)
     assert model.bias.item() == pytest.approx(by_hand(0.0), rel=1e-6)
+
+
+def moved(optimizer_of, gradients: list[torch.Tensor], scale: float | None) -> list[torch.Tensor]:
+    """What two equal steps make of weights of ones."""
+    weights = [nn.Parameter(torch.ones_like(gradient)) for gradient in gradients]
+    optimizer = optimizer_of(weights)
+    for _ in range(2):
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient.clone()
+        step(optimizer, None if scale is None else torch.tensor(scale))
+    assert getattr(optimizer, "grad_scale", None) is None
+    return [weight.detach() for weight in weights]
+
+
+@pytest.mark.parametrize("kind", ["fused", "plain"])
+def test_a_scaled_step_is_that_of_scaled_gradients(kind):
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(shape, generator=generator) for shape in ((7, 5), (3,))]
+
+    def optimizer_of(weights):  # an epsilon that counts, or Adam would divide the scale out again
+        if kind == "plain":
+            return torch.optim.SGD(weights, lr=0.1)
+        return torch.optim.AdamW(weights, lr=0.1, eps=0.1, fused=True)
+
+    scaled = moved(optimizer_of, gradients, 0.25)
+    expected = moved(optimizer_of, [0.25 * gradient for gradient in gradients], None)
+    for a, b in zip(scaled, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    assert not torch.allclose(scaled[0], moved(optimizer_of, gradients, None)[0], rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_norm_of_all_gradients_keeps_the_digits_of_float32(dtype):
+    """In bfloat16 itself it would have two."""
+    weights = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((50, 30), (11,), (2, 3))]
+    generator = torch.Generator().manual_seed(0)
+    for weight in weights[:2]:  # the third has none
+        weight.grad = torch.randn(weight.shape, generator=generator).to(dtype)
+    exact = math.sqrt(sum(float(weight.grad.double().square().sum()) for weight in weights[:2]))
+    assert float(gradient_norm(torch.optim.SGD(weights, lr=1.0))) == pytest.approx(exact, rel=1e-6)
+
+
+@pytest.fixture
+def uncompiled():
+    """torchao compiles its step for each shape of weight, which takes a CPU half a minute."""
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")
+
+
+def eight_bits(weights: torch.Tensor, gradient: float, steps: int, seed: int, rate: float) -> torch.Tensor:
+    """Weights after some steps of 8-bit AdamW on a gradient that does not change."""
+    model = nn.ParameterList([nn.Parameter(weights.clone())])
+    optimizer = build_optimizer(model, TrainConfig(optimizer="adamw_8bit", learning_rate=1.0))
+    set_learning_rate(optimizer, rate)
+    torch.manual_seed(seed)
+    for _ in range(steps):
+        model[0].grad = torch.full_like(weights, gradient)
+        step(optimizer)
+    return model[0].detach()
+
+
+def test_8_bit_adamw_keeps_updates_below_the_spacing_of_bfloat16_on_average(uncompiled):
+    ones = torch.ones(64, 64, dtype=torch.bfloat16)
+    rate, steps = 2.0**-13, 16  # the spacing is 2^-8 below 1: each step is a 32nd of it
+    after = eight_bits(ones, 0.5, steps, seed=1, rate=rate)
+    # Adam moves by the rate while the gradient stays; 4096 roundings a step, each off by half a spacing at most
+    noise = math.sqrt(steps / 4096) * 2.0**-8 / 2
+    assert float(after.double().mean()) == pytest.approx(1 - steps * rate, abs=4 * noise)
+    assert torch.equal(after, eight_bits(ones, 0.5, steps, seed=1, rate=rate))
+    assert not torch.equal(after, eight_bits(ones, 0.5, steps, seed=2, rate=rate))
+
+
+def test_8_bit_adamw_moves_float32_weights_as_adamw_does(uncompiled):
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(64, 64, generator=generator)
+    gradients = [torch.randn(64, 64, generator=generator) for _ in range(5)]
+    steps = {}
+    for kind in ("adamw", "adamw_8bit"):
+        model = nn.ParameterList([nn.Parameter(start.clone())])
+        optimizer = build_optimizer(model, TrainConfig(optimizer=kind, learning_rate=1e-2))
+        for gradient in gradients:
+            model[0].grad = gradient.clone()
+            step(optimizer)
+        steps[kind] = model[0].detach() - start
+    # A moment of 8 bits is off by a few percent where it is far below the largest of its block.
+    assert (steps["adamw_8bit"] - steps["adamw"]).norm() < 0.1 * steps["adamw"].norm()
+
+
+def test_without_torchao_8_bit_adamw_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "torchao.optim", None)
+    with pytest.raises(ConfigError, match=r"adamw_8bit.*pip install torchao"):
+        build_optimizer(nn.Linear(2, 2), TrainConfig(optimizer="adamw_8bit"))

@@ -13,6 +13,13 @@ class ModelConfig:
     path: str = ""
     """A Hugging Face model folder: config.json, safetensors weights, tokenizer."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Compute precision; weights and optimizer are always float32. auto: bfloat16 on a GPU, float32 on a CPU."""
+    """Compute precision. auto: bfloat16 on a GPU, float32 on a CPU."""
+    weights: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which matrices are kept and updated; norms and biases are always float32. With bfloat16, weights,
+    gradients and moments take 6 bytes a weight instead of 16. It needs train.optimizer adamw_8bit, which does not round
+    small updates away."""
+    float8: bool = False
+    """Matrix products of the decoder blocks in float8, a scale for each row. Needs torchao, an H100 or newer, and
+    model.compile. Faster on large models, with coarser gradients; log-probs stay independent of the pack."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile, one decoder block at a time. auto: on for a GPU."""

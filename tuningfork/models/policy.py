@@ -8,12 +8,13 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch._inductor.config
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tuningfork.errors import ModelError
 from tuningfork.kernels.select import Kernels, plain, select
+from tuningfork.models import compiler
+from tuningfork.models.float8 import use_float8
 from tuningfork.models.flops import FlopCounter
 from tuningfork.records import LogitTransform, PackedBatch
 
@@ -21,7 +22,8 @@ from tuningfork.records import LogitTransform, PackedBatch
 class Policy:
     """A model under training, or frozen.
 
-    Weights are float32; matrix products run in `dtype` (autocast), with `kernels` under the attention interface.
+    Matrix products run in `dtype`, with `kernels` under the attention interface. Weights are float32, or their matrices
+    bfloat16 (`hold_weights`); below float32 the model runs under autocast, since the two may meet.
     """
 
     def __init__(self, model: PreTrainedModel, kernels: Kernels, dtype: torch.dtype) -> None:
@@ -65,7 +67,7 @@ class Policy:
         """Final hidden states of the pack's logit rows, [R, D] in the compute dtype."""
         fork = self.kernels.attention.prepare(batch.layout)  # type: ignore[attr-defined]
         precision: Any = nullcontext()
-        if self.dtype != self.head_weight.dtype:
+        if self.dtype == torch.bfloat16:
             precision = torch.autocast(self.device.type, self.dtype)
         with precision:
             hidden = self.model.base_model(
@@ -76,6 +78,10 @@ class Policy:
             ).last_hidden_state[0]
         return hidden.index_select(0, batch.logit_rows).to(self.dtype)
 
+    def use_float8(self) -> int:
+        """Let the decoder blocks' linear layers multiply in float8; the number of layers. Raises ConfigError."""
+        return use_float8(self.blocks, self.device)
+
     def compile(self) -> None:
         """Compile the decoder blocks, one by one: blocks of a kind share their code, so each kind compiles once.
 
@@ -85,7 +91,7 @@ class Policy:
         # A graph for each kind of block, and one more where a size lets the compiler fuse otherwise.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         for block in self.blocks:
-            block.compile(dynamic=True, options=_compiler_options())
+            block.compile(dynamic=True, options=compiler.options(self.device))
 
     def checkpoint_activations(self) -> None:
         """Recompute each block in the backward pass instead of keeping its activations."""
@@ -108,18 +114,17 @@ class Policy:
         return FlopCounter(weights, self.head_weight.numel(), tuple((width, w) for w in self.layer_windows))
 
 
+def hold_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Keep a model's matrices in `dtype`. Vectors, such as the weights of norms, stay as they are: they are few, and
+    an optimizer of 8 bits would keep the moments of so small a tensor in its own dtype, too coarse in bfloat16."""
+    for weight in model.parameters():
+        if weight.ndim >= 2:
+            weight.data = weight.data.to(dtype)
+
+
 def graphs_compiled() -> int:
     """Graphs that the compiler has made in this process so far; each gets its backward pass when it is first needed."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-def _compiler_options() -> dict[str, bool]:
-    """A reduction must add in the same order in every graph, or the margin at step 0 is not 0.
-
-    By default the compiler times several orders on the device and keeps the fastest, anew for every graph.
-    """
-    known = torch._inductor.config
-    return {name: True for name in ("deterministic", "batch_invariant") if hasattr(known, name)}
 
 
 def _logit_transform(config: Any) -> LogitTransform:

@@ -49,13 +49,39 @@ class Head:
             sums = [self._logps(hidden, projection, batch, chunk)[0] for chunk in _chunks(batch, self.chunk_rows)]
             return torch.cat(sums)
 
-    def loss(self, hidden: Tensor, weight: Tensor, batch: PackedBatch, loss: ChunkLoss) -> tuple[Tensor, Tensor]:
-        """The pack's share of the loss, differentiable in `hidden` and `weight`, and its answer log-probs.
+    def backward(self, hidden: Tensor, weight: Tensor, batch: PackedBatch, loss: ChunkLoss) -> tuple[Tensor, Tensor]:
+        """Take a pack's share of the loss and backpropagate it, into `weight.grad` and, through `hidden`, the model.
+
+        The weight's gradient is added up in float32 or better by the matrix product itself, over the chunks of a pack
+        and, where `weight.grad` has that precision, over the packs of a step.
 
         Returns:
-            `(loss, logps)`: float64 scalar; float64 [A], the same bits as `score` gives, without gradient.
+            `(loss, logps)`: float64 scalar; float64 [A], the same bits as `score` gives. Neither has a gradient.
         """
-        return _OnePass.apply(hidden, weight, batch, self, loss)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            projection = _Projection.of(weight, hidden.dtype)
+            d_hidden = torch.zeros_like(hidden)
+            d_weight = _WeightGradient(weight)
+            total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+            logps = []
+            for chunk in _chunks(batch, self.chunk_rows):
+                sums, pieces = self._logps(hidden, projection, batch, chunk)
+                logps.append(sums)
+                share, d_sums = _differentiate(loss, chunk.answers, sums)
+                total += share
+                for piece in pieces:
+                    logits = piece.logits if piece.logits is not None else projection.logits(hidden[piece.rows])
+                    d_rows = d_sums.to(piece.lse.dtype)[batch.answer_of_logit_row[piece.rows] - chunk.answers.start]
+                    d_logits = self.kernels.logits_gradient_(
+                        logits, batch.targets[piece.rows], piece.lse, d_rows, self.transform
+                    )
+                    torch.mm(d_logits, projection.weight, out=d_hidden[piece.rows])
+                    d_weight.add_outer(d_logits, hidden[piece.rows])
+                    piece.logits = None
+            del projection  # the model's backward pass is where memory is short
+            d_weight.store()
+        hidden.backward(d_hidden)
+        return total, torch.cat(logps)
 
     def _logps(
         self, hidden: Tensor, projection: _Projection, batch: PackedBatch, chunk: _Chunk
@@ -120,49 +146,45 @@ class _Piece:
     lse: Tensor
 
 
-class _OnePass(torch.autograd.Function):
-    """Forward computes the gradients too; backward only hands them out."""
+class _WeightGradient:
+    """Adds products up into the gradient of a weight [V, D], in float32 at least."""
 
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, hidden: Tensor, weight: Tensor, batch: PackedBatch, head: Head, loss: ChunkLoss
-    ) -> tuple[Tensor, Tensor]:
-        projection = _Projection.of(weight, hidden.dtype)
-        d_hidden = torch.zeros_like(hidden)
-        d_weight = None
-        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        logps = []
-        for chunk in _chunks(batch, head.chunk_rows):
-            sums, pieces = head._logps(hidden, projection, batch, chunk)
-            logps.append(sums)
-            with torch.enable_grad():
-                leaf = sums.requires_grad_()
-                share = loss(chunk.answers.start, chunk.answers.stop, leaf)
-                (d_sums,) = torch.autograd.grad(share, leaf)
-            total += share.detach()
-            sums.detach_()
-            for piece in pieces:
-                logits = piece.logits if piece.logits is not None else projection.logits(hidden[piece.rows])
-                d_rows = d_sums.to(piece.lse.dtype)[batch.answer_of_logit_row[piece.rows] - chunk.answers.start]
-                d_logits = head.kernels.logits_gradient_(
-                    logits, batch.targets[piece.rows], piece.lse, d_rows, head.transform
-                )
-                torch.mm(d_logits, projection.weight, out=d_hidden[piece.rows])
-                d_weight = _add_outer(d_weight, d_logits, hidden[piece.rows], weight.dtype)
-                piece.logits = None
-        ctx.gradients = d_hidden, torch.zeros_like(weight) if d_weight is None else d_weight
-        answer_logps = torch.cat(logps)
-        ctx.mark_non_differentiable(answer_logps)
-        return total, answer_logps
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+        self._dtype = torch.promote_types(weight.dtype, torch.float32)
+        in_place = weight.grad is not None and weight.grad.dtype == self._dtype
+        self._total = weight.grad if in_place else None
 
-    @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        # Scaled in place, since the weight's gradient is large; so they can be handed out once only.
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
-            raise RuntimeError("the head's loss was backpropagated twice; its gradients were handed out before.")
-        d_hidden, d_weight = (gradient.mul_(grad_loss.to(gradient.dtype)) for gradient in gradients)
-        return d_hidden, d_weight, None, None, None
+    def add_outer(self, d_logits: Tensor, hidden: Tensor) -> None:
+        """Add d_logitsᵀ [V, r] · hidden [r, D]."""
+        if not self._weight.requires_grad:
+            return
+        a, b, total = d_logits.t(), hidden, self._total
+        # A GPU multiplies bfloat16 into float32; elsewhere the factors are cast.
+        mixed: dict[str, Any] = {"out_dtype": self._dtype} if a.is_cuda and a.dtype != self._dtype else {}
+        if not mixed:
+            a, b = a.to(self._dtype), b.to(self._dtype)
+        if total is None:
+            self._total = torch.mm(a, b, **mixed)
+        else:
+            torch.addmm(total, a, b, out=total, **mixed)
+
+    def store(self) -> None:
+        """Bring the sum to `weight.grad`."""
+        weight, total = self._weight, self._total
+        if not weight.requires_grad or total is weight.grad is not None:
+            return
+        total = torch.zeros_like(weight) if total is None else total.to(weight.dtype)
+        weight.grad = total if weight.grad is None else weight.grad.add_(total)
+
+
+def _differentiate(loss: ChunkLoss, answers: slice, logps: Tensor) -> tuple[Tensor, Tensor]:
+    """The share of the loss of some answers, and its gradient by their log-probs."""
+    with torch.enable_grad():
+        leaf = logps.detach().requires_grad_()
+        share = loss(answers.start, answers.stop, leaf)
+        (gradient,) = torch.autograd.grad(share, leaf)
+    return share.detach(), gradient
 
 
 def sum_by_answer(row_logps: Tensor, answer_of_row: Tensor, answers: int) -> Tensor:
@@ -191,14 +213,3 @@ def _chunks(batch: PackedBatch, limit: int) -> Iterator[_Chunk]:
         answers_in_chunk += k
     if answers_in_chunk:
         yield _Chunk(slice(row, row + rows_in_chunk), slice(answer, answer + answers_in_chunk))
-
-
-def _add_outer(total: Tensor | None, d_logits: Tensor, hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """total [V, D] + d_logitsᵀ [V, r] · hidden [r, D], added up in `dtype`; written over `total` if there is one."""
-    if d_logits.dtype != dtype and d_logits.is_cuda:
-        product = torch.mm(d_logits.t(), hidden, out_dtype=dtype)
-        return product if total is None else total.add_(product)
-    d_logits, hidden = d_logits.to(dtype), hidden.to(dtype)
-    if total is None:
-        return torch.mm(d_logits.t(), hidden)
-    return torch.addmm(total, d_logits.t(), hidden, out=total)

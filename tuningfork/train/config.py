@@ -20,6 +20,8 @@ class TrainConfig:
     """Train exactly this many steps instead of `epochs`."""
     examples_per_step: Annotated[int, Field(ge=1)] = 32
     """Batch size in examples, exactly. How a batch is cut into packs changes nothing but speed."""
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """adamw_8bit keeps its moments in 8 bits instead of 32: 2 bytes a weight instead of 8. Needs torchao."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
     """Shape of the learning rate after warm-up; linear and cosine end at 0."""
     warmup_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1

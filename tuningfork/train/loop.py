@@ -31,7 +31,7 @@ from tuningfork.train.checkpoint import Progress
 from tuningfork.train.config import OutputConfig, TrainConfig
 from tuningfork.train.evaluate import Evaluation, check_start, evaluate
 from tuningfork.train.folder import CONFIG
-from tuningfork.train.optimizer import build_optimizer, learning_rate
+from tuningfork.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from tuningfork.train.setup import Data, Start, dtype_name, model_digest, open_reference
 from tuningfork.train.step import train_step
 
@@ -173,8 +173,8 @@ def training_steps(
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         lr = learning_rate(config, step, loader.order.total_steps)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        set_learning_rate(optimizer, lr)
+        torch.manual_seed(config.seed * 2**32 + step)  # for rounding by chance: a pure function of (seed, step)
         refs = None if reference is None else [reference.lookup(pack.examples) for pack in packs]
         try:
             with enough_memory(f"step {step + 1}"):

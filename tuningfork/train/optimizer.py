@@ -1,29 +1,75 @@
-"""AdamW on float32 weights, and the learning rate as a pure function of the step."""
+"""The optimizers, the size of a gradient, and the learning rate as a pure function of the step."""
 
 from __future__ import annotations
 
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from tuningfork.errors import ConfigError
 from tuningfork.train.config import TrainConfig
 
 
-def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter 2019). Weight decay applies to matrices; norms and biases stay free of it."""
+def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
+    """AdamW (Loshchilov and Hutter 2019). Weight decay applies to matrices; norms and biases stay free of it.
+
+    `adamw_8bit` is torchao's: both moments in 8 bits, a scale for each block of 256 (Dettmers et al. 2022,
+    arXiv:2110.02861), computed in float32; what it writes into bfloat16 weights is rounded up or down by chance, so
+    that an update smaller than their spacing is kept on average.
+
+    Raises:
+        ConfigError: adamw_8bit is asked for and torchao is not installed.
+    """
     weights = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in weights if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in weights if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_eps,
-        fused=True,
-    )
+    groups = [group for group in groups if group["params"]]
+    betas = (config.adam_beta1, config.adam_beta2)
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_eps, fused=True)
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError as error:
+        raise ConfigError(
+            f"train.optimizer is adamw_8bit, which needs torchao ({error}). Install it: pip install torchao"
+        ) from error
+    return AdamW8bit(groups, lr=config.learning_rate, betas=betas, eps=config.adam_eps, bf16_stochastic_round=True)
+
+
+def gradient_norm(optimizer: Optimizer) -> Tensor:
+    """The 2-norm of all gradients together, a scalar on their device, computed in float32 at least."""
+    gradients = _gradients(optimizer)
+    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype)))
+
+
+def step(optimizer: Optimizer, scale: Tensor | None = None) -> None:
+    """Move the weights once, by gradients times `scale` (a scalar on their device). Gradients are used up."""
+    if scale is None:
+        optimizer.step()
+    elif optimizer.defaults.get("fused"):
+        # A fused optimizer divides by this while it reads a gradient, so scaling takes no pass over memory of its own.
+        optimizer.grad_scale = scale.reciprocal().float()  # type: ignore[attr-defined]
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.grad_scale  # type: ignore[attr-defined]
+    else:
+        torch._foreach_mul_(_gradients(optimizer), scale)
+        optimizer.step()
+
+
+def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
+    """The rate of the next steps, for all weights."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):  # a compiled step takes a new value, but not a new object
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
@@ -40,3 +86,7 @@ def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
     done = (step - warmup) / (total_steps - warmup)
     left = 1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
     return config.learning_rate * left
+
+
+def _gradients(optimizer: Optimizer) -> list[Tensor]:
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

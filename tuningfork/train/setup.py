@@ -18,7 +18,7 @@ from tuningfork.data.pack import PackLimits, split_fitting
 from tuningfork.errors import ConfigError, DataError, enough_memory
 from tuningfork.models.config import ModelConfig
 from tuningfork.models.load import Loaded, comparable, load, load_config
-from tuningfork.models.policy import Policy
+from tuningfork.models.policy import Policy, hold_weights
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.objective.head import Head
 from tuningfork.objective.objectives import PreferenceObjective
@@ -29,6 +29,8 @@ from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.console import Console
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.self_check import check_packed_equals_alone
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Start:
     objective: PreferenceObjective
     loaded: Loaded
     compiled: bool
+    float8: bool = False
 
     def score(self, batch: PackedBatch) -> Tensor:
         """Summed log-probs of a pack's answers under the policy as it is now, float64 [A] on its device.
@@ -72,11 +75,11 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 on a GPU and float32 on a CPU."""
-    if name == "auto":
-        name = "bfloat16" if device.type == "cuda" else "float32"
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+def choose_dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on a GPU and for bfloat16 weights, else float32."""
+    if model.dtype != "auto":
+        return DTYPES[model.dtype]
+    return torch.bfloat16 if device.type == "cuda" or model.weights == "bfloat16" else torch.float32
 
 
 def choose_compile(name: str, device: torch.device) -> bool:
@@ -137,10 +140,11 @@ def start_model(
     model: ModelConfig, objective: ObjectiveConfig, train: TrainConfig, device: torch.device, console: Console
 ) -> Start:
     """Load the starting model, check that packing it is exact, and put kernels and compiler under it."""
-    dtype = choose_dtype(model.dtype, device)
+    dtype = choose_dtype(model, device)
     compiled = choose_compile(model.compile, device)
     loaded = load(model.path)
     loaded.model.to(device)  # type: ignore[arg-type]
+    hold_weights(loaded.model, DTYPES[model.weights])
     check_packed_equals_alone(loaded.model, model.path)
     policy = Policy.fast(loaded.model, dtype)
     if train.activation_checkpointing:
@@ -148,16 +152,19 @@ def start_model(
             policy.checkpoint_activations()
         except ValueError as error:
             raise ConfigError(f"train.activation_checkpointing is true, but {model.path}: {error}") from error
+    precision = dtype_name(dtype)
+    if model.float8:
+        precision += f", {policy.use_float8()} linear layers in float8"
     if compiled:
         policy.compile()
     console.print(
         f"{model.path}: {sum(p.numel() for p in loaded.model.parameters()):,} parameters on {device_name(device)}, "
-        f"computing in {dtype_name(dtype)}, "
+        f"kept in {model.weights}, computing in {precision}, "
         + ", ".join(f"{kind} kernel {name}" for kind, name in policy.kernels.names.items())
         + (", blocks compiled" if compiled else "")
     )
     head = Head(policy.kernels, policy.transform, objective.head_chunk_rows)
-    return Start(policy, head, PreferenceObjective(objective), loaded, compiled)
+    return Start(policy, head, PreferenceObjective(objective), loaded, compiled, model.float8)
 
 
 def open_reference(
@@ -173,6 +180,7 @@ def open_reference(
             dtype=dtype_name(policy.dtype),
             **{f"{kind} kernel": name for kind, name in policy.kernels.names.items()},
             compiled=str(start.compiled),
+            float8=str(start.float8),
             share_prompt=str(share_prompt),
             device=device_name(policy.device),
             threads=str(torch.get_num_threads() if policy.device.type == "cpu" else "any"),

@@ -14,6 +14,7 @@ from tuningfork.models.policy import Policy
 from tuningfork.objective.head import Head
 from tuningfork.objective.objectives import BatchScale, PreferenceObjective
 from tuningfork.records import PackedBatch
+from tuningfork.train.optimizer import gradient_norm, step
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,32 +50,34 @@ def train_step(
 
     for i, pack in enumerate(packs):
         pack = pack.to(policy.device)
-        lengths = torch.tensor(pack.answer_lengths, dtype=torch.float64, device=policy.device)
-        ref = None if reference is None else torch.from_numpy(reference[i]).to(policy.device)
+        lengths = _on(policy.device, torch.tensor(pack.answer_lengths, dtype=torch.float64))
+        ref = None if reference is None else _on(policy.device, torch.from_numpy(reference[i]))
 
         def share(first: int, last: int, chunk_logps: Tensor, ref=ref, lengths=lengths) -> Tensor:  # type: ignore[no-untyped-def]
             of_chunk = None if ref is None else ref[first:last]
             return objective.loss(chunk_logps, of_chunk, lengths[first:last], scale)
 
         hidden = policy.hidden_rows(pack)
-        loss, answer_logps = head.loss(hidden, policy.head_weight, pack, share)
-        loss.backward()
+        loss, answer_logps = head.backward(hidden, policy.head_weight, pack, share)
 
-        losses.append(loss.detach())
+        losses.append(loss)
         logps.append(answer_logps.view(-1, 2))
         rewards.append(objective.rewards(logps[-1], None if ref is None else ref.view(-1, 2), lengths.view(-1, 2)))
 
-    weights = [p for p in policy.model.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in weights if p.grad is not None], foreach=True)
+    norm = gradient_norm(optimizer)
     outcome = StepOutcome(  # the host waits for the device here, with all that was to be launched behind it
         float(torch.stack(losses).sum()), float(norm), torch.cat(logps).cpu(), torch.cat(rewards).cpu()
     )
     _check_finite(outcome, packs)
-    if max_grad_norm is not None and outcome.grad_norm > max_grad_norm:
-        torch.nn.utils.clip_grads_with_norm_(weights, max_grad_norm, norm, foreach=True)
-    optimizer.step()
+    limit = max_grad_norm
+    step(optimizer, limit / (norm + 1e-6) if limit is not None and outcome.grad_norm > limit else None)
     optimizer.zero_grad(set_to_none=True)
     return outcome
+
+
+def _on(device: torch.device, tensor: Tensor) -> Tensor:
+    """The tensor on a device. From pinned memory, so that the host goes on while the device is busy."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _check_finite(outcome: StepOutcome, packs: Sequence[PackedBatch]) -> None:

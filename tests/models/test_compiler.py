@@ -1,0 +1,57 @@
+"""Weight gradients that leave their product in float32: what the compiler's pass replaces, and what it leaves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tuningfork.models import compiler
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+def gradient(g, x):
+    return prims.convert_element_type(aten.mm(aten.permute(g, [1, 0]), x), torch.float32)
+
+
+def used_twice(g, x):
+    product = aten.mm(aten.permute(g, [1, 0]), x)
+    return prims.convert_element_type(product, torch.float32), aten.neg(product)
+
+
+def used_further(g, x):
+    return aten.neg(gradient(g, x))
+
+
+def of_the_input(g, x):
+    return prims.convert_element_type(aten.mm(g, aten.permute(x, [1, 0])), torch.float32)
+
+
+def passed(function, dtype=torch.bfloat16) -> list[str]:
+    """The operators of a function's graph behind the pass."""
+    with FakeTensorMode():
+        graph = make_fx(function)(torch.empty(8, 8, dtype=dtype), torch.empty(8, 8, dtype=dtype)).graph
+    compiler.Float32WeightGradients()(graph)
+    graph.lint()
+    return [str(node.target) for node in graph.nodes if node.op == "call_function"]
+
+
+def test_a_weights_gradient_comes_from_one_product():
+    assert passed(gradient) == ["aten.permute.default", "aten.mm.dtype"]
+
+
+@pytest.mark.parametrize("function", [used_twice, used_further, of_the_input])
+def test_other_products_stay(function):
+    assert "aten.mm.dtype" not in passed(function)
+
+
+def test_a_product_in_float32_has_nothing_to_gain():
+    assert "aten.mm.dtype" not in passed(gradient, torch.float32)
+
+
+def test_the_pass_is_for_gpus_which_alone_have_the_product():
+    assert "post_grad_custom_pre_pass" in compiler.options(torch.device("cuda"))
+    assert "post_grad_custom_pre_pass" not in compiler.options(torch.device("cpu"))
+    assert compiler.options(torch.device("cpu"))["deterministic"]
