@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -73,7 +73,7 @@ def measure(
     epochs: int = 3,
     activation_checkpointing: bool = False,
     weights: str = "float32",
-    optimizer: str = "adamw",
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw",
     float8: bool = False,
     learning_rate: float = 1e-6,
     seed: int = 0,
