@@ -85,7 +85,7 @@ class Policy:
         # A graph for each kind of block, and one more where a size lets the compiler fuse otherwise.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         for block in self.blocks:
-            block.compile(dynamic=True, options=_compiler_options())
+            block.compile(dynamic=True, options=compiler_options())
 
     def checkpoint_activations(self) -> None:
         """Recompute each block in the backward pass instead of keeping its activations."""
@@ -113,7 +113,7 @@ def graphs_compiled() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def _compiler_options() -> dict[str, bool]:
+def compiler_options() -> dict[str, bool]:
     """A reduction must add in the same order in every graph, or the margin at step 0 is not 0.
 
     By default the compiler times several orders on the device and keeps the fastest, anew for every graph.
