@@ -8,6 +8,7 @@ Rates divide the work of all steps after the first epoch, which compiles everyth
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -122,6 +123,7 @@ def measure(
     begun = time.perf_counter()
     start = _start(model, seed, activation_checkpointing, head_chunk_rows, DTYPES[weights], float8)
     build_s = time.perf_counter() - begun
+    print(f"{model}: weights made in {build_s:.1f} s; scoring the reference", file=sys.stderr, flush=True)
 
     limits = PackLimits.plan(pack_tokens, share_prompt, start.compiled)
     order = EpochOrder.plan(pairs, examples_per_step, seed, epochs, None)
@@ -138,6 +140,7 @@ def measure(
     begun = time.perf_counter()
     checked = check_start(start, loader.step(0), store)
     check_s = time.perf_counter() - begun
+    print(f"scored in {reference_s:.1f} s, checked in {check_s:.1f} s; training", file=sys.stderr, flush=True)
 
     steps = training_steps(loader, start, build_optimizer(start.policy.model, train), store, train, 0)
     timed = _Timed(RunTotals(peak()), last_warmup=pairs // examples_per_step, last=last)
@@ -188,6 +191,8 @@ class _Timed:
         for step in steps:
             if step.step <= self.last_warmup:
                 self.warmup_s += step.seconds
+                if step.step == 1 or step.step == self.last_warmup:
+                    print(f"step {step.step}: {self.warmup_s:.1f} s of training", file=sys.stderr, flush=True)
                 graphs = counters["stats"]["unique_graphs"]
             elif step.step <= self.last:
                 self.totals.add(step)

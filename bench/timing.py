@@ -10,12 +10,17 @@ from statistics import median
 
 import torch
 
+CYCLES = 2e9  # of a GPU's clock in a second, at most
 
-def median_ms(run: Callable[[], object], device: torch.device, repeats: int, warmup: int = 3) -> float:
+
+def median_ms(
+    run: Callable[[], object], device: torch.device, repeats: int, warmup: int = 3, device_only: bool = False
+) -> float:
     """Median milliseconds of `run`, after `warmup` calls that are not counted.
 
     On a GPU the time between two events in its stream: calls follow each other without a pause, so the host's time
-    shows only where the host cannot keep up. On a CPU wall time.
+    shows only where the host cannot keep up. With `device_only` not even there: the device first waits for as long as
+    the host takes to issue all calls. On a CPU wall time.
     """
     for _ in range(warmup):
         run()
@@ -28,6 +33,12 @@ def median_ms(run: Callable[[], object], device: torch.device, repeats: int, war
         return median(times)
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     torch.cuda.synchronize()
+    if device_only:
+        begun = time.perf_counter()
+        run()
+        ahead = min(2 * repeats * (time.perf_counter() - begun), 0.5)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(int(ahead * CYCLES))
     marks[0].record()
     for mark in marks[1:]:
         run()

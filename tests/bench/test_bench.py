@@ -8,13 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from torch.autograd import DeviceType
 
-from bench import attention, head, peers, shapes, step
+from bench import attention, elementwise, head, parts, peers, products, shapes, step
 from bench.device_time import DeviceProfile, category
 from bench.output import table
+from tuningfork.data import layout
 from tuningfork.kernels.attention.plain import PlainAttention
 from tuningfork.models.flops import FlopCounter
+from tuningfork.models.policy import Policy
 
 RESULTS = Path(peers.__file__).parent / "results" / "2026-11-28-h100-yardstick.jsonl"
 
@@ -166,6 +169,99 @@ def test_attention_counts_visible_pairs():
     layouts = attention.Layouts.of(shapes.random_pairs([(3, 2, 1)], 10), 1024)
     assert layouts.visible_pairs() == (6 + (15 - 6) + (10 - 6), 15 + 10)
     assert attention.kernels(None, torch.device("cpu")) == {"plain": PlainAttention}
+
+
+def test_elementwise_compares_every_part(capsys):
+    elementwise.main(["--rows", "8", "--repeats", "1", "--forms", "eager", "liger"])
+    lines = json_lines(capsys.readouterr().out)
+    assert [line["part"] for line in lines[::2]] == list(parts.PARTS)
+    for eager, liger in zip(lines[::2], lines[1::2], strict=True):
+        assert eager["train_ms"] > 0 and not eager["note"] and "missing" in liger["note"]
+        assert max(eager["error_output"], eager["error_gradient"], eager["error_weight"] or 0) < 1e-5
+        assert eager["ratio_gradient"] == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # the compiler's own imports
+def test_elementwise_compiles_as_the_policy_does(capsys):
+    elementwise.main(["--rows", "8", "--repeats", "1", "--parts", "swiglu", "--forms", "eager", "inductor"])
+    out = capsys.readouterr().out
+    compiled = json_lines(out)[1]
+    assert not compiled["note"] and compiled["error_gradient"] < 1e-5 and compiled["ratio_output"] > 0
+    assert "forward GB/s" in out
+
+
+def family(name: str, rows: int) -> parts.Family:
+    return parts.Family(shapes.config(name), rows, torch.bfloat16, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("name", "forward_and_backward"),
+    [
+        ("tiny", {"norm": (4, 6), "add_norm": (12, 14), "swiglu": (6, 10), "qk_norm": (4, 6), "rope": (4, 4)}),
+        ("qwen3_1_7b", {"norm": (6, 10), "add_norm": (12, 16), "swiglu": (6, 10), "qk_norm": (6, 8), "rope": (6, 6)}),
+        ("smollm2_135m", {"norm": (6, 10), "add_norm": (12, 16), "swiglu": (6, 10), "rope": (4, 4)}),
+    ],
+)
+def test_elementwise_counts_the_bytes_of_its_docstring(name, forward_and_backward):
+    family_of = family(name, rows=2)
+    assert parts.parts(family_of).keys() == forward_and_backward.keys()
+    both = family_of.heads + family_of.key_heads
+    hidden, inner = family_of.config.hidden_size, family_of.config.intermediate_size
+    width = {"norm": hidden, "add_norm": hidden, "swiglu": inner, "qk_norm": both, "rope": both}
+    for part_name, kind in parts.parts(family_of).items():
+        part = kind(family_of)
+        weights = 4 * sum(weight.numel() for weight in part.parameters())
+        angles = 2 * 8 * family_of.width if part_name == "rope" else 0
+        forward, backward = (2 * width[part_name] * n for n in forward_and_backward[part_name])
+        counted, whole = elementwise.traffic(part, part.inputs())
+        assert counted == forward + weights + angles
+        assert whole - counted == backward + 2 * weights + angles
+
+
+TINY_QWEN3 = (transformers.Qwen3Config, 64, 128, 2, 4, 2, 512, {"head_dim": 16, "rope_theta": 10000})
+
+
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [
+        ("tiny", {"post_attention_layernorm": "norm", "self_attn.q_norm": "qk_norm"}),
+        ("tiny_qwen3", {"input_layernorm": "norm", "self_attn.q_norm": "qk_norm"}),
+    ],
+)
+def test_parts_take_the_dtypes_of_a_training_step(monkeypatch, name, modules):
+    monkeypatch.setitem(shapes.SHAPES, "tiny_qwen3", TINY_QWEN3)
+    model, taken, rotated = shapes.build(name, "cpu"), {}, []
+    modeling = family(name, 8).modeling
+    rotate = modeling.apply_rotary_pos_emb
+    monkeypatch.setattr(modeling, "apply_rotary_pos_emb", lambda *t: rotated.append([x.dtype for x in t]) or rotate(*t))
+    for module in modules:
+        model.base_model.layers[0].get_submodule(module).register_forward_hook(
+            lambda _, inputs, __, module=module: taken.update({module: inputs[0].dtype})
+        )
+    Policy.fast(model, torch.bfloat16).hidden_rows(layout.build(shapes.random_pairs([(4, 3, 2)], 512), 64, True))
+    given = {part: [x.dtype for x in kind(family(name, 8)).inputs()] for part, kind in parts.PARTS.items()}
+    assert taken == {module: given[part][0] for module, part in modules.items()}
+    assert rotated[0] == given["rope"]
+
+
+def test_products_add_up_to_a_block(capsys):
+    products.main(["--rows", "16", "32", "--each_s", "0"])
+    out = capsys.readouterr().out
+    lines = json_lines(out)
+    singles = [line for line in lines if line.get("kind") == "forward" and line["number"] == "bfloat16"]
+    assert [line["layers"] for line in singles[::2]] == ["q k v o", "gate up", "down", "q+k+v", "gate+up"]
+    assert all(line["ms"] > 0 and not line["note"] for line in singles)
+    assert {"separate", "joined"} <= {line["block"] for line in lines if "block" in line}
+    assert "TFLOP/s" in out
+
+
+def test_a_block_is_three_products_for_each_layer():
+    def line(names: str, kind: str) -> dict:
+        return {"layers": names, "out": 10, "in": 10, "kind": kind, "number": "bfloat16", "rows": 5, "ms": 1.0}
+
+    lines = [line(names, kind) for names in ("q k v o", "gate up", "down") for kind in products.KINDS[:3]]
+    (block,) = products.blocks([*lines, {**line("down", "weight_gradient_32"), "rows": 6}], [5, 6])
+    assert block == {"block": "separate", "rows": 5, "block_ms": 21.0, "block_tflops": 0.0}
 
 
 def recorded() -> list[dict]:

@@ -57,11 +57,14 @@ def test_row_logps_of_extreme_logits():
     """Huge, equal and infinite logits give the right finite numbers, or NaN where there is no number."""
     from tuningfork.kernels.row_logps import fast
 
-    logits = torch.tensor([[1e4, -1e4, 0.0], [5.0, 5.0, 5.0], [float("-inf"), 0.0, 0.0], [float("nan"), 0.0, 0.0]])
-    logps, _ = fast.row_logps(logits.cuda(), torch.tensor([0, 1, 1, 1]).cuda(), LogitTransform())
+    inf, nan = float("inf"), float("nan")
+    logits = torch.tensor(
+        [[1e4, -1e4, 0.0], [5.0, 5.0, 5.0], [-inf, 0.0, 0.0], [nan, 0.0, 0.0], [nan, -inf, -inf], [inf, 0.0, 0.0]]
+    )
+    logps, _ = fast.row_logps(logits.cuda(), torch.tensor([0, 1, 1, 1, 1, 1]).cuda(), LogitTransform())
     expected = torch.tensor([0.0, -1.0986123, -0.6931472])
     torch.testing.assert_close(logps[:3].cpu(), expected)
-    assert logps[3].isnan()
+    assert logps[3:].isnan().all()
 
 
 @pytest.mark.parametrize("share_prompt", [True, False], ids=["shared", "unshared"])

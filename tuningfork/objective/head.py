@@ -78,6 +78,7 @@ class Head:
                     torch.mm(d_logits, projection.weight, out=d_hidden[piece.rows])
                     d_weight.add_outer(d_logits, hidden[piece.rows])
                     piece.logits = None
+                    del logits, d_logits  # before the next chunk's are made
             del projection  # the model's backward pass is where memory is short
             d_weight.store()
         hidden.backward(d_hidden)

@@ -15,7 +15,13 @@ from triton.language.extra import libdevice
 from tuningfork.records import LogitTransform
 
 _BLOCK = 4096
+_RUN = 8  # 16 bytes of bfloat16: what a thread loads at once
 _WARPS = 8
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -27,22 +33,26 @@ def _transformed(raw, scale, softcap, HAS_CAP: tl.constexpr):
 
 
 @triton.jit
-def _forward(logits, targets, logps, lses, stride, V, scale, softcap, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr):
+def _forward(
+    logits, targets, logps, lses, stride, V, scale, softcap,
+    HAS_CAP: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
-    lane = tl.arange(0, BLOCK)
-    # Running maximum and sum for each lane, merged once at the end.
-    top = tl.full([BLOCK], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
+    lanes: tl.constexpr = BLOCK // RUN
+    # A lane reads RUN neighbours at a time. Its running maximum and sum are merged with the others' once, at the end.
+    place = tl.arange(0, lanes)[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    top = tl.full([lanes], float("-inf"), tl.float32)
+    total = tl.zeros([lanes], tl.float32)
     for start in range(0, V, BLOCK):
-        column = start + lane
+        column = start + place
         inside = column < V
         z = _transformed(tl.load(base + column, mask=inside, other=0.0), scale, softcap, HAS_CAP)
         z = tl.where(inside, z, float("-inf"))
-        new_top = tl.maximum(top, z, propagate_nan=tl.PropagateNan.ALL)
+        new_top = _larger(top, tl.reduce(z, 1, _larger))
         # A lane that has seen nothing yet has top -inf; exp(-inf - -inf) would be nan.
         safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-        total = total * tl.exp(top - safe) + tl.exp(z - safe)
+        total = total * tl.exp(top - safe) + tl.sum(tl.exp(z - safe[:, None]), 1)
         top = new_top
     row_top = tl.max(top, 0)
     row_total = tl.sum(tl.where(top == float("-inf"), 0.0, total * tl.exp(top - row_top)), 0)
@@ -90,6 +100,7 @@ def row_logps(logits: Tensor, targets: Tensor, transform: LogitTransform) -> tup
             transform.softcap or 1.0,
             HAS_CAP=transform.softcap is not None,
             BLOCK=_BLOCK,
+            RUN=_RUN,
             num_warps=_WARPS,
         )
     return logps, lse
