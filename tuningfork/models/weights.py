@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import BinaryIO
 
 import safetensors
@@ -16,7 +18,7 @@ from torch import Tensor
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-_THREADS = 8  # enough to keep a fast disk, or the copies out of the page cache, busy
+_THREADS = min(8, os.cpu_count() or 1)  # eight keep a fast disk, or the copies out of the page cache, busy
 _PIECE = 16 << 20  # bytes read at once, a multiple of every element's size
 _DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
@@ -84,9 +86,13 @@ def read(
     """
     pieces = sorted(_pieces(tensors), key=lambda piece: (piece.path, piece.offset))
     total, done = sum(piece.bytes for piece in pieces), 0
+    pinned = any(piece.target.is_cuda for piece in pieces)
+    buffers: SimpleQueue[Tensor] = SimpleQueue()
+    for _ in range(_THREADS):
+        buffers.put(torch.empty(_PIECE, dtype=torch.uint8, pin_memory=pinned))
     with ThreadPoolExecutor(_THREADS, "reading weights") as pool:
-        for piece, _ in zip(pieces, pool.map(_Piece.read, pieces), strict=True):
-            done += piece.bytes
+        for size in pool.map(lambda piece: piece.read(buffers), pieces):
+            done += size
             progress(done, total)
 
 
@@ -100,16 +106,21 @@ class _Piece:
     dtype: torch.dtype
     target: Tensor
 
-    def read(self) -> None:
+    def read(self, buffers: SimpleQueue[Tensor]) -> int:
+        """Fill the target by way of a free buffer; the bytes read."""
         device = self.target.device
-        # PyTorch keeps pinned blocks for reuse, so no more are pinned than there are threads.
-        host = torch.empty(self.bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        with self.path.open("rb", buffering=0) as file:  # its own, so that the kernel reads ahead in each
-            file.seek(self.offset)
-            _fill(host.numpy().data, file, self.path)
-        self.target.copy_(host.view(self.dtype).to(device, non_blocking=True))
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # the other threads read meanwhile
+        buffer = buffers.get()
+        try:
+            host = buffer[: self.bytes]
+            with self.path.open("rb", buffering=0) as file:  # its own, so that the kernel reads ahead in each
+                file.seek(self.offset)
+                _fill(host.numpy().data, file, self.path)
+            self.target.copy_(host.view(self.dtype).to(device, non_blocking=True))
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()  # the other threads read meanwhile
+        finally:
+            buffers.put(buffer)
+        return self.bytes
 
 
 def _pieces(tensors: Iterable[tuple[Tensor, Stored]]) -> Iterator[_Piece]:

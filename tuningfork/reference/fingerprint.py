@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +13,7 @@ from torch import Tensor
 LAYOUT_VERSION = "3"  # raised whenever a change of ours may change a bit of a log-prob, or the digest of weights
 
 _PIECE = 16 << 20  # bytes hashed at once; part of what the digest is, so a change of it raises LAYOUT_VERSION
-_THREADS = 8
+_THREADS = min(8, os.cpu_count() or 1)
 
 
 def fingerprint(weights: str, **facts: str) -> dict[str, str]:
