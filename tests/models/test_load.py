@@ -228,6 +228,16 @@ def test_an_export_is_what_transformers_itself_would_write(tmp_path, family, dty
     )
 
 
+@pytest.mark.parametrize("family", ["llama", "granite", "gemma3"])
+def test_an_export_is_the_same_to_the_byte_whoever_read_the_weights(tmp_path, family):
+    original = folder_of(tmp_path / "original", family, torch.bfloat16)
+    save(load(str(original)).model, byte_bpe(), tmp_path / "ours", torch.bfloat16)
+    save(plain_load(original), byte_bpe(), tmp_path / "theirs", torch.bfloat16)
+    ours, theirs = sorted((tmp_path / "ours").iterdir()), sorted((tmp_path / "theirs").iterdir())
+    assert [file.name for file in ours] == [file.name for file in theirs]
+    assert all(a.read_bytes() == b.read_bytes() for a, b in zip(ours, theirs, strict=True))
+
+
 def test_a_trained_weight_reaches_the_export_and_the_model_in_memory_keeps_its_own(tmp_path):
     loaded = load(str(folder_of(tmp_path / "original")))
     with torch.no_grad():
