@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line sets it, before PyTorch is imported
+
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
