@@ -29,8 +29,8 @@ from bench.workload import stats
 from tuningfork.data.loader import EpochOrder, PackLoader, build_packs
 from tuningfork.data.pack import PackLimits
 from tuningfork.models.flops import FlopCounter
-from tuningfork.models.load import Loaded
-from tuningfork.models.policy import Policy, hold_weights
+from tuningfork.models.load import Loaded, hold_weights
+from tuningfork.models.policy import Policy
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.objective.head import Head
 from tuningfork.objective.objectives import PreferenceObjective

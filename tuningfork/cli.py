@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -88,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str]) -> int:
+    begun = time.monotonic()
     from tuningfork.config import load_run_config
     from tuningfork.recipe import split_flags
 
@@ -109,7 +111,9 @@ def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str
 
     with enough_memory(name):
         if name == "train":
-            return commands.train(config, own.resume)
+            console = commands.Console()
+            console.startup.add("imports", time.monotonic() - begun)
+            return commands.train(config, own.resume, console)
         if name == "reference":
             return commands.reference(config)
         return commands.evaluate(config, own.policy)

@@ -20,9 +20,9 @@ from tuningfork.train.loop import RunResult, run
 from tuningfork.train.setup import Data, Start, choose_compile, choose_device, open_reference, read_data, start_model
 
 
-def train(config: RunConfig, resume: bool) -> int:
+def train(config: RunConfig, resume: bool, console: Console | None = None) -> int:
     """`tuningfork train`: the main job."""
-    console = Console()
+    console = console or Console()
     folder = Path(config.output.dir)
     with exclusive(folder):
         run_folder.check(
@@ -105,8 +105,9 @@ def summary(result: RunResult, data: Data) -> str:
 def _prepare(config: RunConfig, console: Console) -> tuple[Data, Start, PreTrainedTokenizerBase]:
     device = choose_device(config.train.device)
     compiled = choose_compile(config.model.compile, device)
-    tokenizer = load_tokenizer(config.model.path)
-    data = read_data(config.model, config.data, config.pack, tokenizer, compiled, console)
+    with console.startup.time("data"):
+        tokenizer = load_tokenizer(config.model.path)
+        data = read_data(config.model, config.data, config.pack, tokenizer, compiled, console)
     start = start_model(config.model, config.objective, config.train, device, console)
     return data, start, tokenizer
 

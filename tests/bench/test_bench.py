@@ -10,8 +10,9 @@ import pytest
 import torch
 import transformers
 from torch.autograd import DeviceType
+from transformers import AutoModelForCausalLM
 
-from bench import attention, elementwise, head, parts, peers, products, shapes, step
+from bench import attention, elementwise, head, parts, peers, products, shapes, startup, step
 from bench.device_time import DeviceProfile, category
 from bench.output import table
 from tuningfork.data import layout
@@ -262,6 +263,34 @@ def test_a_block_is_three_products_for_each_layer():
     lines = [line(names, kind) for names in ("q k v o", "gate up", "down") for kind in products.KINDS[:3]]
     (block,) = products.blocks([*lines, {**line("down", "weight_gradient_32"), "rows": 6}], [5, 6])
     assert block == {"block": "separate", "rows": 5, "block_ms": 21.0, "block_tflops": 0.0}
+
+
+@pytest.mark.parametrize("cache", ["cold", "warm"])
+def test_startup_writes_a_folder_once_and_says_where_its_time_goes(tmp_path, monkeypatch, capsys, cache):
+    monkeypatch.setattr(startup, "_SHARD", 50_000)
+    arguments = ["--model", "tiny", "--folder", str(tmp_path), *(["--warm"] if cache == "warm" else [])]
+    startup.main(arguments)
+    lines = json_lines(capsys.readouterr().out)
+    assert [line["way"] for line in lines] == ["tuningfork", "from_pretrained"]
+    shards = sorted(tmp_path.glob("model-*-of-*.safetensors"))
+    assert len(shards) > 1
+    for line in lines:
+        assert line["cache"] == cache and line["bytes"] == sum(shard.stat().st_size for shard in shards)
+        assert line["load_gb_s"] > 0 and line["disk_gb_s"] > 0 and line["load_over_disk"] > 0
+    assert list(lines[0]["phases"]) == ["device", "weights", "self-check", "weights digest"]
+
+    written = [shard.stat().st_mtime_ns for shard in shards]
+    startup.main([*arguments, "--no-plain"])
+    assert [line["way"] for line in json_lines(capsys.readouterr().out)] == ["tuningfork"]
+    assert [shard.stat().st_mtime_ns for shard in shards] == written
+
+
+def test_the_folder_of_startup_is_one_that_transformers_loads(tmp_path):
+    startup.write_folder("tiny", tmp_path)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    assert {weight.dtype for weight in loaded.parameters()} == {torch.bfloat16}
+    assert loaded.config.dtype == torch.bfloat16
 
 
 def recorded() -> list[dict]:

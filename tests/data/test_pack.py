@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiny import limits_of, random_examples, random_pairs
-from tuningfork.data.pack import PackLimits, pack, rows_of, split_fitting
+from tuningfork.data.pack import PackLimits, pack, pack_evenly, rows_of, split_fitting
 from tuningfork.errors import DataError
 from tuningfork.records import TokenExample
 
@@ -107,6 +107,28 @@ def test_best_fit_written_out_by_hand():
     # The two 60s open bins, the 50s share one, 40 fills the first and 30 goes into the second; 20 finds no room
     # and 10 prefers the 10 rows left in the second to the 80 beside the 20. In a bin, the given order.
     assert bins == [[60, 40], [30, 10, 60], [50, 50], [20]]
+
+
+@settings(max_examples=80, deadline=None)
+@given(shapes=SHAPES, tokens=TOKENS, share=st.booleans(), compiled=st.booleans())
+def test_even_packs_are_as_few_and_no_larger(shapes, tokens, share, compiled):
+    examples, _ = split_fitting(random_examples(shapes), tokens, share)
+    limits = PackLimits.plan(tokens, share, compiled)
+    fewest, even = pack(examples, limits), pack_evenly(examples, limits)
+    assert len(even) <= len(fewest)
+    assert Counter(id(e) for _, members in even for e in members) == Counter(map(id, examples))
+    for rows, members in even:
+        assert rows == smallest_shape(content(members, share), tokens, compiled)
+    largest = [max((content(members, share) for _, members in bins), default=0) for bins in (even, fewest)]
+    assert largest[0] <= largest[1]
+
+
+def test_even_packs_by_hand():
+    examples = random_examples([(0, (n,)) for n in (60, 30, 20, 10)])
+    filled = [[e.unique_tokens for e in members] for _, members in pack(examples, limits_of(100))]
+    assert filled == [[60, 30, 10], [20]]
+    bins = [[e.unique_tokens for e in members] for _, members in pack_evenly(examples, limits_of(100))]
+    assert bins == [[60], [30, 20, 10]]
 
 
 @settings(max_examples=25, deadline=None)

@@ -212,6 +212,9 @@ def test_summary_adds_up(finished: Job) -> None:
     assert summary["tokens"] == sum(line["tokens"] for line in lines)
     assert summary["seconds"] == pytest.approx(sum(line["step_s"] for line in lines))
     assert summary["tokens_per_s"] == pytest.approx(summary["tokens"] / summary["seconds"])
+    phases = ["imports", "data", "device", "weights", "self-check", "weights digest", "reference", "step-0 check"]
+    assert list(summary["startup_seconds"]) == [*phases, "evaluation"]
+    assert all(seconds >= 0 for seconds in summary["startup_seconds"].values())
 
 
 def test_screen_says_what_was_done_and_where_it_lies(job: Job) -> None:
@@ -230,7 +233,8 @@ def test_screen_says_what_was_done_and_where_it_lies(job: Job) -> None:
 def test_log_has_what_the_screen_had(job: Job) -> None:
     """log.txt is the whole story, from reading the data to the summary."""
     shown, log = job.done().out, (job.run / "log.txt").read_text()
-    for text in ("reading pairs.jsonl", "parameters on cpu", "step-0 check", "training: 10/10 steps", "exported model"):
+    start = ("reading pairs.jsonl", "reading weights", "parameters on cpu", "start-up: imports", "step-0 check")
+    for text in (*start, "training: 10/10 steps", "exported model"):
         assert text in shown and text in log, text
 
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
-import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.core_model_loading import Chunk, Transpose, WeightConverter
 
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
-from tests.tiny import tiny_model
+from tests.tiny import FAMILIES, tiny_model
 from tuningfork.errors import ModelError
-from tuningfork.models import attention
+from tuningfork.models import attention, weights
 from tuningfork.models.load import load, load_config, load_tokenizer, save
 
 IDS = torch.tensor([[5, 9, 13, 2, 60, 7]])
@@ -71,39 +72,137 @@ def test_stored_dtype_is_that_of_the_weights(tmp_path):
     assert load(str(tmp_path)).stored_dtype == torch.bfloat16
 
 
-def test_no_tensor_is_read_to_learn_its_dtype(tmp_path, monkeypatch):
-    """An embedding has gigabytes; one row of it tells."""
-    rows: list[int] = []
+def same_model(ours, theirs) -> None:
+    """Equal weights and buffers to the bit, the same ties, the same settings."""
+    for of in (lambda model: model.named_parameters(remove_duplicate=False), lambda model: model.named_buffers()):
+        a, b = dict(of(ours)), dict(of(theirs))
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[key], b[key]) and a[key].dtype == b[key].dtype for key in a)
+        assert not any(tensor.is_meta for tensor in a.values())
+    assert len(list(ours.parameters())) == len(list(theirs.parameters()))
+    assert all(weight.requires_grad and weight.is_contiguous() for weight in ours.parameters())
+    assert ours.generation_config.to_dict() == theirs.generation_config.to_dict()
+    assert ours.config.to_dict() == theirs.config.to_dict()
+    assert ours.name_or_path == theirs.name_or_path
 
-    class Counting:
-        def __init__(self, *args, **kwargs) -> None:
-            self.file = safetensors_open(*args, **kwargs)
 
-        def __enter__(self):
-            return self
+def never(*args, **kwargs):
+    raise AssertionError("the library reads the weights")
 
-        def __exit__(self, *error):
-            pass
 
-        def keys(self):
-            return self.file.keys()
+@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_read_straight_is_what_the_library_loads(tmp_path, monkeypatch, family, stored, held):
+    """In shards, and in pieces smaller than most tensors."""
+    tiny_model(family, stored).save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    theirs = plain_load(tmp_path)
+    for weight in theirs.parameters():  # norms and biases stay float32
+        weight.data = weight.data.to(held if weight.ndim == 2 else torch.float32)
+    monkeypatch.setattr("tuningfork.models.load._whole", never)
+    monkeypatch.setattr("tuningfork.models.weights._PIECE", 1000)
+    told: list[tuple[int, int]] = []
+    loaded = load(str(tmp_path), dtype=held, progress=lambda done, total: told.append((done, total)))
+    same_model(loaded.model, theirs)
+    size = sum(weight.numel() for weight in loaded.model.parameters()) * stored.itemsize
+    assert loaded.stored_bytes == size == told[-1][0] == told[-1][1]
+    assert [done for done, _ in told] == sorted({done for done, _ in told})
 
-        def get_slice(self, name):
-            return Slice(self.file.get_slice(name))
 
-    class Slice:
-        def __init__(self, real) -> None:
-            self.get_shape, self.get_dtype, self.real = real.get_shape, real.get_dtype, real
+def test_generation_settings_of_the_folder_are_kept(tmp_path):
+    model = tiny_model("llama", torch.float32)
+    model.generation_config.max_length = 77
+    model.save_pretrained(tmp_path)
+    assert load(str(tmp_path)).model.generation_config.max_length == 77
+    same_model(load(str(tmp_path)).model, plain_load(tmp_path))
+    (tmp_path / "generation_config.json").unlink()
+    same_model(load(str(tmp_path)).model, plain_load(tmp_path))
 
-        def __getitem__(self, where):
-            rows.append(len(self.real[where]))
-            return self.real[where]
 
-    safetensors_open = safetensors.safe_open
-    folder_of(tmp_path, dtype=torch.bfloat16)
-    monkeypatch.setattr(safetensors, "safe_open", Counting)
-    assert load(str(tmp_path)).stored_dtype == torch.bfloat16
-    assert rows == [1]
+def test_names_that_the_library_maps_to_others_are_mapped_and_still_read_straight(tmp_path, monkeypatch):
+    """A folder of the bare decoder, as some are published: its names lack the first word."""
+    tiny_model("granite", torch.float32).model.save_pretrained(tmp_path)
+    assert "embed_tokens.weight" in load_file(tmp_path / "model.safetensors")
+    monkeypatch.setattr("tuningfork.models.load._whole", never)
+    same_model(load(str(tmp_path)).model, plain_load(tmp_path))
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_both_copies_of_a_tied_weight_are_left_to_the_library(tmp_path, equal):
+    """It ties them if they are equal and else warns and does not."""
+    folder_of(tmp_path, "granite")
+
+    def store_both(weights):
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"] * (1 if equal else 2)
+
+    rewrite(tmp_path, store_both)
+    same_model(load(str(tmp_path)).model, plain_load(tmp_path))
+
+
+def cut_in_two(weights):
+    for layer in range(4):
+        parts = [weights.pop(f"model.layers.{layer}.mlp.{name}_proj.weight") for name in ("gate", "up")]
+        weights[f"model.layers.{layer}.mlp.gate_up.weight"] = torch.cat(parts)
+    return ["mlp.gate_up.weight"], ["mlp.gate_proj.weight", "mlp.up_proj.weight"], Chunk(dim=0)
+
+
+def transposed_square(weights):
+    for layer in range(4):
+        name = f"model.layers.{layer}.self_attn.{{}}.weight"
+        weights[name.format("out")] = weights.pop(name.format("o_proj")).t().contiguous()
+    return ["self_attn.out.weight"], ["self_attn.o_proj.weight"], Transpose(0, 1)
+
+
+@pytest.mark.parametrize("layout", [cut_in_two, transposed_square])
+def test_a_layout_that_the_library_converts_is_left_to_it(tmp_path, monkeypatch, layout):
+    """Whatever does not become one weight as it is."""
+    expected = tiny_model("llama", torch.float32).state_dict()
+    conversion = []
+
+    def change(weights):
+        stored, wanted, operation = layout(weights)
+        conversion.append(WeightConverter(stored, wanted, operations=[operation]))
+
+    rewrite(folder_of(tmp_path), change)
+    monkeypatch.setattr("transformers.modeling_utils.get_model_conversion_mapping", lambda *_, **__: list(conversion))
+    loaded = load(str(tmp_path))
+    assert loaded.stored_bytes == 0
+    assert all(torch.equal(weight, expected[name]) for name, weight in loaded.model.state_dict().items())
+
+
+def test_older_files_are_left_to_the_library(tmp_path):
+    model = tiny_model("llama", torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    loaded = load(str(tmp_path))
+    same_model(loaded.model, plain_load(tmp_path))
+    assert loaded.stored_dtype == torch.bfloat16
+
+
+def test_a_shard_that_is_not_there(tmp_path):
+    tiny_model("llama", torch.float32).save_pretrained(tmp_path, max_shard_size="40KB")
+    sorted(tmp_path.glob("*.safetensors"))[1].unlink()
+    refused(tmp_path, "the model cannot be loaded.*model-00002")
+
+
+def test_nothing_is_read_of_weights_that_do_not_fit(tmp_path, monkeypatch):
+    rewrite(folder_of(tmp_path), lambda weights: weights.pop("model.norm.weight"))
+    monkeypatch.setattr("tuningfork.models.weights._Piece.read", never)
+    refused(tmp_path, "the weights lack 1 tensors")
+
+
+def test_a_file_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
+    folder_of(tmp_path)
+    real = weights.read
+
+    def cut_first(tensors, progress):
+        os.truncate(tmp_path / "model.safetensors", 5000)
+        real(tensors, progress)
+
+    monkeypatch.setattr(weights, "read", cut_first)
+    refused(tmp_path, r"the weights cannot be read: .*model\.safetensors ends too early")
 
 
 @pytest.mark.parametrize(
@@ -129,6 +228,16 @@ def test_an_export_is_what_transformers_itself_would_write(tmp_path, family, dty
     assert (again.model.get_output_embeddings().weight is again.model.get_input_embeddings().weight) == (
         family == "granite"
     )
+
+
+@pytest.mark.parametrize("family", ["llama", "granite", "gemma3"])
+def test_an_export_is_the_same_to_the_byte_whoever_read_the_weights(tmp_path, family):
+    original = folder_of(tmp_path / "original", family, torch.bfloat16)
+    save(load(str(original)).model, byte_bpe(), tmp_path / "ours", torch.bfloat16)
+    save(plain_load(original), byte_bpe(), tmp_path / "theirs", torch.bfloat16)
+    ours, theirs = sorted((tmp_path / "ours").iterdir()), sorted((tmp_path / "theirs").iterdir())
+    assert [file.name for file in ours] == [file.name for file in theirs]
+    assert all(a.read_bytes() == b.read_bytes() for a, b in zip(ours, theirs, strict=True))
 
 
 def test_a_trained_weight_reaches_the_export_and_the_model_in_memory_keeps_its_own(tmp_path):

@@ -203,6 +203,25 @@ def test_supported_families_pass_every_check(family):
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "granite"])
+def test_weights_in_bfloat16_are_checked_as_sharply_and_stay_what_they_are(monkeypatch, family):
+    model = tiny_model(family, torch.bfloat16)
+    before = {name: (id(weight), weight.detach().clone()) for name, weight in model.named_parameters()}
+
+    def unchanged() -> bool:
+        return all(
+            id(weight) == before[name][0] and weight.dtype == torch.bfloat16 and torch.equal(weight, before[name][1])
+            for name, weight in model.named_parameters()
+        )
+
+    check_packed_equals_alone(model, "here")
+    assert unchanged()
+    changed_forward(monkeypatch, type(model.model.layers[0].mlp), lambda x: x + 5e-2 * x.roll(1, dims=1))
+    with pytest.raises(ModelError, match="other log-probs"):
+        check_packed_equals_alone(model, "here")
+    assert unchanged()
+
+
 def changed_forward(monkeypatch, kind: type, change) -> None:
     forward = kind.forward
     monkeypatch.setattr(kind, "forward", lambda self, *args, **kwargs: change(forward(self, *args, **kwargs)))

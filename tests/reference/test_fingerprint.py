@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.tiny import tiny_model
-from tuningfork.reference.fingerprint import differences, fingerprint, text_digest, weights_digest
+from tuningfork.reference.fingerprint import LAYOUT_VERSION, differences, fingerprint, text_digest, weights_digest
 
 
 def named(*tensors: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
@@ -61,18 +61,40 @@ def test_only_the_numbers_of_a_view_count():
     assert weights_digest(named(torch.tensor(3.0))) != weights_digest(named(torch.tensor(4.0)))
 
 
+def test_every_byte_of_every_piece_counts_in_its_place(monkeypatch):
+    monkeypatch.setattr("tuningfork.reference.fingerprint._PIECE", 64)
+    base = torch.arange(100, dtype=torch.float32)
+    changed = [base.clone() for _ in base]
+    for place, tensor in enumerate(changed):
+        tensor[place] += 0.5
+    swapped = torch.cat([base[16:32], base[:16], base[32:]])
+    assert len({weights_digest(named(tensor)) for tensor in [base, swapped, *changed]}) == 102
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_digest_is_the_same_by_any_number_of_threads(monkeypatch, threads):
+    weights = list(tiny_model("qwen2", torch.float32).named_parameters())
+    monkeypatch.setattr("tuningfork.reference.fingerprint._PIECE", 1000)
+    by_eight = weights_digest(weights)
+    monkeypatch.setattr("tuningfork.reference.fingerprint._THREADS", threads)
+    assert weights_digest(weights) == by_eight
+
+
+def test_a_digest_of_old_stays_what_it_was():
+    """Caches on disks hold it; whoever changes it raises LAYOUT_VERSION."""
+    weights = named(torch.arange(5 << 20, dtype=torch.float32), torch.tensor(3.0, dtype=torch.bfloat16))
+    assert (LAYOUT_VERSION, weights_digest(weights)) == ("3", "2d50dc8b0d56ba03b712b039819aaa1c")
+
+
 def test_facts_enter_beside_the_weights():
-    weights = named(torch.ones(3))
-    base = fingerprint(weights, dtype="float32", share_prompt="True")
+    base = fingerprint("ab12", dtype="float32", share_prompt="True")
     assert {"weights", "dtype", "share_prompt", "layout", "torch"} == set(base)
     assert base["torch"] == torch.__version__
     for change in ({"dtype": "bfloat16"}, {"share_prompt": "False"}):
-        other = fingerprint(weights, **{"dtype": "float32", "share_prompt": "True", **change})
+        other = fingerprint("ab12", **{"dtype": "float32", "share_prompt": "True", **change})
         [(fact, value)] = change.items()
         assert differences(other, base) == [(fact, value, base[fact])]
-    assert [
-        d[0] for d in differences(fingerprint(named(torch.zeros(3)), dtype="float32", share_prompt="True"), base)
-    ] == ["weights"]
+    assert [d[0] for d in differences(fingerprint("cd34", dtype="float32", share_prompt="True"), base)] == ["weights"]
 
 
 def test_differences_name_both_values_and_what_is_absent():

@@ -14,7 +14,7 @@ from math import ceil
 import numpy as np
 
 from tuningfork.data.layout import build
-from tuningfork.data.pack import PackLimits, pack
+from tuningfork.data.pack import PackLimits, pack_evenly
 from tuningfork.records import PackedBatch, TokenExample
 
 
@@ -96,5 +96,5 @@ def packs_in_windows(examples: Sequence[TokenExample], limits: PackLimits, windo
 
 def build_packs(examples: Sequence[TokenExample], limits: PackLimits, pin_memory: bool = False) -> list[PackedBatch]:
     """Pack the examples and lay each bin out as tensors."""
-    batches = [build(members, rows, limits.share_prompt) for rows, members in pack(examples, limits)]
+    batches = [build(members, rows, limits.share_prompt) for rows, members in pack_evenly(examples, limits)]
     return [batch.pinned() for batch in batches] if pin_memory else batches

@@ -1,4 +1,4 @@
-"""Which examples share a pack: best-fit decreasing.
+"""Which examples share a pack: best-fit decreasing, in packs of like size.
 
 A pack is always whole examples, and a step always whole packs, so the batch size is exact. A pack has as many rows as
 its content, rounded up a little: an exact batch does not mean padding.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tuningfork.errors import DataError
 from tuningfork.records import DroppedRow, TokenExample
@@ -82,6 +82,27 @@ def pack(examples: Sequence[TokenExample], limits: PackLimits) -> list[tuple[int
         bins[chosen].append(index)
         insort(free, (left - rows[index], chosen))
     return [(limits.rows(sum(rows[i] for i in members)), [examples[i] for i in sorted(members)]) for members in bins]
+
+
+def pack_evenly(examples: Sequence[TokenExample], limits: PackLimits) -> list[tuple[int, list[TokenExample]]]:
+    """As few packs as `pack` makes, and the largest of them as small as that allows.
+
+    A small pack takes a GPU nearly as long as one of middle size, so what does not fit one pack is better halved than
+    cut into a full pack and a rest.
+    """
+    bins = pack(examples, limits)
+    if len(bins) < 2:
+        return bins
+    rows = [rows_of(example, limits.share_prompt) for example in examples]
+    low, high = max(*rows, -(-sum(rows) // len(bins))), limits.tokens
+    while low < high:
+        middle = (low + high) // 2
+        tried = pack(examples, replace(limits, tokens=middle))
+        if len(tried) <= len(bins):
+            bins, high = tried, middle
+        else:
+            low = middle + 1
+    return [(limits.rows(sum(rows_of(e, limits.share_prompt) for e in members)), members) for _, members in bins]
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -5,25 +5,31 @@ from __future__ import annotations
 import difflib
 import errno
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.core_model_loading import WeightRenaming
 
 from tuningfork.errors import ModelError, first_line
-from tuningfork.models import attention
+from tuningfork.models import attention, weights
 from tuningfork.models.support import check_config, check_modules
+from tuningfork.models.weights import Stored
 
-_WEIGHT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
-
+_WEIGHT_FILES = (weights.ONE_FILE, weights.INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
+_CPU = torch.device("cpu")
 
 _NUMBERS_DO_NOT_DEPEND_ON = (
     *("_name_or_path", "transformers_version", "dtype", "architectures", "use_cache"),
@@ -31,12 +37,21 @@ _NUMBERS_DO_NOT_DEPEND_ON = (
 )
 
 
+_AS_WE_NEED_IT: dict[str, Any] = {
+    "dtype": torch.float32,
+    "attn_implementation": attention.NAME,
+    "output_loading_info": True,
+    "ignore_mismatched_sizes": True,  # refused below, with the name of the tensor
+}
+
+
 @dataclass(frozen=True)
 class Loaded:
-    """A model in float32 on the CPU, and the dtype its weights were stored in."""
+    """A model on its device."""
 
     model: PreTrainedModel
-    stored_dtype: torch.dtype
+    stored_dtype: torch.dtype  # that its weights had on the disk
+    stored_bytes: int = 0  # read from there; 0 where the library read them
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -59,8 +74,19 @@ def load_config(path: str) -> Any:
     return config
 
 
-def load(path: str) -> Loaded:
+def load(
+    path: str,
+    device: torch.device = _CPU,
+    dtype: torch.dtype = torch.float32,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Loaded:
     """Load a model folder, with our attention under the model.
+
+    Matrices are kept in `dtype`, all else in float32. Weights in safetensors files go from the disk to the device and
+    are cast there.
+
+    Args:
+        progress: told the bytes read so far, and all that will be.
 
     Raises:
         ModelError: no folder, no config, no or incomplete weights, NaN in the weights, or a model that cannot be
@@ -70,21 +96,93 @@ def load(path: str) -> Loaded:
     if not any((Path(path) / name).exists() for name in _WEIGHT_FILES):
         raise ModelError(f"{path}: no weights found (looked for {', '.join(_WEIGHT_FILES)}).")
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=torch.float32,
-            attn_implementation=attention.NAME,
-            local_files_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, with the name of the tensor
-        )
+        stored = weights.stored_tensors(Path(path))
+        draft = None if stored is None else _draft(config, path, stored)
+        draft = draft or _whole(path)
     except Exception as error:
         raise ModelError(f"{path}: the model cannot be loaded: {first_line(error)}") from error
-    model, info = loaded
-    _check_weights(model, info, path)
+    model = draft.model
+    _check_names(model, draft.info, path)
     check_modules(model, path)
+    for weight, there in draft.unread:
+        weight.data = torch.empty(there.shape, dtype=_held(weight, dtype), device=device)
+    hold_weights(model, dtype)
+    model.to(device)  # type: ignore[arg-type]
+    try:
+        weights.read(((weight.detach(), there) for weight, there in draft.unread), progress)
+    except OSError as error:
+        raise ModelError(f"{path}: the weights cannot be read: {first_line(error)}") from error
+    _check_finite(model, path)
     model.train()  # one mode for scoring and training, so that both run the same code; there is no dropout
-    return Loaded(model, _stored_dtype(Path(path), config))
+    size = sum(there.bytes for _, there in draft.unread)
+    return Loaded(model, _stored_dtype(stored, config), size)
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A model, what the library said while it loaded it, and the weights that are still on the disk alone."""
+
+    model: PreTrainedModel
+    info: dict[str, Any]
+    unread: list[tuple[Tensor, Stored]]
+
+
+def _draft(config: Any, path: str, stored: dict[str, Stored]) -> _Draft | None:
+    """The model with weights of the right shape but without memory, each with its place on the disk.
+
+    The library loads stand-ins of a single number each. So it decides as ever which stored tensor becomes which weight,
+    what is missing or left over and what is tied, and computes the buffers; only the reading is ours: its own passes
+    the GPU's weights through the host, casts them there, and reads no faster than page faults come.
+
+    None where a stored tensor does not become one weight as it is: where the library converts a family's old layout,
+    where the folder holds both copies of tied weights, which the library compares, or where other rules hold at all
+    (quantized weights, adapters).
+    """
+    if getattr(config, "quantization_config", None) or (Path(path) / "adapter_config.json").exists():
+        return None
+    stand_ins = {name: torch.zeros(()).expand(there.shape) for name, there in stored.items()}
+    with torch.device("meta"):
+        kind = type(AutoModelForCausalLM.from_config(config))
+    model, info = kind.from_pretrained(None, config=config, state_dict=stand_ins, **_AS_WE_NEED_IT)
+    origin = {tensor.data_ptr(): name for name, tensor in stand_ins.items()}
+    unread: dict[str, tuple[Tensor, Stored]] = {}
+    for weight in [*model.parameters(), *model.buffers()]:
+        name = origin.get(weight.data_ptr())
+        if name is not None and weight.shape == stored[name].shape:
+            unread[name] = (weight, stored[name])
+    # A conversion may leave a stand-in's shape and place as they are, such as a transposed square: only its name tells.
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None or not all(isinstance(conversion, WeightRenaming) for conversion in conversions):
+        return None
+    refused = len(info["unexpected_keys"]) + len(info["mismatched_keys"])
+    if len(unread) + refused != len(stored):
+        return None
+    model.name_or_path = model.config.name_or_path = path
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+    except OSError:  # there is none; what config.json says of generating is the next best
+        model.generation_config = GenerationConfig.from_pretrained(
+            path, config_file_name="config.json", local_files_only=True, _from_model_config=True
+        )
+    return _Draft(model, info, list(unread.values()))
+
+
+def _whole(path: str) -> _Draft:
+    """The model with its weights on the CPU, all by the library."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, **_AS_WE_NEED_IT)
+    model, info = loaded
+    return _Draft(model, info, [])
+
+
+def hold_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Keep a model's matrices in `dtype`. Vectors, such as the weights of norms, stay as they are: they are few, and
+    an optimizer of 8 bits would keep the moments of so small a tensor in its own dtype, too coarse in bfloat16."""
+    for weight in model.parameters():
+        weight.data = weight.data.to(_held(weight, dtype))
+
+
+def _held(weight: Tensor, dtype: torch.dtype) -> torch.dtype:
+    return dtype if isinstance(weight, nn.Parameter) and weight.ndim >= 2 else weight.dtype
 
 
 def comparable(config: Any) -> dict[str, Any]:
@@ -104,10 +202,10 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pat
     # another, such as a part of it, is a tensor of its own.
     state = model.state_dict(keep_vars=True)
     cast = {id(weight): weight.detach().to("cpu", dtype) for weight in state.values()}
-    weights = {name: cast[id(weight)] for name, weight in state.items()}
+    exported = {name: cast[id(weight)] for name, weight in state.items()}
     in_memory = model.config.dtype
     try:
-        model.save_pretrained(folder, state_dict=weights)
+        model.save_pretrained(folder, state_dict=exported)
     except safetensors.SafetensorError as error:  # a full disk, in its own words
         raise OSError(errno.EIO, str(error)) from error
     finally:
@@ -131,7 +229,7 @@ def _check_folder(path: str) -> None:
         raise ModelError(f"{path}: no config.json, so this is not a Hugging Face model folder.")
 
 
-def _check_weights(model: PreTrainedModel, info: dict[str, Any], path: str) -> None:
+def _check_names(model: PreTrainedModel, info: dict[str, Any], path: str) -> None:
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(f"{path}: the weights lack {len(missing)} tensors of the model, first {missing[0]}.")
@@ -150,18 +248,22 @@ def _check_weights(model: PreTrainedModel, info: dict[str, Any], path: str) -> N
     wrong = sorted(str(key) for key in info.get("mismatched_keys", ()))
     if wrong:
         raise ModelError(f"{path}: {len(wrong)} tensors have another shape than config.json says, first {wrong[0]}.")
-    bad = [name for name, weight in model.named_parameters() if not torch.isfinite(weight).all()]
+
+
+def _check_finite(model: PreTrainedModel, path: str) -> None:
+    """Least and greatest of a tensor are finite exactly if all of it is; they take one pass, no memory, one wait."""
+    names = [name for name, weight in model.named_parameters() if weight.numel()]
+    ends = [torch.stack(weight.detach().aminmax()) for weight in model.parameters() if weight.numel()]
+    finite = torch.stack([end.isfinite().all() for end in ends]).tolist()
+    bad = [name for name, is_finite in zip(names, finite, strict=True) if not is_finite]
     if bad:
         raise ModelError(f"{path}: NaN or infinite weights in {len(bad)} tensors, first {bad[0]}. Get the model anew.")
 
 
-def _stored_dtype(folder: Path, config: Any) -> torch.dtype:
+def _stored_dtype(stored: dict[str, Stored] | None, config: Any) -> torch.dtype:
     """The dtype of the weights on the disk; what config.json says of it may be missing or untrue."""
-    for path in sorted(folder.glob("*.safetensors"))[:1]:
-        with safetensors.safe_open(path, framework="pt") as file:
-            names = file.keys()
-            matrix = next((name for name in names if len(file.get_slice(name).get_shape()) >= 2), None)
-            if matrix is not None:
-                return file.get_slice(matrix)[:1].dtype  # of one row: an embedding is large
+    for _, there in sorted((stored or {}).items()):
+        if len(there.shape) >= 2:
+            return there.dtype
     dtype = getattr(config, "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else torch.float32

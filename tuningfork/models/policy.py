@@ -114,14 +114,6 @@ class Policy:
         return FlopCounter(weights, self.head_weight.numel(), tuple((width, w) for w in self.layer_windows))
 
 
-def hold_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Keep a model's matrices in `dtype`. Vectors, such as the weights of norms, stay as they are: they are few, and
-    an optimizer of 8 bits would keep the moments of so small a tensor in its own dtype, too coarse in bfloat16."""
-    for weight in model.parameters():
-        if weight.ndim >= 2:
-            weight.data = weight.data.to(dtype)
-
-
 def graphs_compiled() -> int:
     """Graphs that the compiler has made in this process so far; each gets its backward pass when it is first needed."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]

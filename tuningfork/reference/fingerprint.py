@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import xxhash
 from torch import Tensor
 
-LAYOUT_VERSION = "3"  # raised whenever a change of ours may change a bit of a log-prob
+LAYOUT_VERSION = "3"  # raised whenever a change of ours may change a bit of a log-prob, or the digest of weights
+
+_PIECE = 16 << 20  # bytes hashed at once; part of what the digest is, so a change of it raises LAYOUT_VERSION
+_THREADS = min(8, os.cpu_count() or 1)
 
 
-def fingerprint(weights: Iterable[tuple[str, Tensor]], **facts: str) -> dict[str, str]:
-    """Everything that decides a log-prob's bits: the weights' content, and `facts` such as dtype, kernels, device.
+def fingerprint(weights: str, **facts: str) -> dict[str, str]:
+    """Everything that decides a log-prob's bits: the weights' digest, and `facts` such as dtype, kernels, device.
 
     Two runs may share cached log-probs exactly if their fingerprints are equal.
     """
     return {
-        "weights": weights_digest(weights),
+        "weights": weights,
         **facts,
         "layout": LAYOUT_VERSION,
         "torch": torch.__version__,
@@ -25,13 +30,32 @@ def fingerprint(weights: Iterable[tuple[str, Tensor]], **facts: str) -> dict[str
 
 
 def weights_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """A 128-bit content hash of named tensors: names, shapes, dtypes and bytes."""
+    """A 128-bit content hash of named tensors: names, shapes, dtypes and bytes, on whatever device they lie.
+
+    It is the hash of the hashes of pieces, which several threads make: one alone would be slower than any disk that the
+    weights come from.
+    """
     digest = xxhash.xxh3_128()
-    for name, tensor in sorted(weights):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        digest.update(data.numpy().data)
+    with ThreadPoolExecutor(_THREADS, "hashing weights") as pool:
+        hashed = []
+        for name, tensor in sorted(weights):
+            data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            head = f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode()
+            hashed.append((head, pool.map(_piece_digest, data.split(_PIECE))))
+        for head, pieces in hashed:
+            digest.update(head)
+            for piece in pieces:
+                digest.update(piece)
     return digest.hexdigest()
+
+
+def _piece_digest(piece: Tensor) -> bytes:
+    """The hash of some bytes; those of a GPU come by pinned memory, of which PyTorch keeps a block for each thread."""
+    if piece.is_cuda:
+        there, piece = piece, torch.empty(piece.shape, dtype=piece.dtype, pin_memory=True)
+        piece.copy_(there, non_blocking=True)
+        torch.cuda.current_stream(there.device).synchronize()
+    return xxhash.xxh3_128_digest(piece.numpy().data)
 
 
 def text_digest(text: str) -> str:

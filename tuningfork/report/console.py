@@ -16,6 +16,8 @@ from rich import table as rich_table
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
+from tuningfork.report.stopwatch import Stopwatch
+
 Values = Mapping[str, float | None]
 
 
@@ -23,7 +25,7 @@ class Console:
     """Everything that a run prints goes through here, and to the log too once one is attached.
 
     Phases show a bar if `stream` (standard output) is a terminal. Elsewhere, and in the log, they say a plain line at
-    most every `every` seconds, and one at their end.
+    most every `every` seconds, and one at their end. `startup` times the phases of the start.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class Console:
     ) -> None:
         self.stream = stream or sys.stdout
         self.every, self.clock = every, clock
+        self.startup = Stopwatch(clock)
         self._log: Callable[[str], None] | None = None
         self._unlogged: list[str] = []  # said before there was a log
         self._rich = rich_console.Console(file=self.stream, markup=False, highlight=False, emoji=False)

@@ -84,16 +84,18 @@ def run(
     if start.objective.needs_reference:
         examples = [*(data.train[i] for i in order.used_indices()), *data.held_out]
         reference = open_reference(start, pack.share_prompt, reference_config.cache, examples, data.limits, console)
-        result.pairs_checked = check_start(start, loader.step(0), reference)
+        with console.startup.time("step-0 check"):
+            result.pairs_checked = check_start(start, loader.step(0), reference)
         console.print(f"step-0 check: margin exactly 0 for {result.pairs_checked} of {result.pairs_checked} pairs")
-    begun = Progress(
-        0, dataset_digest(data.train), model_digest(start.policy, reference), dtype_name(start.policy.dtype)
-    )
-    result.before = _evaluate(start, data, reference, console, "evaluating the starting model")
+    start_model = model_digest(start.policy, reference, console)
+    begun = Progress(0, dataset_digest(data.train), start_model, dtype_name(start.policy.dtype))
+    with console.startup.time("evaluation"):
+        result.before = _evaluate(start, data, reference, console, "evaluating the starting model")
 
     optimizer = build_optimizer(start.policy.model, config)
     if last is not None:
-        progress = checkpoint.restore(last, start.policy.model, optimizer)
+        with console.startup.time("checkpoint"):
+            progress = checkpoint.restore(last, start.policy.model, optimizer)
         _check_same_run(last, progress, begun)
         result.steps_done = progress.step
         console.print(f"continuing from {last}")
@@ -104,6 +106,7 @@ def run(
     write_json(folder / "data_report.json", _reports(data))
     with RunWriter(folder, resume_at_step=result.steps_done) as writer:
         console.attach(writer.log)
+        console.print(console.startup.line())
 
         def save() -> None:
             _check_weights(start.policy.model, result.steps_done)
@@ -149,7 +152,8 @@ def run(
             write_json(folder / "eval.json", {"before": result.before.as_dict(), "after": result.after.as_dict()})
         result.throughput = totals.summary()
         if totals.all.steps or not (folder / "summary.json").exists():
-            write_json(folder / "summary.json", result.throughput)
+            seconds = {phase: round(spent, 3) for phase, spent in console.startup.seconds.items()}
+            write_json(folder / "summary.json", {**result.throughput, "startup_seconds": seconds})
         _export(start, tokenizer, folder / "model", output, console)
     result.finished = True
     return result

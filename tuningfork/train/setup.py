@@ -18,7 +18,7 @@ from tuningfork.data.pack import PackLimits, split_fitting
 from tuningfork.errors import ConfigError, DataError, enough_memory
 from tuningfork.models.config import ModelConfig
 from tuningfork.models.load import Loaded, comparable, load, load_config
-from tuningfork.models.policy import Policy, hold_weights
+from tuningfork.models.policy import Policy
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.objective.head import Head
 from tuningfork.objective.objectives import PreferenceObjective
@@ -142,10 +142,13 @@ def start_model(
     """Load the starting model, check that packing it is exact, and put kernels and compiler under it."""
     dtype = choose_dtype(model, device)
     compiled = choose_compile(model.compile, device)
-    loaded = load(model.path)
-    loaded.model.to(device)  # type: ignore[arg-type]
-    hold_weights(loaded.model, DTYPES[model.weights])
-    check_packed_equals_alone(loaded.model, model.path)
+    with console.startup.time("device"):
+        torch.zeros(1, device=device)  # the first use of a GPU sets it up, which is no part of what follows
+    with console.startup.time("weights"):
+        loaded = _load(model, device, console)
+    console.startup.bytes["weights"] = loaded.stored_bytes
+    with console.startup.time("self-check"):
+        check_packed_equals_alone(loaded.model, model.path)
     policy = Policy.fast(loaded.model, dtype)
     if train.activation_checkpointing:
         try:
@@ -167,41 +170,54 @@ def start_model(
     return Start(policy, head, PreferenceObjective(objective), loaded, compiled, model.float8)
 
 
+def _load(model: ModelConfig, device: torch.device, console: Console) -> Loaded:
+    with console.phase("reading weights", total=0, unit="MB") as phase:
+
+        def progress(done: int, total: int) -> None:
+            phase.total = -(-total // 10**6)
+            phase.advance(-(-done // 10**6) - phase.done)
+
+        return load(model.path, device, DTYPES[model.weights], progress)
+
+
 def open_reference(
     start: Start, share_prompt: bool, cache: str, examples: Sequence[TokenExample], limits: PackLimits, console: Console
 ) -> ReferenceStore:
     """The reference cache of the *starting* model, filled for these examples. Raises ReferenceMismatch."""
     policy = start.policy
-    store = ReferenceStore(
-        Path(cache),
-        fingerprint(
-            policy.model.named_parameters(),
-            config=_config_digest(policy),
-            dtype=dtype_name(policy.dtype),
-            **{f"{kind} kernel": name for kind, name in policy.kernels.names.items()},
-            compiled=str(start.compiled),
-            float8=str(start.float8),
-            share_prompt=str(share_prompt),
-            device=device_name(policy.device),
-            threads=str(torch.get_num_threads() if policy.device.type == "cpu" else "any"),
-            transformers=transformers.__version__,
-        ),
+    with console.startup.time("weights digest"):
+        weights = weights_digest(policy.model.named_parameters())
+    facts = fingerprint(
+        weights,
+        config=_config_digest(policy),
+        dtype=dtype_name(policy.dtype),
+        **{f"{kind} kernel": name for kind, name in policy.kernels.names.items()},
+        compiled=str(start.compiled),
+        float8=str(start.float8),
+        share_prompt=str(share_prompt),
+        device=device_name(policy.device),
+        threads=str(torch.get_num_threads() if policy.device.type == "cpu" else "any"),
+        transformers=transformers.__version__,
     )
-    missing = store.missing(examples)
-    if missing:
-        with console.phase("scoring the reference", total=len(missing), unit="examples") as phase:
-            fill(store, packs_in_windows(missing, limits), start.score, phase.advance)
+    with console.startup.time("reference"):
+        store = ReferenceStore(Path(cache), facts)
+        missing = store.missing(examples)
+        if missing:
+            with console.phase("scoring the reference", total=len(missing), unit="examples") as phase:
+                fill(store, packs_in_windows(missing, limits), start.score, phase.advance)
     return store
 
 
-def model_digest(policy: Policy, reference: ReferenceStore | None) -> str:
+def model_digest(policy: Policy, reference: ReferenceStore | None, console: Console) -> str:
     """A content hash of the model as it is: its weights, and what of its config decides its numbers.
 
     The reference of that very model, where there is one, has seen all weights already.
     """
-    weights = (
-        reference.fingerprint["weights"] if reference is not None else weights_digest(policy.model.named_parameters())
-    )
+    if reference is not None:
+        weights = reference.fingerprint["weights"]
+    else:
+        with console.startup.time("weights digest"):
+            weights = weights_digest(policy.model.named_parameters())
     return text_digest(f"{weights} {_config_digest(policy)}")
 
 
