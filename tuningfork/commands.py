@@ -107,7 +107,7 @@ def _prepare(config: RunConfig, console: Console) -> tuple[Data, Start, PreTrain
     compiled = choose_compile(config.model.compile, device)
     tokenizer = load_tokenizer(config.model.path)
     data = read_data(config.model, config.data, config.pack, tokenizer, compiled, console)
-    start = start_model(config.model, config.objective, config.train, device, console)
+    start = start_model(config.model, config.objective, config.train, data.limits, device, console)
     return data, start, tokenizer
 
 

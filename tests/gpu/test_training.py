@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import io
+
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from tests.tiny import FAMILIES, head_of, one_pack, random_examples, random_pairs, score_alone, tiny_model
 from tuningfork.data.loader import build_packs
 from tuningfork.data.pack import PackLimits
+from tuningfork.errors import ConfigError
+from tuningfork.models import attention
 from tuningfork.models.policy import Policy
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.objective.head import Head
 from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import TokenAnswer, TokenExample
+from tuningfork.report.console import Console
+from tuningfork.train import fit
 from tuningfork.train.config import TrainConfig
-from tuningfork.train.optimizer import build_optimizer
+from tuningfork.train.optimizer import build_optimizer, optimizer_bytes
 from tuningfork.train.step import train_step
 
 pytestmark = pytest.mark.gpu
@@ -127,18 +134,16 @@ def test_no_token_reaches_another_example(family):
         first += len(answers)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
-def test_steps_learn_and_agree_however_the_batch_is_cut(checkpointing):
+@pytest.mark.parametrize("mode", ["none", "block"])
+def test_steps_learn_and_agree_however_the_batch_is_cut(mode):
     """G5 on a GPU: packs of 512 and of 2048 rows give the same gradient within bfloat16's rounding; training learns."""
     pairs = random_pairs(32, longest=40)
     config = TrainConfig(learning_rate=1e-3)
     objective = PreferenceObjective(ObjectiveConfig(sft_weight=0.1))
     norms = []
     for tokens in (512, 2048):
-        policy = _policy("llama", torch.bfloat16, compiled=False)
-        if checkpointing:
-            policy.checkpoint_activations()
-        policy.compile()
+        policy = _policy("llama", torch.bfloat16)
+        policy.keep_activations(mode)
         limits = PackLimits.plan(tokens, True, compiled=True)
         packs = build_packs(pairs, limits)
         head = Head(policy.kernels, policy.transform, 8192)
@@ -151,3 +156,95 @@ def test_steps_learn_and_agree_however_the_batch_is_cut(checkpointing):
         assert (margin > 0).float().mean() > 0.9
         norms.append(outcomes[0].grad_norm)
     assert abs(norms[0] / norms[1] - 1) < 2e-2
+
+
+def _memory_model():
+    """Blocks that weigh more than the head and the embeddings: 8 of them."""
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=1024, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention.NAME, dtype=torch.float32
+    ).to(CUDA)
+
+
+def test_ways_to_keep_activations_differ_in_memory_alone():
+    """Log-probs to the bit, gradients to bfloat16's rounding; and less memory."""
+    torch._dynamo.reset()
+    policy = Policy.fast(_memory_model(), torch.bfloat16)
+    policy.compile()
+    batch = one_pack(random_pairs(60, longest=60, vocab=512), True, tokens=8192).to(CUDA)
+    weights = torch.linspace(-1, 2, len(batch.answer_lengths), dtype=torch.float64, device=CUDA)
+
+    def run(mode):
+        """Log-probs, gradients, and bytes at the peak beyond what is held anyway."""
+        policy.keep_activations(mode)
+        for _ in range(2):  # the first compiles
+            policy.model.zero_grad(set_to_none=True)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            loss, logps = head_of(policy, 1024).loss(
+                policy.hidden_rows(batch), policy.head_weight, batch, lambda a, b, s: (weights[a:b] * s).sum()
+            )
+            loss.backward()
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated() - before
+        return logps, {name: p.grad.clone() for name, p in policy.model.named_parameters()}, peak
+
+    logps, gradients, peak = run("none")
+    peaks = {"none": peak}
+    for mode in ("budget:0.6", "budget:0.2", "block", "offload"):
+        again, found, peaks[mode] = run(mode)
+        assert torch.equal(again, logps), mode
+        for name, expected in gradients.items():
+            assert (found[name] - expected).norm() <= 2e-2 * expected.norm(), (mode, name)
+    assert peaks["offload"] < peaks["block"] < peaks["none"] > peaks["budget:0.2"], peaks
+
+
+@pytest.mark.parametrize("family", ["olmo2", "qwen3", "gemma2"])
+def test_offloaded_inputs_come_back_as_they_were(family):
+    """Gradients equal those of `block` to the bit, pack after pack: nothing is read before it has arrived."""
+    policy = _policy(family, torch.bfloat16)
+    batches = [one_pack(random_pairs(20, seed, longest=40), True, tokens=2048).to(CUDA) for seed in range(3)]
+
+    def gradients(mode):
+        policy.keep_activations(mode)
+        found = []
+        for _ in range(2):
+            for batch in batches:
+                policy.model.zero_grad()
+                policy.hidden_rows(batch).float().square().sum().backward()
+                found += [p.grad.clone() for block in policy.blocks for p in block.parameters()]
+        return found
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients("offload"), gradients("block"), strict=True))
+
+
+def test_auto_takes_what_fits(monkeypatch):
+    """A small model on a large card keeps everything; with less memory it keeps less; with none, it says so."""
+    torch._dynamo.reset()
+    policy = Policy.fast(_memory_model(), torch.bfloat16)
+    policy.compile()
+    limits, out = PackLimits.plan(8192, True, compiled=True), io.StringIO()
+    head = head_of(policy, 1024)
+
+    def settle():
+        fit.settle(policy, head, limits, optimizer_bytes, Console(out))
+        assert all(p.grad is None for p in policy.model.parameters())
+        return policy.activation_memory
+
+    assert settle() == "none"
+    dry = fit.DryRun(policy, head, limits, fit._cuda_peak)
+    states = optimizer_bytes(policy.model)
+    most, block = (dry.peak(mode, 8192) + states for mode in ("none", "block"))
+    monkeypatch.setattr(fit, "_usable", lambda device: (most + block) // 2)
+    assert settle().startswith("budget:")
+    monkeypatch.setattr(fit, "_usable", lambda device: int(1.01 * block))
+    assert settle() in ("block", "budget:0.2")
+    monkeypatch.setattr(fit, "_usable", lambda device: states)
+    with pytest.raises(ConfigError, match=r"Lower pack\.tokens"):
+        settle()
+    assert "GiB needed: none" in out.getvalue()

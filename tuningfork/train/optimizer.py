@@ -26,6 +26,11 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     )
 
 
+def optimizer_bytes(model: nn.Module) -> int:
+    """Memory that the optimizer will hold: AdamW keeps two numbers a weight, in the weight's precision."""
+    return sum(2 * p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+
+
 def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
     """The learning rate of step `step` (from 0).
 

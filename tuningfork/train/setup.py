@@ -16,6 +16,7 @@ from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.loader import packs_in_windows
 from tuningfork.data.pack import PackLimits, split_fitting
 from tuningfork.errors import ConfigError, DataError, enough_memory
+from tuningfork.models import activations
 from tuningfork.models.config import ModelConfig
 from tuningfork.models.load import Loaded, comparable, load, load_config
 from tuningfork.models.policy import Policy
@@ -28,6 +29,8 @@ from tuningfork.reference.fingerprint import fingerprint, text_digest, weights_d
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.console import Console
 from tuningfork.train.config import TrainConfig
+from tuningfork.train.fit import settle
+from tuningfork.train.optimizer import optimizer_bytes
 from tuningfork.train.self_check import check_packed_equals_alone
 
 
@@ -134,20 +137,26 @@ def _read(
 
 
 def start_model(
-    model: ModelConfig, objective: ObjectiveConfig, train: TrainConfig, device: torch.device, console: Console
+    model: ModelConfig,
+    objective: ObjectiveConfig,
+    train: TrainConfig,
+    limits: PackLimits,
+    device: torch.device,
+    console: Console,
 ) -> Start:
-    """Load the starting model, check that packing it is exact, and put kernels and compiler under it."""
+    """Load the starting model, check that packing it is exact, and put kernels and compiler under it.
+
+    Raises:
+        ConfigError: activations cannot be kept as is asked, or fit the GPU in no way.
+        ModelError: the model cannot be loaded, or packing it is not exact.
+    """
     dtype = choose_dtype(model.dtype, device)
     compiled = choose_compile(model.compile, device)
+    activations.check(train.activation_memory, compiled)
     loaded = load(model.path)
     loaded.model.to(device)  # type: ignore[arg-type]
     check_packed_equals_alone(loaded.model, model.path)
     policy = Policy.fast(loaded.model, dtype)
-    if train.activation_checkpointing:
-        try:
-            policy.checkpoint_activations()
-        except ValueError as error:
-            raise ConfigError(f"train.activation_checkpointing is true, but {model.path}: {error}") from error
     if compiled:
         policy.compile()
     console.print(
@@ -157,6 +166,10 @@ def start_model(
         + (", blocks compiled" if compiled else "")
     )
     head = Head(policy.kernels, policy.transform, objective.head_chunk_rows)
+    if train.activation_memory == "auto":
+        settle(policy, head, limits, optimizer_bytes, console)
+    else:
+        policy.keep_activations(train.activation_memory)
     return Start(policy, head, PreferenceObjective(objective), loaded, compiled)
 
 
