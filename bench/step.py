@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ from bench.workload import pairs as workload
 from bench.workload import stats
 from tuningfork.data.loader import EpochOrder, PackLoader, build_packs
 from tuningfork.data.pack import PackLimits
+from tuningfork.models.config import ACTIVATION_MEMORY_FORMS
 from tuningfork.models.flops import FlopCounter
 from tuningfork.models.load import Loaded, hold_weights
 from tuningfork.models.policy import Policy
@@ -37,12 +39,14 @@ from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import TokenExample
 from tuningfork.reference.build import fill
 from tuningfork.reference.store import ReferenceStore
+from tuningfork.report.console import Console
 from tuningfork.report.metrics import StepResult
 from tuningfork.report.throughput import RunTotals
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.evaluate import check_start
+from tuningfork.train.fit import settle
 from tuningfork.train.loop import training_steps
-from tuningfork.train.optimizer import build_optimizer
+from tuningfork.train.optimizer import build_optimizer, optimizer_bytes
 from tuningfork.train.setup import DTYPES, Start
 
 PROFILED = 3  # steady steps, behind those that are timed
@@ -50,6 +54,7 @@ PROFILED = 3  # steady steps, behind those that are timed
 COLUMNS = {
     "model": "model",
     "examples_per_step": "pairs/step",
+    "activation_memory": "activations",
     "pairs_s": "pairs/s",
     "tokens_s": "tokens/s",
     "mfu": "MFU",
@@ -72,7 +77,7 @@ def measure(
     examples_per_step: int = 16,
     head_chunk_rows: int = 8192,
     epochs: int = 3,
-    activation_checkpointing: bool = False,
+    activation_memory: str = "none",
     weights: str = "float32",
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw",
     float8: bool = False,
@@ -91,8 +96,9 @@ def measure(
     median_step_s, p90_step_s   wall seconds of a step, waiting for data included
     pairs_s, tokens_s, unique_tokens_s, pad_share, peak_gib   see report/metrics.py; of the timed steps
     mfu                 model flops (models/flops.py) of the timed steps / their seconds / the card's bfloat16 peak
-    hfu                 the same with the decoder blocks' second forward pass counted too, where activations are
-                        recomputed; padding and repeated prompts count in neither
+    activation_memory   the mode that was used: the one asked for, or what `auto` chose
+    hfu                 mfu with the decoder blocks' second forward pass counted too, where they are recomputed; None
+                        under an activation budget. Padding and repeated prompts count in neither
     data_share          share of the time that waited for data
     recompiles_after_warmup     graphs that dynamo captured during the timed steps; 0 or the timing is not steady
     warmup_steps_left_out       timed steps that met a new pack shape, and are in no rate
@@ -117,15 +123,15 @@ def measure(
         examples_per_step=examples_per_step,
         epochs=epochs,
         schedule="constant",
-        activation_checkpointing=activation_checkpointing,
+        activation_memory=activation_memory,
         seed=seed,
     )
     begun = time.perf_counter()
-    start = _start(model, seed, activation_checkpointing, head_chunk_rows, DTYPES[weights], float8)
+    limits = PackLimits.plan(pack_tokens, share_prompt, compiled=device().type == "cuda")
+    start = _start(model, seed, train, activation_memory, head_chunk_rows, limits, DTYPES[weights], float8)
     build_s = time.perf_counter() - begun
     print(f"{model}: weights made in {build_s:.1f} s; scoring the reference", file=sys.stderr, flush=True)
 
-    limits = PackLimits.plan(pack_tokens, share_prompt, start.compiled)
     order = EpochOrder.plan(pairs, examples_per_step, seed, epochs, None)
     last = order.total_steps
     if profile is not None:
@@ -157,7 +163,8 @@ def measure(
         "reference_s": round(reference_s, 1),
         "check_s": round(check_s, 1),
         "step0_pairs_exact": checked,
-        **timed.summary(recomputed_share(start.policy.flops(), examples) if activation_checkpointing else 0.0),
+        "activation_memory": start.policy.activation_memory,
+        **timed.summary(recomputed_share(start.policy.activation_memory, start.policy.flops(), examples)),
     }
     if profile is not None and timed.profile is not None:
         line["profile"] = timed.profile.summary(PROFILED, timed.profiled_s)
@@ -166,8 +173,15 @@ def measure(
     return line
 
 
-def recomputed_share(flops: FlopCounter, examples: list[TokenExample]) -> float:
-    """The decoder blocks' second forward pass / all model flops of training; the head recomputes nothing."""
+def recomputed_share(activation_memory: str, flops: FlopCounter, examples: list[TokenExample]) -> float | None:
+    """What is computed twice / all model flops of training: nothing, or the decoder blocks' forward pass.
+
+    The head recomputes nothing. None under a budget: only the compiler knows.
+    """
+    if activation_memory == "none":
+        return 0.0
+    if activation_memory.startswith("budget"):
+        return None
     blocks = replace(flops, head_weights=0)
     return sum(blocks.forward(example) for example in examples) / flops.training(examples)
 
@@ -208,7 +222,7 @@ class _Timed:
             profile.stop()
             self.profile = profile
 
-    def summary(self, recomputed: float) -> dict[str, Any]:
+    def summary(self, recomputed: float | None) -> dict[str, Any]:
         rates, everything = self.totals.summary(), self.totals.all
         mfu = rates["mfu"]
         return {
@@ -221,7 +235,7 @@ class _Timed:
             "tokens_s": rounded(rates["tokens_per_s"]),
             "unique_tokens_s": rounded(rates["unique_tokens_per_s"]),
             "mfu": rounded(mfu, 4),
-            "hfu": rounded(None if mfu is None else mfu * (1 + recomputed), 4),
+            "hfu": rounded(None if mfu is None or recomputed is None else mfu * (1 + recomputed), 4),
             "pad_share": rounded(rates["pad_share"], 4),
             "data_share": round(everything.data_seconds / everything.seconds, 4),
             "warmup_steps_left_out": rates["warmup_steps"],
@@ -232,7 +246,14 @@ class _Timed:
 
 
 def _start(
-    model: str, seed: int, activation_checkpointing: bool, head_chunk_rows: int, weights: torch.dtype, float8: bool
+    model: str,
+    seed: int,
+    train: TrainConfig,
+    activation_memory: str,
+    head_chunk_rows: int,
+    limits: PackLimits,
+    weights: torch.dtype,
+    float8: bool,
 ) -> Start:
     """The starting model as a run has it: on a GPU bfloat16 over float32 weights, compiled; on a CPU plain float32."""
     where = device()
@@ -240,14 +261,16 @@ def _start(
     built = shapes.build(model, where, seed)
     hold_weights(built, weights)
     policy = Policy.fast(built, torch.bfloat16 if compiled else torch.float32)
-    if activation_checkpointing:
-        policy.checkpoint_activations()
     if float8:
         policy.use_float8()
     if compiled:
         policy.compile()
         torch.cuda.synchronize()
     head = Head(policy.kernels, policy.transform, head_chunk_rows)
+    if activation_memory == "auto":
+        settle(policy, head, limits, partial(optimizer_bytes, config=train), Console())
+    else:
+        policy.keep_activations(activation_memory)
     return Start(policy, head, PreferenceObjective(ObjectiveConfig()), Loaded(built, torch.float32), compiled)
 
 
@@ -260,7 +283,7 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--examples_per_step", type=int, default=16)
     options.add_argument("--head_chunk_rows", type=int, default=8192)
     options.add_argument("--epochs", type=int, default=3, help="the first one warms up")
-    options.add_argument("--activation_checkpointing", type=int, choices=(0, 1), default=0)
+    options.add_argument("--activation_memory", default="none", help=ACTIVATION_MEMORY_FORMS)
     options.add_argument("--weights", default="float32", choices=DTYPES, help="model.weights")
     options.add_argument("--optimizer", default="adamw", choices=("adamw", "adamw_8bit"))
     options.add_argument("--float8", type=int, choices=(0, 1), default=0)
@@ -269,7 +292,7 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--profile", type=Path, help="write where the device time of three more steps goes")
     settings = vars(options.parse_args(argv))
     out = settings.pop("out")
-    for name in ("share_prompt", "activation_checkpointing", "float8"):
+    for name in ("share_prompt", "float8"):
         settings[name] = bool(settings[name])
     line = measure(**settings)
     emit(line, out)

@@ -52,6 +52,8 @@ def error(text: str | None = None, *flags: str) -> str:
 
 def another(hint: Any, default: Any) -> Any:
     """A valid value of a setting that is not its default."""
+    if hint == SETTINGS["train.activation_memory"]:
+        return "budget:0.5"
     if get_origin(hint) is Annotated:
         hint = hint.__origin__
     if get_origin(hint) is Literal:
@@ -180,6 +182,10 @@ def test_flags_take_an_equals_sign_and_hyphens() -> None:
         ("pack.share_prompt", "1", "pack.share_prompt is 1; allowed: true or false."),
         ("model.dtype", "bfloat", "model.dtype is the text 'bfloat'; "
          "allowed: one of auto, bfloat16, float32. Did you mean bfloat16?"),
+        ("train.activation_memory", "blocks", "train.activation_memory is the text 'blocks'; "
+         "allowed: none, block, budget:<0..1> such as budget:0.5, offload, or auto."),
+        ("train.activation_memory", "budget:1.5", "train.activation_memory is the text 'budget:1.5'; "
+         "allowed: none, block, budget:<0..1> such as budget:0.5, offload, or auto."),
         ("model.dtype", "int8", "model.dtype is the text 'int8'; allowed: one of auto, bfloat16, float32."),
     ],
 )  # fmt: skip
@@ -193,6 +199,8 @@ def test_a_wrong_value_gets_the_same_message_in_a_recipe_and_as_a_flag(key: str,
     ("text", "message"),
     [
         ("train:\n  lerning_rate: 1e-6", "train.lerning_rate is not a setting; did you mean train.learning_rate?"),
+        ("train:\n  activation_checkpointing: true",
+         "train.activation_checkpointing is not a setting; did you mean train.activation_memory?"),
         ("trian:\n  seed: 1", "trian.seed is not a setting; did you mean train.seed?"),
         ("train:\n  beta: 1", "train.beta is not a setting; did you mean objective.beta?"),
         ("learning_rate: 1", "learning_rate is not a setting; did you mean train.learning_rate?"),

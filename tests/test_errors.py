@@ -37,7 +37,7 @@ def test_too_little_memory_is_an_error_that_names_the_ways_out(allocate, said):
         allocate()
     what, ways_out = str(caught.value).splitlines()
     assert what.startswith("step 3: ") and said in what
-    for key in ("pack.tokens", "objective.head_chunk_rows", "train.activation_checkpointing"):
+    for key in ("pack.tokens", "objective.head_chunk_rows", "train.activation_memory"):
         assert key in ways_out
 
 

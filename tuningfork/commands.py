@@ -108,7 +108,7 @@ def _prepare(config: RunConfig, console: Console) -> tuple[Data, Start, PreTrain
     with console.startup.time("data"):
         tokenizer = load_tokenizer(config.model.path)
         data = read_data(config.model, config.data, config.pack, tokenizer, compiled, console)
-    start = start_model(config.model, config.objective, config.train, device, console)
+    start = start_model(config.model, config.objective, config.train, data.limits, device, console)
     return data, start, tokenizer
 
 

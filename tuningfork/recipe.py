@@ -220,7 +220,7 @@ def allowed(hint: Any) -> str:
             if hasattr(rule, name)
         ]
         if base is str:
-            return "text that is not empty"
+            return getattr(hint.__metadata__[0], "description", None) or "text that is not empty"
         return f"{allowed(base)}, {' and '.join(limits)}" if limits else allowed(base)
     if get_origin(hint) is Literal:
         return f"one of {', '.join(get_args(hint))}"

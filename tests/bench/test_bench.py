@@ -12,7 +12,7 @@ import transformers
 from torch.autograd import DeviceType
 from transformers import AutoModelForCausalLM
 
-from bench import attention, elementwise, head, parts, peers, products, shapes, startup, step
+from bench import attention, elementwise, head, memory, parts, peers, products, shapes, startup, step
 from bench.device_time import DeviceProfile, category
 from bench.output import table
 from tuningfork.data import layout
@@ -39,7 +39,7 @@ def test_measure_returns_a_full_line(tmp_path):
         pack_tokens=4096,
         examples_per_step=2,
         epochs=2,
-        activation_checkpointing=True,
+        activation_memory="block",
         profile=tmp_path / "profile.txt",
     )
     assert json.loads(json.dumps(line)) == line
@@ -47,6 +47,7 @@ def test_measure_returns_a_full_line(tmp_path):
     assert line["recompiles_after_warmup"] == 0 and line["warmup_steps_left_out"] == 0
     assert line["first_loss"] == pytest.approx(0.6931471805599453)
     assert 0 < line["median_step_s"] <= line["p90_step_s"]
+    assert line["activation_memory"] == "block"
     assert line["pairs_s"] > 0 and line["tokens_s"] > line["unique_tokens_s"] > 0
     assert {"device", "driver", "torch", "triton", "transformers", "command", "mfu", "hfu", "peak_gib"} <= line.keys()
     assert {"model_build_s", "reference_s", "check_s", "first_epoch_s"} <= line.keys()
@@ -63,8 +64,24 @@ def test_measure_refuses_what_has_no_steady_step():
 
 def test_hardware_flops_add_a_forward_pass_of_the_blocks_only():
     examples = shapes.yardstick(8)
-    assert step.recomputed_share(FlopCounter(1000, 0, ()), examples) == pytest.approx(1 / 3)
-    assert step.recomputed_share(FlopCounter(0, 1000, ()), examples) == 0
+    for mode in ("block", "offload"):
+        assert step.recomputed_share(mode, FlopCounter(1000, 0, ()), examples) == pytest.approx(1 / 3)
+        assert step.recomputed_share(mode, FlopCounter(0, 1000, ()), examples) == 0
+    assert step.recomputed_share("none", FlopCounter(1000, 0, ()), examples) == 0
+    assert step.recomputed_share("budget:0.5", FlopCounter(1000, 0, ()), examples) is None
+
+
+def test_memory_has_a_line_for_every_mode_even_one_that_is_refused(capsys):
+    sizes = ["--model", "tiny", "--pairs", "4", "--pack_tokens", "4096", "--examples_per_step", "2"]
+    memory.main([*sizes, "--modes", "none", "budget:0.5", "offload", "auto"])
+    out = capsys.readouterr().out
+    lines = json_lines(out)
+    assert [line["mode"] for line in lines] == ["none", "budget:0.5", "offload", "auto"]
+    assert [line.get("activation_memory") for line in lines] == ["none", None, "offload", "none"]
+    assert "model.compile" in lines[1]["note"] and "pairs_s" not in lines[1]
+    assert all(line["pairs_s"] > 0 and not line["note"] for line in (lines[0], *lines[2:]))
+    assert len({line["last_loss"] for line in lines if not line["note"]}) == 1
+    assert "peak GiB" in out
 
 
 @pytest.mark.parametrize(

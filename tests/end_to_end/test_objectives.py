@@ -58,14 +58,16 @@ def test_the_sft_term_is_added_to_the_loss(job: Job, filled_cache: Any) -> None:
     assert 0 < round(chosen_tokens) < line["answer_tokens"]
 
 
-def test_activation_checkpointing_trains_the_same_weights(job: Job, filled_cache: Any) -> None:
-    """Recomputing the blocks in the backward pass changes the memory, not the result."""
+def test_activation_memory_trains_the_same_weights(job: Job, filled_cache: Any) -> None:
+    """What is kept for the backward pass, and where, changes the memory, not the result."""
     job = job.but({"reference.cache": filled_cache})
-    job.done()
-    job.elsewhere("recomputed").but({"train.activation_checkpointing": True}).done()
-    ours, theirs = job.elsewhere("recomputed").exported(), job.exported()
-    for name, weight in theirs.items():
-        torch.testing.assert_close(ours[name], weight, rtol=0, atol=1e-6)
+    assert "auto is none on a CPU" in job.but({"train.activation_memory": "auto"}).done().out
+    theirs = job.exported()
+    for mode in ("block", "offload"):
+        job.elsewhere(mode).but({"train.activation_memory": mode}).done()
+        ours = job.elsewhere(mode).exported()
+        for name, weight in theirs.items():
+            torch.testing.assert_close(ours[name], weight, rtol=0, atol=1e-6)
 
 
 def test_bfloat16_on_a_cpu_is_exact_at_step_0_and_learns(job: Job) -> None:

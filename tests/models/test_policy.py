@@ -80,30 +80,3 @@ def test_blocks_are_the_decoder_layers():
     policy.config.num_hidden_layers = 3
     with pytest.raises(ModelError, match="no list of 3 decoder blocks"):
         _ = policy.blocks
-
-
-def test_checkpointing_is_asked_for_by_its_present_name():
-    policy = tiny_policy("llama", torch.float32)
-    policy.checkpoint_activations()  # a warning is an error here
-    assert all(block.gradient_checkpointing for block in policy.blocks)
-
-
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
-@pytest.mark.parametrize("family", ["llama", "olmo3"])
-def test_recomputed_activations_change_no_bit(family):
-    """The reference is scored without, the policy may train with: step 0 must stay exact."""
-
-    def run(checkpointed: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        policy = tiny_policy(family, torch.float32)
-        if checkpointed:
-            policy.checkpoint_activations()
-            assert all(block.gradient_checkpointing for block in policy.blocks)
-        batch = one_pack(random_examples([(7, (5, 9)), (0, (6,)), (3, (4, 2, 8))]), True)
-        _, logps = head_of(policy).backward(
-            policy.hidden_rows(batch), policy.head_weight, batch, lambda a, b, s: (s * s).sum()
-        )
-        return logps, {name: p.grad for name, p in policy.model.named_parameters()}
-
-    (logps, gradients), (logps_again, gradients_again) = run(False), run(True)
-    assert torch.equal(logps, logps_again)
-    assert all(torch.equal(gradients[name], gradients_again[name]) for name in gradients)

@@ -29,6 +29,14 @@ def options(device: torch.device) -> dict[str, Any]:
 
 
 class _Pass(CustomGraphPass):
+    """A pass over graphs. Two of a kind are equal: to the compiler, other options mean other graphs."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
     def uuid(self) -> Any:
         """Of this file's content: the compiler's cache keeps graphs that went through the pass."""
         return get_hash_for_files((__file__,), type(self).__name__)

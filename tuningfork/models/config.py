@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+ACTIVATION_MEMORY = r"^(none|block|offload|auto|budget:(0?\.[0-9]+|0\.?|1(\.0*)?))$"
+ACTIVATION_MEMORY_FORMS = "none, block, budget:<0..1> such as budget:0.5, offload, or auto"
+"""What train.activation_memory may be, as a pattern and in words; models/activations.py says what each means."""
+
 
 @dataclass
 class ModelConfig:

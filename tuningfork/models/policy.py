@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from tuningfork.errors import ModelError
 from tuningfork.kernels.select import Kernels, plain, select
-from tuningfork.models import compiler
+from tuningfork.models import activations, compiler
 from tuningfork.models.float8 import use_float8
 from tuningfork.models.flops import FlopCounter
 from tuningfork.records import LogitTransform, PackedBatch
@@ -33,6 +33,8 @@ class Policy:
         self.dtype = dtype
         self.transform = _logit_transform(self.config)
         self.layer_windows = _windows(model)
+        self.compiled = False
+        self.activation_memory = "none"  # see activations.py
 
     @classmethod
     def fast(cls, model: PreTrainedModel, dtype: torch.dtype) -> Policy:
@@ -88,17 +90,32 @@ class Policy:
         The number of rows is no constant of a graph, so packs need no padding up to a few static sizes. The compiler
         may still make a second graph for small packs, whose backward pass it fuses otherwise.
         """
-        # A graph for each kind of block, and one more where a size lets the compiler fuse otherwise.
+        # A graph for each kind of block, and one more where a size lets the compiler fuse otherwise; each of them anew
+        # for every activation budget that is tried.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-        for block in self.blocks:
-            block.compile(dynamic=True, options=compiler.options(self.device))
+        self.compiled = True
+        self.keep_activations(self.activation_memory)
 
-    def checkpoint_activations(self) -> None:
-        """Recompute each block in the backward pass instead of keeping its activations."""
-        model: Any = self.model
-        # transformers renamed it between the versions that are supported
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+    def keep_activations(self, mode: str) -> None:
+        """From now on keep of each block what a mode of activations.py says. Numbers stay, memory and speed change.
+
+        Raises:
+            ConfigError: there is no such mode, or it needs compiled blocks and they are not.
+        """
+        activations.check(mode, self.compiled)
+        forwards = []
+        for block in self.blocks:
+            vars(block).pop("forward", None)  # the class's own is in force again
+            forward: Any = block.forward
+            if self.compiled:
+                forward = torch.compile(
+                    forward, dynamic=True, **activations.compiler(mode, compiler.options(self.device))
+                )
+            forwards.append(forward)
+        # Not by transformers' own switch: depending on its version that recomputes inside the compiled block.
+        for block, forward in zip(self.blocks, activations.keeping(mode, forwards), strict=True):
+            block.forward = forward
+        self.activation_memory = mode
 
     def flops(self) -> FlopCounter:
         """What a token costs in this model."""

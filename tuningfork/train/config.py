@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from tuningfork.models.config import ACTIVATION_MEMORY, ACTIVATION_MEMORY_FORMS
+
 
 @dataclass
 class TrainConfig:
@@ -36,8 +38,11 @@ class TrainConfig:
     """AdamW's decay of the squared-gradient mean."""
     adam_eps: Annotated[float, Field(gt=0)] = 1e-8
     """AdamW's epsilon."""
-    activation_checkpointing: bool = False
-    """Recompute each decoder block in the backward pass: less memory, about a third more compute."""
+    activation_memory: Annotated[str, Field(pattern=ACTIVATION_MEMORY, description=ACTIVATION_MEMORY_FORMS)] = "none"
+    """What of a decoder block is kept for the backward pass. none: everything, the fastest. budget:0.5: half of it, the
+    compiler recomputes the cheapest rest (needs model.compile). block: its input, the block is recomputed, about a
+    third more compute. offload: the same, with the inputs in host memory. auto: the fastest that fits the GPU, found by
+    trying. The numbers do not change."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the data order."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

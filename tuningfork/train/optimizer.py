@@ -72,6 +72,19 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
             group["lr"] = rate
 
 
+def optimizer_bytes(model: nn.Module, config: TrainConfig) -> int:
+    """Memory that the optimizer will hold: two moments a weight, in the weight's precision or in 8 bits with a float32
+    scale for each block of 256."""
+
+    def of_a_moment(weight: Tensor) -> int:
+        count = weight.numel()
+        if config.optimizer == "adamw_8bit" and count >= 4096 and count % 256 == 0:
+            return count + 4 * count // 256
+        return count * weight.element_size()
+
+    return sum(2 * of_a_moment(weight) for weight in model.parameters() if weight.requires_grad)
+
+
 def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
     """The learning rate of step `step` (from 0).
 

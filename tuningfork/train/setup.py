@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.loader import packs_in_windows
 from tuningfork.data.pack import PackLimits, split_fitting
 from tuningfork.errors import ConfigError, DataError, enough_memory
+from tuningfork.models import activations
 from tuningfork.models.config import ModelConfig
 from tuningfork.models.load import Loaded, comparable, load, load_config
 from tuningfork.models.policy import Policy
@@ -28,6 +30,8 @@ from tuningfork.reference.fingerprint import fingerprint, text_digest, weights_d
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.console import Console
 from tuningfork.train.config import TrainConfig
+from tuningfork.train.fit import settle
+from tuningfork.train.optimizer import optimizer_bytes
 from tuningfork.train.self_check import check_packed_equals_alone
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -137,11 +141,22 @@ def _read(
 
 
 def start_model(
-    model: ModelConfig, objective: ObjectiveConfig, train: TrainConfig, device: torch.device, console: Console
+    model: ModelConfig,
+    objective: ObjectiveConfig,
+    train: TrainConfig,
+    limits: PackLimits,
+    device: torch.device,
+    console: Console,
 ) -> Start:
-    """Load the starting model, check that packing it is exact, and put kernels and compiler under it."""
+    """Load the starting model, check that packing it is exact, and put kernels and compiler under it.
+
+    Raises:
+        ConfigError: activations cannot be kept as is asked, or fit the GPU in no way; float8 cannot be had.
+        ModelError: the model cannot be loaded, or packing it is not exact.
+    """
     dtype = choose_dtype(model, device)
     compiled = choose_compile(model.compile, device)
+    activations.check(train.activation_memory, compiled)
     with console.startup.time("device"):
         torch.zeros(1, device=device)  # the first use of a GPU sets it up, which is no part of what follows
     with console.startup.time("weights"):
@@ -150,11 +165,6 @@ def start_model(
     with console.startup.time("self-check"):
         check_packed_equals_alone(loaded.model, model.path)
     policy = Policy.fast(loaded.model, dtype)
-    if train.activation_checkpointing:
-        try:
-            policy.checkpoint_activations()
-        except ValueError as error:
-            raise ConfigError(f"train.activation_checkpointing is true, but {model.path}: {error}") from error
     precision = dtype_name(dtype)
     if model.float8:
         precision += f", {policy.use_float8()} linear layers in float8"
@@ -167,6 +177,11 @@ def start_model(
         + (", blocks compiled" if compiled else "")
     )
     head = Head(policy.kernels, policy.transform, objective.head_chunk_rows)
+    if train.activation_memory == "auto":
+        with console.startup.time("activation memory"):
+            settle(policy, head, limits, partial(optimizer_bytes, config=train), console)
+    else:
+        policy.keep_activations(train.activation_memory)
     return Start(policy, head, PreferenceObjective(objective), loaded, compiled, model.float8)
 
 

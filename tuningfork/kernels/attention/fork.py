@@ -22,11 +22,13 @@ from typing import NamedTuple
 import torch
 import triton
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from tuningfork.kernels.attention import _fork_kernels as kernels
 from tuningfork.records import ForkLayout
 
 WIDEST_HEAD = 256
+TYPICALLY_SEEN = 512  # rows that a row attends to
 TABLE_TILE = 64  # rows of a tile in the table; programs whose registers hold fewer take a part of one
 
 
@@ -179,3 +181,11 @@ def _backward(ctx, grad, _):
 
 
 _attend.register_autograd(_backward, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.tuningfork.fork_attention)
+def _(segments, query_tiles, key_tiles, position_of_row, q, k, v, *_, **__) -> int:
+    """About what it costs, from shapes alone, as if each row saw TYPICALLY_SEEN others: by this the compiler decides
+    under an activation budget what is cheap to recompute. Without it, it takes attention for free."""
+    rows, heads, width = q
+    return 4 * rows * min(rows, TYPICALLY_SEEN) * heads * width

@@ -1,0 +1,196 @@
+"""`train.activation_memory: auto`: the fastest mode with which a full pack fits the GPU, found by trying.
+
+A dry run takes one pack forward and backward, head included, with all gradients in place. What a run allocates beyond
+that is the optimizer's state, which is known without trying.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tuningfork.data.layout import build
+from tuningfork.data.pack import PackLimits
+from tuningfork.errors import ConfigError, OutOfMemory, enough_memory
+from tuningfork.models.policy import Policy
+from tuningfork.objective.head import Head
+from tuningfork.records import PackedBatch, Source, TokenAnswer, TokenExample
+from tuningfork.report.console import Console
+
+BUDGETS = (0.8, 0.6, 0.4, 0.2)
+USABLE = 0.94  # of what others leave of the GPU: memory comes in pieces, and some lie idle between others
+
+Peak = Callable[[str, int], int | None]
+"""(mode, rows of the pack) -> bytes at the peak of a dry run; None where there were not enough."""
+
+
+@dataclass
+class Choice:
+    """The mode that was chosen, and what was tried. `peaks`: mode -> bytes that a full pack took, None if too many."""
+
+    mode: str | None = None  # None: nothing fits
+    peaks: dict[str, int | None] = field(default_factory=dict)
+
+
+def choose(peak: Peak, rows: int, smallest: int, room: int, compiled: bool) -> Choice:
+    """The fastest mode whose peak with a pack of `rows` rows is at most `room` bytes.
+
+    `none` comes first. Where it does not fit, `block` bounds the memory of every budget from below and tells the budget
+    to begin with: memory lies about linearly between the two. A budget is taken only after a dry run of its own.
+
+    Args:
+        peak: does a dry run. Asked for full packs, and to find what `none` would take, for smaller ones.
+        smallest: rows below which a pack says nothing.
+        compiled: whether budgets are possible.
+    """
+    choice = Choice()
+
+    def fits(mode: str) -> bool:
+        choice.peaks[mode] = taken = peak(mode, rows)
+        if taken is None or taken > room:
+            return False
+        choice.mode = mode
+        return True
+
+    if fits("none"):
+        return choice
+    if not fits("block"):
+        fits("offload")
+        return choice
+    if compiled:
+        least = choice.peaks["block"] or 0
+        most = choice.peaks["none"] or _extrapolated(peak, least, rows, smallest)
+        for budget in BUDGETS:
+            expected = None if most is None else least + budget * (most - least)
+            if expected is not None and expected <= room and fits(f"budget:{budget}"):
+                break
+    return choice
+
+
+def _extrapolated(peak: Peak, block: int, rows: int, smallest: int) -> float | None:
+    """What `none` would take with a full pack, from the largest smaller one that it can take.
+
+    Only what it takes beyond `block` is scaled up: that is the blocks' activations, which grow with the rows. The rest
+    does not, neither the weights nor the head, whose chunks have their own size.
+    """
+    part = rows // 2
+    while part >= smallest:
+        some, some_block = peak("none", part), peak("block", part)
+        if some is not None and some_block is not None:
+            return block + (some - some_block) * rows / part
+        part //= 2
+    return None
+
+
+@dataclass
+class DryRun:
+    """Packs of random tokens through a policy, forward and backward. Weights and random state stay as they are.
+
+    Args:
+        meter: runs a function and returns the bytes at its peak.
+    """
+
+    policy: Policy
+    head: Head
+    limits: PackLimits
+    meter: Callable[[Callable[[], None]], int]
+
+    def peak(self, mode: str, rows: int) -> int | None:
+        """Bytes at the peak of a pack of about `rows` rows in a mode, gradients included; None: there were not enough.
+
+        The policy keeps that mode. Gradients are there before, as they are from the second pack of a step on.
+        """
+        self.policy.keep_activations(mode)
+        taken = None
+        with suppress(OutOfMemory), enough_memory("dry run"):
+            pack = self._pack(rows).to(self.policy.device)
+            for weight in self.policy.model.parameters():
+                weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
+            taken = self.meter(lambda: self._step(pack))
+        self.policy.model.zero_grad(set_to_none=True)
+        if self.policy.device.type == "cuda":
+            gc.collect()  # an error that was caught may still hold what it failed over
+            torch.cuda.empty_cache()
+        return taken
+
+    def _step(self, pack: PackedBatch) -> None:
+        def share(first: int, last: int, logps: Tensor) -> Tensor:
+            return -logps.sum()
+
+        self.head.backward(self.policy.hidden_rows(pack), self.policy.head_weight, pack, share)
+
+    def _pack(self, rows: int) -> PackedBatch:
+        rows = self.limits.rows(rows)
+        return build(list(_pairs(rows, self.policy.config.vocab_size)), rows, self.limits.share_prompt)
+
+
+def _pairs(rows: int, vocabulary: int) -> Iterator[TokenExample]:
+    """Random pairs that fill a pack: short prompts and long answers, since a row of an answer costs the head most."""
+    draw = np.random.default_rng(0).integers
+    count = -(-rows // 512)
+    unit = rows // (16 * count)  # a pair takes 16 of them if the prompt is repeated, 15 if not
+
+    def ids(count: int) -> np.ndarray:
+        return draw(vocabulary, size=count).astype(np.int32)
+
+    for row in range(1, count + 1):
+        answers = tuple(TokenAnswer(ids(7 * unit), np.ones(7 * unit, dtype=bool)) for _ in range(2))
+        yield TokenExample(Source("dry run", row), ids(unit), answers)
+
+
+def settle(
+    policy: Policy, head: Head, limits: PackLimits, optimizer_bytes: Callable[[torch.nn.Module], int], console: Console
+) -> None:
+    """Let the policy keep its activations by the fastest mode that fits its GPU, and say which; on a CPU, by `none`.
+
+    Args:
+        optimizer_bytes: what the optimizer will hold for a model.
+
+    Raises:
+        ConfigError: a full pack fits by no mode.
+    """
+    if policy.device.type != "cuda":
+        policy.keep_activations("none")
+        console.print("activation memory: auto is none on a CPU, which has no memory of its own to fit")
+        return
+    console.print("activation memory: auto, trying full packs by one mode after the other, the fastest first")
+    usable, states = _usable(policy.device), optimizer_bytes(policy.model)
+    dry = DryRun(policy, head, limits, _cuda_peak)
+    choice = choose(dry.peak, limits.rows(limits.tokens), limits.smallest, usable - states, policy.compiled)
+    tried = ", ".join(f"{mode} {_gib(taken, states)}" for mode, taken in choice.peaks.items())
+    if choice.mode is None:
+        raise ConfigError(
+            f"train.activation_memory is auto, but no mode fits a pack of pack.tokens {limits.tokens:,} into the "
+            f"{_gib(usable)} GiB that can be used of this GPU. GiB needed: {tried}; {_gib(states)} of them are the "
+            "optimizer's. Lower pack.tokens, or objective.head_chunk_rows."
+        )
+    policy.keep_activations(choice.mode)
+    console.print(
+        f"activation memory: {choice.mode}, the fastest that fits a pack of {limits.tokens:,} rows into "
+        f"{_gib(usable)} GiB; GiB needed: {tried}"
+    )
+
+
+def _cuda_peak(run: Callable[[], None]) -> int:
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
+def _usable(device: torch.device) -> int:
+    """Bytes of the GPU that a run may use: a share of all that nobody else holds."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    return int(USABLE * (total - others))
+
+
+def _gib(taken: int | None, more: int = 0) -> str:
+    return "more than there is" if taken is None else f"{(taken + more) / 2**30:.1f}"
