@@ -103,14 +103,13 @@ class Policy:
             ConfigError: there is no such mode, or it needs compiled blocks and they are not.
         """
         activations.check(mode, self.compiled)
+        compiling = activations.compiler(mode, compiler.options(self.device))
         forwards = []
         for block in self.blocks:
             vars(block).pop("forward", None)  # the class's own is in force again
             forward: Any = block.forward
             if self.compiled:
-                forward = torch.compile(
-                    forward, dynamic=True, **activations.compiler(mode, compiler.options(self.device))
-                )
+                forward = torch.compile(forward, dynamic=True, **compiling)
             forwards.append(forward)
         # Not by transformers' own switch: depending on its version that recomputes inside the compiled block.
         for block, forward in zip(self.blocks, activations.keeping(mode, forwards), strict=True):
