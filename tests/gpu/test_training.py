@@ -1,4 +1,4 @@
-"""The whole path on a GPU in bfloat16, compiled: exact bits at step 0, no leak, right gradients, a run end to end."""
+"""The whole path on a GPU in bfloat16, compiled: exact bits at step 0, no leak, right gradients, steps that learn."""
 
 from __future__ import annotations
 

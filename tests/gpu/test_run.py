@@ -1,0 +1,74 @@
+"""`tuningfork train` on a GPU: weights from the disk to the export, and on from a checkpoint to the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.end_to_end.workbench import make_model, make_pairs, write_rows
+
+pytestmark = pytest.mark.gpu
+STEPS = 4
+KINDS = {
+    "float32 weights": {},
+    "bfloat16 weights, 8-bit moments, offload": {
+        "model.weights": "bfloat16",
+        "train.optimizer": "adamw_8bit",
+        "train.activation_memory": "offload",
+    },
+}
+
+
+def train(folder: Path, settings: dict[str, object], *options: str) -> str:
+    flags = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
+    command = [sys.executable, "-m", "tuningfork.cli", "train", *flags, *options]
+    done = subprocess.run(command, cwd=folder, env=dict(os.environ), capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_and_its_continuation(tmp_path, kind):
+    settings = KINDS[kind]
+    if "train.optimizer" in settings:
+        pytest.importorskip("torchao", reason="torchao is not installed")
+    make_model(tmp_path / "model", hidden_size=64, intermediate_size=128, dtype=torch.bfloat16)
+    write_rows(tmp_path / "pairs.jsonl", make_pairs(40))
+    job: dict[str, object] = {
+        "model.path": "model",
+        "data.train": "pairs.jsonl",
+        "pack.tokens": 2048,
+        "data.max_length": 256,
+        "train.max_steps": STEPS,
+        "train.examples_per_step": 8,
+        "train.learning_rate": 1e-3,
+        "train.device": "cuda",
+        "output.save_every": 2,
+        "output.export_dtype": "float32",
+        **settings,
+    }
+    out = train(tmp_path, {**job, "output.dir": "whole"})
+    assert "step-0 check: margin exactly 0 for 8 of 8 pairs" in out and "computing in bfloat16" in out
+    assert "start-up: " in out and "weights" in out
+    lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert lines[0]["rewards/margin"] == 0 < lines[-1]["rewards/margin"]
+
+    # A run that was killed right after its checkpoint at step 2.
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / f"step-{STEPS}")
+    shutil.rmtree(tmp_path / "cut" / "model")
+    config = tmp_path / "cut" / "config.yaml"
+    config.write_text(config.read_text().replace("whole", "cut"))
+    assert "continuing from cut/checkpoints/step-2" in train(tmp_path, {**job, "output.dir": "cut"}, "--resume")
+    whole, cut = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "cut"))
+    assert whole.keys() == cut.keys()
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
