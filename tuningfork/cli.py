@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -107,6 +108,8 @@ def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    for library in ("torchao", "torch.utils._pytree"):  # of kernels for other cards, and of each other's future
+        logging.getLogger(library).setLevel(logging.ERROR)
     from tuningfork import commands
 
     with enough_memory(name):
