@@ -17,7 +17,9 @@ from bench.output import table
 # and fused blocks name whatever they fuse, so the order matters.
 CATEGORIES: dict[str, str] = {
     "copies": r"^Mem(cpy|set)|copy_kernel|CatArrayBatchedCopy|^aten::(copy_|cat|fill_|zero_)$",
-    "optimizer+norms of gradients": r"multi_tensor_apply|FusedOptimizer|lpnorm|LpNorm|_fused_adamw|aten::_foreach_",
+    "optimizer+norms of gradients": (
+        r"multi_tensor_apply|FusedOptimizer|lpnorm|LpNorm|NormTwoOps|_lerp_|_fused_adamw|aten::_foreach_"
+    ),
     "attention": r"flash|fmha|attention|attend|fork_|_(query|key|weighted)_gradient",
     "matrix products": r"nvjet|gemm|gemv|cutlass|cublas|splitK|triton_tem_fused|^aten::(mm|addmm|bmm|baddbmm)$",
     "gather/scatter": r"index|gather|scatter|compute_grad_weight|radix_sort|unique_by_key|embedding",

@@ -103,6 +103,7 @@ def measure(
     recompiles_after_warmup     graphs that dynamo captured during the timed steps; 0 or the timing is not steady
     warmup_steps_left_out       timed steps that met a new pack shape, and are in no rate
     first_loss, last_loss       mean loss of the first and the last step, nats
+    epoch_losses        mean loss of each epoch's steps, nats
     profile             where asked for: device and wall milliseconds of a step; the tables are in that file
 
     Each call compiles anew and leaves nothing behind, so several may follow each other in one process.
@@ -149,7 +150,7 @@ def measure(
     print(f"scored in {reference_s:.1f} s, checked in {check_s:.1f} s; training", file=sys.stderr, flush=True)
 
     steps = training_steps(loader, start, build_optimizer(start.policy.model, train), store, train, 0)
-    timed = _Timed(RunTotals(peak()), last_warmup=pairs // examples_per_step, last=last)
+    timed = _Timed(RunTotals(peak()), last_warmup=pairs // examples_per_step, last=last, epochs=epochs)
     timed.run(steps, DeviceProfile() if profile is not None else None)
     line = {
         "trainer": "tuningfork",
@@ -193,6 +194,7 @@ class _Timed:
     totals: RunTotals
     last_warmup: int
     last: int
+    epochs: int
     warmup_s: float = 0.0
     profiled_s: float = 0.0
     recompiles: int = 0
@@ -242,6 +244,7 @@ class _Timed:
             "peak_gib": rounded(rates["peak_memory_gib"], 1),
             "first_loss": self.losses[0],
             "last_loss": self.losses[-1],
+            "epoch_losses": [float(np.mean(part)) for part in np.array_split(self.losses, self.epochs)],
         }
 
 

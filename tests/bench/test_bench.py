@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from torch.autograd import DeviceType
 from transformers import AutoModelForCausalLM
 
-from bench import attention, elementwise, head, memory, parts, peers, products, shapes, startup, step
+from bench import attention, elementwise, head, learning, memory, parts, peers, products, shapes, startup, step
 from bench.device_time import DeviceProfile, category
 from bench.output import table
 from tuningfork.data import layout
@@ -355,3 +356,17 @@ def test_a_run_that_fails_shows_its_last_lines_and_one_without_end_is_ended():
     missing = peers.measure(peers.Run("other", ("-c", ""), "", needs=("no_such_trainer",)), 60)
     assert missing["status"] == "missing" and "no_such_trainer" in missing["error"][0]
     assert [run.settings for run in peers.runs(quick=True, pairs=512)] == [peers.OURS[0], peers.BEST_TRL]
+
+
+def test_learning_compares_ways_by_the_noise_between_seeds(capsys):
+    learning.main([])
+    lines = [line for line in json_lines(capsys.readouterr().out) if line.get("bench") == "learning"]
+    assert [(line["way"], line["epoch"]) for line in lines] == [("float32", 1), ("float32", 2)]
+    assert all(line["noise"] > 0 and line["apart"] == 0 for line in lines)
+
+
+def test_learning_by_hand():
+    truth = np.array([[0.7, 0.1], [0.5, 0.3]])
+    [*_, first, last] = learning.compare({"float32": truth, "bfloat16": truth + np.array([0.1, -0.2])})
+    assert (first["loss"], first["noise"], first["apart"]) == pytest.approx((0.7, 0.1414, 0.1))
+    assert (last["apart"], last["in_noise"]) == pytest.approx((-0.2, -1.414))
