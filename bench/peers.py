@@ -40,7 +40,10 @@ from tuningfork.models.policy import Policy
 
 ROOT = Path(__file__).parent.parent
 MODEL = "olmo2_1b"  # the one shape that trl_bench.py knows
-OURS = ("--examples_per_step 16", "--examples_per_step 64")
+OURS = (
+    "--examples_per_step 16 --head_chunk_rows 16384",
+    "--examples_per_step 64 --head_chunk_rows 16384 --pack_tokens 32768",
+)
 BEST_TRL = "--bs 16 --gc 1 --liger 1"
 TRL = (BEST_TRL, "--bs 8 --gc 1 --liger 1", "--bs 4 --gc 0", "--bs 16 --ga 4 --gc 1 --liger 1")
 ERROR_LINES = 6
@@ -77,12 +80,12 @@ class Run:
 
 
 def runs(quick: bool, pairs: int) -> list[Run]:
-    """Ours and the peers'; `quick` keeps the best known setting of each peer, and ours at the same batch size."""
-    ours, trl = (OURS[:1], (BEST_TRL,)) if quick else (OURS, TRL)
+    """Ours and the peers'; `quick` keeps the best known setting of each peer."""
+    trl = (BEST_TRL,) if quick else TRL
     step = ("-m", "bench.step", "--model", MODEL, "--pairs", str(pairs))
     script = ("bench/trl_bench.py", "--model", MODEL, "--pairs", str(pairs))
     return [
-        *(Run("tuningfork", step, settings) for settings in ours),
+        *(Run("tuningfork", step, settings) for settings in OURS),
         *(
             Run("trl", script, settings, ("trl", "datasets", *(["liger_kernel"] if "--liger 1" in settings else [])))
             for settings in trl
@@ -174,7 +177,7 @@ def render(lines: Sequence[dict[str, Any]]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     options = parser(__doc__, out="the folder that peers.jsonl and peers.txt are written to", required=True)
-    options.add_argument("--quick", action="store_true", help="ours, and the best known setting of each peer")
+    options.add_argument("--quick", action="store_true", help="only the best known setting of each peer")
     options.add_argument("--pairs", type=int, default=512)
     options.add_argument("--timeout", type=float, default=240, help="seconds for each run")
     args = options.parse_args(argv)
