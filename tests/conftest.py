@@ -18,3 +18,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture
+def uncompiled():
+    """torchao compiles its step for each shape of weight, which takes a CPU half a minute."""
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")

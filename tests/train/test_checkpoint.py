@@ -9,6 +9,8 @@ from torch import nn
 
 from tuningfork.errors import RunFolderError
 from tuningfork.train.checkpoint import Progress, restore, save
+from tuningfork.train.config import TrainConfig
+from tuningfork.train.optimizer import build_optimizer, set_learning_rate, step
 
 PROGRESS = Progress(3, "data", "model", "float32")
 
@@ -26,6 +28,31 @@ def saved(tmp_path):
 
 def test_an_intact_checkpoint_is_restored(saved):
     assert restore(saved, *parts()) == PROGRESS
+
+
+def test_8_bit_moments_and_bfloat16_weights_go_on_to_the_bit(tmp_path, uncompiled):
+    def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(64, 128).bfloat16()
+        return model, build_optimizer(model, TrainConfig(optimizer="adamw_8bit", learning_rate=1e-3))
+
+    def move(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        torch.manual_seed(number)  # as the training loop does: rounding is by chance
+        for weight in model.parameters():
+            weight.grad = torch.randn_like(weight)
+        set_learning_rate(optimizer, 1e-3 / (1 + number))
+        step(optimizer)
+
+    whole = fresh()
+    for number in range(4):
+        move(*whole, number)
+        if number == 1:
+            save(tmp_path, PROGRESS, *whole, keep_last=2)
+    cut = fresh()
+    restore(tmp_path / "step-3", *cut)
+    for number in (2, 3):
+        move(*cut, number)
+    assert all(torch.equal(a, b) for a, b in zip(whole[0].parameters(), cut[0].parameters(), strict=True))
 
 
 def names() -> list[str]:

@@ -162,15 +162,6 @@ def test_the_norm_of_all_gradients_keeps_the_digits_of_float32(dtype):
     assert float(gradient_norm(torch.optim.SGD(weights, lr=1.0))) == pytest.approx(exact, rel=1e-6)
 
 
-@pytest.fixture
-def uncompiled():
-    """torchao compiles its step for each shape of weight, which takes a CPU half a minute."""
-    pytest.importorskip("torchao", reason="torchao is not installed")
-    torch.compiler.set_stance("force_eager")
-    yield
-    torch.compiler.set_stance("default")
-
-
 def eight_bits(weights: torch.Tensor, gradient: float, steps: int, seed: int, rate: float) -> torch.Tensor:
     """Weights after some steps of 8-bit AdamW on a gradient that does not change."""
     model = nn.ParameterList([nn.Parameter(weights.clone())])

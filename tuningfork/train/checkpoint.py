@@ -101,7 +101,7 @@ def _one_process() -> Iterator[None]:
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     weights, moments = get_state_dict(model, optimizer)
-    # The host's generator is the only one: nothing of a run draws on a GPU, and a checkpoint moves between devices.
+    # The host's generator is enough: what a step draws on a GPU, it draws from a seed of its own.
     return {"model": weights, "optimizer": moments, "rng": torch.get_rng_state()}
 
 
