@@ -24,7 +24,7 @@ from tuningfork.records import TokenAnswer, TokenExample
 from tuningfork.report.console import Console
 from tuningfork.train import fit
 from tuningfork.train.config import TrainConfig
-from tuningfork.train.optimizer import build_optimizer, optimizer_bytes
+from tuningfork.train.optimizer import build_optimizer, optimizer_bytes, step
 from tuningfork.train.step import train_step
 
 pytestmark = pytest.mark.gpu
@@ -305,3 +305,23 @@ def test_auto_takes_what_fits(monkeypatch):
     with pytest.raises(ConfigError, match=r"Lower pack\.tokens"):
         settle()
     assert "GiB needed: none" in out.getvalue()
+
+
+def test_a_clipped_step_is_that_of_scaled_gradients():
+    """AdamW divides by the scale while it reads a gradient; its epsilon counts here, or the scale would cancel."""
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(shape, generator=generator).to(CUDA) for shape in ((300, 70), (33,))]
+
+    def moved(scale, factor=1.0):
+        weights = [torch.nn.Parameter(torch.ones_like(gradient)) for gradient in gradients]
+        optimizer = torch.optim.AdamW(weights, lr=0.1, eps=0.1, fused=True)
+        for _ in range(2):
+            for weight, gradient in zip(weights, gradients, strict=True):
+                weight.grad = factor * gradient
+            step(optimizer, scale)
+        return weights
+
+    ours, expected = moved(torch.tensor(0.25, device=CUDA)), moved(None, 0.25)
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    assert not torch.allclose(ours[0], moved(None)[0], rtol=1e-3)
