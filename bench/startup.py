@@ -27,7 +27,6 @@ from transformers import AutoModelForCausalLM
 from bench import shapes
 from bench.output import device, emit, environment, parser, rounded, table
 from bench.timing import free_memory
-from tuningfork.data.pack import PackLimits
 from tuningfork.models.config import ModelConfig
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.reference.fingerprint import weights_digest
@@ -102,8 +101,7 @@ def measure(model: str, folder: Path, warm: bool = False, plain: bool = True) ->
 def _ours(folder: Path) -> dict[str, float]:
     console = Console(io.StringIO())
     model = ModelConfig(path=str(folder), compile="off")
-    limits = PackLimits.plan(8192, share_prompt=True, compiled=False)
-    start = start_model(model, ObjectiveConfig(), TrainConfig(), limits, device(), console)
+    start = start_model(model, ObjectiveConfig(), TrainConfig(), device(), console)
     with console.startup.time("weights digest"):
         weights_digest(start.policy.model.named_parameters())
     return console.startup.seconds

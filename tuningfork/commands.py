@@ -10,6 +10,7 @@ from tuningfork.config import RunConfig, differences, from_yaml, to_yaml
 from tuningfork.data.loader import packs_in_windows
 from tuningfork.errors import ConfigError, ModelError
 from tuningfork.files import exclusive
+from tuningfork.models.config import ModelConfig
 from tuningfork.models.load import comparable, load, load_config, load_tokenizer
 from tuningfork.records import DataReport
 from tuningfork.report.console import Console, table
@@ -17,7 +18,17 @@ from tuningfork.train import folder as run_folder
 from tuningfork.train.evaluate import Evaluation
 from tuningfork.train.evaluate import evaluate as evaluate_packs
 from tuningfork.train.loop import RunResult, run
-from tuningfork.train.setup import Data, Start, choose_compile, choose_device, open_reference, read_data, start_model
+from tuningfork.train.setup import (
+    DTYPES,
+    Data,
+    Start,
+    choose_compile,
+    choose_device,
+    open_reference,
+    read_data,
+    settle_activations,
+    start_model,
+)
 
 
 def train(config: RunConfig, resume: bool, console: Console | None = None) -> int:
@@ -29,6 +40,7 @@ def train(config: RunConfig, resume: bool, console: Console | None = None) -> in
             folder, resume, lambda old: differences(from_yaml(old, str(folder / run_folder.CONFIG)), config)
         )
         data, start, tokenizer = _prepare(config, console)
+        settle_activations(start, config.train, data.limits, folder / "checkpoints", console)
         text = to_yaml(config)
         result = run(data, start, tokenizer, text, config.pack, config.reference, config.train, config.output, console)
     if not result.finished:
@@ -63,7 +75,7 @@ def evaluate(config: RunConfig, policy: str | None) -> int:
     if start.objective.needs_reference:
         examples = data.held_out
         store = open_reference(start, config.pack.share_prompt, config.reference.cache, examples, data.limits, console)
-    _take_weights(start, path, config.model.path)
+    _take_weights(start, path, config.model)
     with console.phase("evaluating", len(data.held_out), "pairs") as phase:
         result = evaluate_packs(start, packs_in_windows(data.held_out, data.limits), store, phase.advance)
     console.print(table(f"{path} on {config.data.eval}", _evaluation_rows(None, result)))
@@ -108,20 +120,21 @@ def _prepare(config: RunConfig, console: Console) -> tuple[Data, Start, PreTrain
     with console.startup.time("data"):
         tokenizer = load_tokenizer(config.model.path)
         data = read_data(config.model, config.data, config.pack, tokenizer, compiled, console)
-    start = start_model(config.model, config.objective, config.train, data.limits, device, console)
+    start = start_model(config.model, config.objective, config.train, device, console)
     return data, start, tokenizer
 
 
-def _take_weights(start: Start, path: str, starting_path: str) -> None:
+def _take_weights(start: Start, path: str, starting: ModelConfig) -> None:
     """Load another model's weights into the starting model, if the two are alike in all but weights."""
     ours, theirs = comparable(start.policy.config), comparable(load_config(path))
     other = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
     if other:
         raise ModelError(
-            f"{path} is not a model of the same architecture as {starting_path}: their config.json differ in "
+            f"{path} is not a model of the same architecture as {starting.path}: their config.json differ in "
             f"{', '.join(other)}."
         )
-    start.policy.model.load_state_dict(load(path).model.state_dict())
+    other_model = load(path, start.policy.device, DTYPES[starting.weights]).model
+    start.policy.model.load_state_dict(other_model.state_dict())
 
 
 def _data_rows(name: str, report: DataReport) -> list[tuple[str, str]]:

@@ -84,7 +84,7 @@ def check(config: RunConfig) -> None:
         )
     if config.model.dtype == "float32" and (config.model.weights == "bfloat16" or config.model.float8):
         key = "model.float8 is true" if config.model.float8 else "model.weights is bfloat16"
-        raise ConfigError(f"{key}, but model.dtype is float32. Set model.dtype: bfloat16, or auto on a GPU.")
+        raise ConfigError(f"{key}, but model.dtype is float32. Set model.dtype: bfloat16, or auto.")
     if config.model.float8 and config.model.compile == "off":
         raise ConfigError("model.float8 is true, but model.compile is off: casts to float8 must be fused. Remove one.")
     if config.reference != defaults.reference and name == "simpo":

@@ -75,9 +75,9 @@ def enough_memory(doing: str) -> Iterator[None]:
             raise
         raise OutOfMemory(
             f"{doing}: {first_line(error)}\n"
-            "To need less, lower objective.head_chunk_rows (also on --resume), set train.activation_memory to block or "
-            "offload, or lower pack.tokens; a run begun with other values of these last two needs another output.dir. "
-            "Weights, gradients and optimizer take 16 bytes a parameter, 10 with train.optimizer adamw_8bit, and 6 with "
+            "To need less, lower objective.head_chunk_rows or set train.activation_memory to block or offload, both "
+            "also on --resume; or lower pack.tokens, for which a run that has begun needs another output.dir. Weights, "
+            "gradients and optimizer take 16 bytes a parameter, 10 with train.optimizer adamw_8bit, and 6 with "
             "model.weights bfloat16 besides."
         ) from error
 

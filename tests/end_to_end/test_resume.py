@@ -62,8 +62,8 @@ def assert_same_end(job: Job, whole: Job) -> None:
     assert not list(job.run.rglob("*.partial"))
 
 
-def crash(job: Job, step: int) -> None:
-    """Train until the process dies in a step."""
+def crash(job: Job, step: int, options: tuple[str, ...] = ()) -> None:
+    """Train until the process dies in a step, counted from the first that this call makes."""
     train_step, count = loop.train_step, iter(range(1, 1000))
 
     def crashing(*args: Any) -> Any:
@@ -74,7 +74,7 @@ def crash(job: Job, step: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "train_step", crashing)
         with pytest.raises(Crash):
-            job()
+            job("train", *options)
 
 
 @pytest.fixture(scope="module")
@@ -464,6 +464,38 @@ def test_resume_in_another_dtype_is_refused(job: Job, monkeypatch: pytest.Monkey
         message = job.refused("train", "--resume")
     assert "step-2 was computed in float32, this run would go on in bfloat16. Set model.dtype to float32" in message
     job.but({"model.dtype": "float32"}).done("train", "--resume")
+
+
+def test_activation_memory_may_change_on_resume_and_auto_stays_what_it_was(job: Job) -> None:
+    """After running out of memory, that is what to change. auto decides nothing anew, whatever else is on a GPU then."""
+    job = job.but({"output.save_every": 1, "train.activation_memory": "auto"})
+    crash(job, step=3)
+    crash(job.but({"train.activation_memory": "block"}), step=2, options=("--resume",))
+    out = job.done("train", "--resume").out
+    assert "activation memory: block, as chosen when the run began" in out
+
+
+def test_chance_in_a_step_depends_on_seed_and_step_alone(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding by chance draws on the GPU, whose generator no checkpoint holds."""
+    seeds: list[int] = []
+    train_step = loop.train_step
+
+    def watched(*args: Any) -> Any:
+        seeds.append(torch.initial_seed())
+        return train_step(*args)
+
+    job = job.but({"output.save_every": 1})
+    monkeypatch.setattr(loop, "train_step", watched)
+    job.done()
+    whole, cut = list(seeds), job.elsewhere("cut")
+    crash(cut, step=4)
+    seeds.clear()
+    cut.done("train", "--resume")
+    assert len(set(whole)) == len(whole) == 10
+    assert seeds == whole[3:]
+    seeds.clear()
+    job.elsewhere("other").but({"train.seed": 1}).done()
+    assert not set(seeds) & set(whole)
 
 
 def test_resume_after_the_model_folder_was_renamed(stopped: Job, whole: Job, shelf: Path) -> None:

@@ -163,7 +163,7 @@ class Job:
         """Run a command that must refuse as a user's mistake; returns its message."""
         outcome = self(command, *options)
         assert outcome.status == 2, (outcome.status, outcome.err)
-        assert outcome.err.startswith("tuningfork: ") and "Traceback" not in outcome.err
+        assert outcome.err.startswith("tuningfork: ") and "Traceback" not in outcome.err, outcome.err
         return outcome.err
 
     def metrics(self) -> list[dict[str, Any]]:

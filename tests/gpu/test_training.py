@@ -36,7 +36,8 @@ def _policy(
     family: str, dtype: torch.dtype, compiled: bool = True, weights: torch.dtype = torch.float32, float8: bool = False
 ) -> Policy:
     torch._dynamo.reset()
-    model = tiny_model(family, torch.float32).to(CUDA)
+    # The tiny models' matrices are below what is ever held in bfloat16.
+    model = tiny_model(family, torch.float32).to(CUDA) if weights == torch.float32 else _memory_model()
     hold_weights(model, weights)
     policy = Policy.fast(model, dtype)
     if float8:

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.core_model_loading import Chunk, Transpose, WeightConverter
+from transformers.core_model_loading import Chunk, PermuteForRope, Transpose, WeightConverter
 
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
 from tests.tiny import FAMILIES, tiny_model
 from tuningfork.errors import ModelError
 from tuningfork.models import attention, weights
-from tuningfork.models.load import load, load_config, load_tokenizer, save
+from tuningfork.models.load import hold_weights, load, load_config, load_tokenizer, save
 
 IDS = torch.tensor([[5, 9, 13, 2, 60, 7]])
 
@@ -99,7 +99,8 @@ def test_what_is_read_straight_is_what_the_library_loads(tmp_path, monkeypatch, 
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     theirs = plain_load(tmp_path)
     for weight in theirs.parameters():  # norms and biases stay float32
-        weight.data = weight.data.to(held if weight.ndim == 2 else torch.float32)
+        weight.data = weight.data.to(held if weight.ndim == 2 and weight.numel() % 256 == 0 else torch.float32)
+    monkeypatch.setattr("tuningfork.models.load._LEAST_IN_8_BITS", 0)
     monkeypatch.setattr("tuningfork.models.load._whole", never)
     monkeypatch.setattr("tuningfork.models.weights._PIECE", 1000)
     told: list[tuple[int, int]] = []
@@ -108,6 +109,58 @@ def test_what_is_read_straight_is_what_the_library_loads(tmp_path, monkeypatch, 
     size = sum(weight.numel() for weight in loaded.model.parameters()) * stored.itemsize
     assert loaded.stored_bytes == size == told[-1][0] == told[-1][1]
     assert [done for done, _ in told] == sorted({done for done, _ in told})
+
+
+def test_what_an_optimizer_of_8_bits_would_not_keep_in_8_bits_is_not_held_in_bfloat16():
+    """Such as an embedding with an added token: its moments would be bfloat16, where small gradients are lost."""
+    model = torch.nn.ModuleList([torch.nn.Embedding(4097, 576), torch.nn.Linear(64, 128), torch.nn.Linear(8, 32)])
+    hold_weights(model, torch.bfloat16)
+    odd, large, small = (module.weight.dtype for module in model)
+    assert (odd, large, small) == (torch.float32, torch.bfloat16, torch.float32)
+    assert model[1].bias.dtype == torch.float32
+
+
+def test_weights_that_transformers_reads_are_held_alike(tmp_path, monkeypatch):
+    """A tied model with both copies in its files, which goes the slow way."""
+    model = tiny_model("granite", torch.float32)
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    model.save_pretrained(tmp_path)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    monkeypatch.setattr("tuningfork.models.load._LEAST_IN_8_BITS", 0)
+    loaded = load(str(tmp_path), dtype=torch.bfloat16)
+    assert loaded.stored_bytes == 0
+    assert {weight.dtype for weight in loaded.model.parameters()} == {torch.bfloat16, torch.float32}
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_a_quantized_model_is_refused(tmp_path, dtype):
+    """Without a quantization_config in config.json, transformers would cast it and say nothing."""
+    rewrite(
+        folder_of(tmp_path),
+        lambda weights: weights.update({name: w.to(dtype) for name, w in weights.items() if w.ndim == 2}),
+    )
+    kind = str(dtype).removeprefix("torch.")
+    with pytest.raises(ModelError, match=rf"safetensors: weights are stored in {kind}, such as .*a quantized"):
+        load(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": 1}}'])
+def test_a_broken_index_is_named(tmp_path, content):
+    tiny_model("llama", torch.float32).save_pretrained(tmp_path, max_shard_size="40KB")
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json has no weight_map"):
+        load(str(tmp_path))
+
+
+def test_what_the_library_computes_itself_may_be_stored(tmp_path):
+    """Old Llama folders hold rotary frequencies; they are read straight all the same."""
+    rewrite(
+        folder_of(tmp_path),
+        lambda weights: weights.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}),
+    )
+    loaded = load(str(tmp_path))
+    assert loaded.stored_bytes > 0
+    same_model(loaded.model, plain_load(tmp_path))
 
 
 def test_generation_settings_of_the_folder_are_kept(tmp_path):
@@ -154,10 +207,17 @@ def transposed_square(weights):
     return ["self_attn.out.weight"], ["self_attn.o_proj.weight"], Transpose(0, 1)
 
 
-@pytest.mark.parametrize("layout", [cut_in_two, transposed_square])
+def permuted_rotation(weights):
+    """To its stand-in nothing happens: a tensor of one number looks the same in any order."""
+    for layer in range(4):
+        name = f"model.layers.{layer}.self_attn.{{}}.weight"
+        weights[name.format("turned")] = weights.pop(name.format("q_proj"))
+    return ["self_attn.turned.weight"], ["self_attn.q_proj.weight"], PermuteForRope()
+
+
+@pytest.mark.parametrize("layout", [cut_in_two, transposed_square, permuted_rotation])
 def test_a_layout_that_the_library_converts_is_left_to_it(tmp_path, monkeypatch, layout):
     """Whatever does not become one weight as it is."""
-    expected = tiny_model("llama", torch.float32).state_dict()
     conversion = []
 
     def change(weights):
@@ -166,9 +226,11 @@ def test_a_layout_that_the_library_converts_is_left_to_it(tmp_path, monkeypatch,
 
     rewrite(folder_of(tmp_path), change)
     monkeypatch.setattr("transformers.modeling_utils.get_model_conversion_mapping", lambda *_, **__: list(conversion))
-    loaded = load(str(tmp_path))
+    loaded, expected = load(str(tmp_path)), plain_load(tmp_path).state_dict()
     assert loaded.stored_bytes == 0
     assert all(torch.equal(weight, expected[name]) for name, weight in loaded.model.state_dict().items())
+    plain = tiny_model("llama", torch.float32).state_dict()
+    assert all(torch.equal(weight, plain[name]) for name, weight in expected.items()) != (layout is permuted_rotation)
 
 
 def test_older_files_are_left_to_the_library(tmp_path):

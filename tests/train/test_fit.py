@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 
 import numpy as np
@@ -9,7 +10,9 @@ import pytest
 import torch
 
 from tests.tiny import head_of, limits_of, tiny_policy
+from tuningfork.errors import ConfigError
 from tuningfork.models.activations import budget_of
+from tuningfork.models.policy import Policy
 from tuningfork.report.console import Console
 from tuningfork.train import fit
 from tuningfork.train.config import TrainConfig
@@ -145,6 +148,30 @@ def test_on_a_cpu_auto_is_none():
     settle(policy, head_of(policy), limits_of(), lambda model: 0, Console(out))
     assert policy.activation_memory == "none"
     assert "auto is none on a CPU" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("room", "mode", "words"),
+    [(30, "none", "none, the fastest"), (24, "block", "GiB needed: none 0.0, block 0.0"), (10, None, "")],
+)
+def test_the_mode_that_fits_beside_the_optimizer_is_kept(monkeypatch, room, mode, words):
+    """As on a GPU, but for the bytes: 20 with all kept, 15 with blocks recomputed, 5 more for the optimizer."""
+    policy, out = tiny_policy("llama", torch.float32), io.StringIO()
+    taken = {"none": 20, "block": 15, "offload": 12}
+
+    class OnAGpu(Policy):
+        device = torch.device("cuda")
+
+    gpu = copy.copy(policy)
+    gpu.__class__ = OnAGpu
+    monkeypatch.setattr(fit.DryRun, "peak", lambda self, mode, rows: self.policy.keep_activations(mode) or taken[mode])
+    monkeypatch.setattr(fit, "_usable", lambda device: room)
+    if mode is None:
+        with pytest.raises(ConfigError, match=r"no mode fits a pack of pack\.tokens 512"):
+            settle(gpu, head_of(policy), limits_of(512), lambda model: 5, Console(out))
+        return
+    settle(gpu, head_of(policy), limits_of(512), lambda model: 5, Console(out))
+    assert gpu.activation_memory == mode and words in out.getvalue()
 
 
 def moments(config: TrainConfig) -> tuple[torch.nn.Module, list[torch.Tensor]]:

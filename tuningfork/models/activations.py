@@ -5,7 +5,8 @@
     block     a block's input; the block is recomputed
     offload   the same, with the input in host memory meanwhile
 
-No number depends on the choice: what is recomputed is computed by the same code from the same input.
+No log-prob depends on the choice, and no gradient but by rounding: a budget lets the compiler fuse the backward pass
+otherwise. What is recomputed is computed by the same code from the same input.
 """
 
 from __future__ import annotations

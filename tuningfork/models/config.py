@@ -17,7 +17,7 @@ class ModelConfig:
     path: str = ""
     """A Hugging Face model folder: config.json, safetensors weights, tokenizer."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Compute precision. auto: bfloat16 on a GPU, float32 on a CPU."""
+    """Compute precision. auto: bfloat16 on a GPU or with bfloat16 weights, else float32."""
     weights: Literal["float32", "bfloat16"] = "float32"
     """Precision in which matrices are kept and updated; norms and biases are always float32. With bfloat16, weights,
     gradients and moments take 6 bytes a weight instead of 16. It needs train.optimizer adamw_8bit, which does not round

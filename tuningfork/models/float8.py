@@ -11,6 +11,18 @@ RECIPE = "rowwise"  # a scale a row; one scale for a whole tensor would let an e
 _MULTIPLE = 16  # what the matrix units take
 
 
+def check(device: torch.device) -> None:
+    """Raises ConfigError where there is no GPU that can, or no torchao."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+        raise ConfigError("model.float8 is true, but this machine has no GPU with float8 (H100 or newer). Remove it.")
+    try:
+        import torchao.float8  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"model.float8 is true, which needs torchao ({error}). Install it: pip install torchao"
+        ) from error
+
+
 def use_float8(blocks: nn.ModuleList, device: torch.device) -> int:
     """Let the linear layers of decoder blocks multiply in float8, forward and backward; weights stay as they are.
 
@@ -18,17 +30,11 @@ def use_float8(blocks: nn.ModuleList, device: torch.device) -> int:
         The number of layers.
 
     Raises:
-        ConfigError: no GPU that can, no torchao, or no layer whose sizes are multiples of 16.
+        ConfigError: as `check`, or no layer has sizes that are multiples of 16.
     """
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
-        raise ConfigError("model.float8 is true, but this machine has no GPU with float8 (H100 or newer). Remove it.")
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-        from torchao.float8.float8_linear import Float8Linear
-    except ImportError as error:
-        raise ConfigError(
-            f"model.float8 is true, which needs torchao ({error}). Install it: pip install torchao"
-        ) from error
+    check(device)
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8.float8_linear import Float8Linear
 
     def fits(module: nn.Module, name: str) -> bool:
         return isinstance(module, nn.Linear) and not (module.in_features % _MULTIPLE or module.out_features % _MULTIPLE)

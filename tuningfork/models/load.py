@@ -30,6 +30,8 @@ from tuningfork.models.weights import Stored
 
 _WEIGHT_FILES = (weights.ONE_FILE, weights.INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 _CPU = torch.device("cpu")
+_LEAST_IN_8_BITS = 4096
+_TRAINABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 _NUMBERS_DO_NOT_DEPEND_ON = (
     *("_name_or_path", "transformers_version", "dtype", "architectures", "use_cache"),
@@ -103,9 +105,10 @@ def load(
         raise ModelError(f"{path}: the model cannot be loaded: {first_line(error)}") from error
     model = draft.model
     _check_names(model, draft.info, path)
+    _check_stored(model, draft.unread, stored or {}, path)
     check_modules(model, path)
     for weight, there in draft.unread:
-        weight.data = torch.empty(there.shape, dtype=_held(weight, dtype), device=device)
+        weight.data = torch.empty(there.shape, dtype=_held(weight, there.shape, dtype), device=device)
     hold_weights(model, dtype)
     model.to(device)  # type: ignore[arg-type]
     try:
@@ -150,12 +153,14 @@ def _draft(config: Any, path: str, stored: dict[str, Stored]) -> _Draft | None:
         name = origin.get(weight.data_ptr())
         if name is not None and weight.shape == stored[name].shape:
             unread[name] = (weight, stored[name])
-    # A conversion may leave a stand-in's shape and place as they are, such as a transposed square: only its name tells.
+    # A conversion may leave a stand-in's shape and place as they are, such as a permuted rotation: only its name tells.
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None or not all(isinstance(conversion, WeightRenaming) for conversion in conversions):
         return None
-    refused = len(info["unexpected_keys"]) + len(info["mismatched_keys"])
-    if len(unread) + refused != len(stored):
+    refused = {*info["unexpected_keys"], *(str(key[0]) for key in info["mismatched_keys"])}
+    # What older versions stored and the library computes itself is neither: it is passed over without a word.
+    computed = {name for name in stored if name.endswith("rotary_emb.inv_freq")}
+    if len(unread) + len(refused | computed) != len(stored):
         return None
     model.name_or_path = model.config.name_or_path = path
     try:
@@ -175,14 +180,23 @@ def _whole(path: str) -> _Draft:
 
 
 def hold_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Keep a model's matrices in `dtype`. Vectors, such as the weights of norms, stay as they are: they are few, and
-    an optimizer of 8 bits would keep the moments of so small a tensor in its own dtype, too coarse in bfloat16."""
+    """Keep a model's matrices in `dtype`.
+
+    Weights whose moments an optimizer of 8 bits would not keep in 8 bits stay as they are, all norms among them: it
+    keeps those moments in the weight's own dtype, and bfloat16 is too coarse for a moment.
+    """
     for weight in model.parameters():
-        weight.data = weight.data.to(_held(weight, dtype))
+        weight.data = weight.data.to(_held(weight, weight.shape, dtype))
 
 
-def _held(weight: Tensor, dtype: torch.dtype) -> torch.dtype:
-    return dtype if isinstance(weight, nn.Parameter) and weight.ndim >= 2 else weight.dtype
+def bears_8_bits(shape: torch.Size) -> bool:
+    """Whether an optimizer of 8 bits keeps moments of this shape in 8 bits: torchao's rule for its blocks of 256."""
+    return shape.numel() >= _LEAST_IN_8_BITS and shape.numel() % 256 == 0
+
+
+def _held(weight: Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.dtype:
+    matrix = isinstance(weight, nn.Parameter) and len(shape) >= 2
+    return dtype if matrix and bears_8_bits(shape) else weight.dtype
 
 
 def comparable(config: Any) -> dict[str, Any]:
@@ -248,6 +262,22 @@ def _check_names(model: PreTrainedModel, info: dict[str, Any], path: str) -> Non
     wrong = sorted(str(key) for key in info.get("mismatched_keys", ()))
     if wrong:
         raise ModelError(f"{path}: {len(wrong)} tensors have another shape than config.json says, first {wrong[0]}.")
+
+
+def _check_stored(
+    model: PreTrainedModel, unread: list[tuple[Tensor, Stored]], stored: dict[str, Stored], path: str
+) -> None:
+    """Weights stored as whole numbers, or in 8 bits, are a quantized model's; training needs the model itself."""
+    weights_of = dict(model.named_parameters())
+    found = [(name, there) for name, there in stored.items() if name in weights_of]
+    found += [("", there) for weight, there in unread if isinstance(weight, nn.Parameter)]
+    for name, there in found:
+        if there.dtype not in _TRAINABLE:
+            kind = str(there.dtype).removeprefix("torch.") + (f", such as {name}" if name else "")
+            raise ModelError(
+                f"{there.path}: weights are stored in {kind}: a quantized model. Get the model in float32, float16 or "
+                "bfloat16."
+            )
 
 
 def _check_finite(model: PreTrainedModel, path: str) -> None:

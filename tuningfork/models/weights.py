@@ -45,12 +45,12 @@ def stored_tensors(folder: Path) -> dict[str, Stored] | None:
     """The tensors of a folder's safetensors files by name; None where this reader does not know what lies there.
 
     That is: other formats, element types that PyTorch lacks, a name in two files. Raises what safetensors raises for a
-    broken file, or OSError for a missing one.
+    broken file, ValueError for a broken index, or OSError for a missing file.
     """
     if (folder / ONE_FILE).exists():
         names = [ONE_FILE]
     elif (folder / INDEX).exists():
-        names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        names = _named_in(folder / INDEX)
     else:
         return None
     found: dict[str, Stored] = {}
@@ -68,6 +68,15 @@ def stored_tensors(folder: Path) -> dict[str, Stored] | None:
             offset = 8 + length + entry["data_offsets"][0]
             found[name] = Stored(path, offset, _DTYPES[entry["dtype"]], torch.Size(entry["shape"]))
     return found
+
+
+def _named_in(index: Path) -> list[str]:
+    """The files that an index names. Raises ValueError where it names none as it should."""
+    content = json.loads(index.read_text())
+    files = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise ValueError(f"{index.name} has no weight_map of tensor names to file names; get that file anew")
+    return sorted(set(files.values()))
 
 
 def read(

@@ -24,6 +24,7 @@ from tuningfork.errors import RunFolderError, first_line
 from tuningfork.files import ASIDE, whole_folder
 
 _NAME = re.compile(r"step-(\d+)$")
+_PROGRESS = "progress.json"
 _DIGESTS = "digests.json"  # file name -> checksum, of all other files of a checkpoint
 
 
@@ -35,6 +36,7 @@ class Progress:
     data_digest: str  # of the examples trained on; a resumed run must have the same
     start_model: str  # content hash of the model the run started from, and so of its reference
     dtype: str  # of the computation; `model.dtype: auto` names another one on another device
+    activation_memory: str = "none"  # the mode in force; `train.activation_memory: auto` keeps it
 
 
 def save(folder: Path, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer, keep_last: int) -> Path:
@@ -52,7 +54,7 @@ def save(folder: Path, progress: Progress, model: nn.Module, optimizer: torch.op
                 dcp.save(_state(model, optimizer), checkpoint_id=aside, no_dist=True)
         except CheckpointException as error:
             raise _os_error(error) or error from error
-        (aside / "progress.json").write_text(json.dumps(asdict(progress)))
+        (aside / _PROGRESS).write_text(json.dumps(asdict(progress)))
         (aside / _DIGESTS).write_text(json.dumps({file.name: _digest(file) for file in sorted(aside.iterdir())}))
     for old in _all(folder)[:-keep_last]:
         _remove(old)
@@ -64,6 +66,14 @@ def newest(folder: Path) -> Path | None:
     for rest in folder.glob(f"*{ASIDE}"):
         shutil.rmtree(rest, ignore_errors=True)
     return _all(folder)[-1] if _all(folder) else None
+
+
+def progress(path: Path) -> Progress:
+    """Where the run of a checkpoint stood. Raises RunFolderError if the checkpoint is damaged."""
+    try:
+        return Progress(**json.loads((path / _PROGRESS).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise _damaged(path, error) from error
 
 
 def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
@@ -79,16 +89,20 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> P
                 raise ValueError(f"{name} is damaged: it is not as it was written")
         with _one_process():
             dcp.load(state, checkpoint_id=path, no_dist=True)
-        progress = Progress(**json.loads((path / "progress.json").read_text()))
+        stood = progress(path)
     except (CheckpointException, OSError, ValueError, KeyError, TypeError) as error:
         cause = error.failures[0][0] if isinstance(error, CheckpointException) and error.failures else error
-        raise RunFolderError(
-            f"{path} cannot be loaded ({first_line(cause)}). "
-            "Remove that folder; --resume then takes the checkpoint before it."
-        ) from error
+        raise _damaged(path, cause) from error
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     torch.set_rng_state(state["rng"])
-    return progress
+    return stood
+
+
+def _damaged(path: Path, cause: BaseException) -> RunFolderError:
+    return RunFolderError(
+        f"{path} cannot be loaded ({first_line(cause)}). "
+        "Remove that folder; --resume then takes the checkpoint before it."
+    )
 
 
 @contextmanager

@@ -42,9 +42,10 @@ class TrainConfig:
     """What of a decoder block is kept for the backward pass. none: everything, the fastest. budget:0.5: half of it, the
     compiler recomputes the cheapest rest (needs model.compile). block: its input, the block is recomputed, about a
     third more compute. offload: the same, with the inputs in host memory. auto: the fastest that fits the GPU, found by
-    trying. The numbers do not change."""
+    trying. Log-probs stay the same to the bit; a budget rounds gradients differently. May change on --resume, where
+    auto keeps what it chose."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Seed of the data order."""
+    """Seed of the data order, and of rounding by chance."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if there is a GPU. May change on --resume; what is computed from there on is rounded differently."""
 
@@ -62,5 +63,5 @@ class OutputConfig:
     log_every: Annotated[int, Field(ge=1)] = 1
     """Steps between lines in metrics.jsonl; a line covers all steps since the last one. A checkpoint writes one too."""
     export_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the exported model. auto: that of the starting model's weights. Training is in float32 always, and
-    bfloat16 rounds small updates away; float32 keeps all digits."""
+    """Precision of the exported model. auto: that of the starting model's weights. Training keeps float32 weights
+    unless model.weights says otherwise, and bfloat16 rounds small updates away; float32 keeps all digits."""

@@ -88,7 +88,8 @@ def run(
             result.pairs_checked = check_start(start, loader.step(0), reference)
         console.print(f"step-0 check: margin exactly 0 for {result.pairs_checked} of {result.pairs_checked} pairs")
     start_model = model_digest(start.policy, reference, console)
-    begun = Progress(0, dataset_digest(data.train), start_model, dtype_name(start.policy.dtype))
+    dtype, mode = dtype_name(start.policy.dtype), start.policy.activation_memory
+    begun = Progress(0, dataset_digest(data.train), start_model, dtype, mode)
     with console.startup.time("evaluation"):
         result.before = _evaluate(start, data, reference, console, "evaluating the starting model")
 

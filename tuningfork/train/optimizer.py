@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tuningfork.errors import ConfigError
+from tuningfork.models.load import bears_8_bits
 from tuningfork.train.config import TrainConfig
 
 
@@ -20,8 +21,9 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     that an update smaller than their spacing is kept on average.
 
     Raises:
-        ConfigError: adamw_8bit is asked for and torchao is not installed.
+        ConfigError: adamw_8bit is asked for and cannot be had, see `check`.
     """
+    check(config)
     weights = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in weights if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -31,24 +33,21 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     betas = (config.adam_beta1, config.adam_beta2)
     if config.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_eps, fused=True)
-    try:
-        from torchao.optim import AdamW8bit
-    except ImportError as error:
-        raise ConfigError(
-            f"train.optimizer is adamw_8bit, which needs torchao ({error}). Install it: pip install torchao"
-        ) from error
+    from torchao.optim import AdamW8bit
+
     return AdamW8bit(groups, lr=config.learning_rate, betas=betas, eps=config.adam_eps, bf16_stochastic_round=True)
 
 
 def gradient_norm(optimizer: Optimizer) -> Tensor:
     """The 2-norm of all gradients together, a scalar on their device, computed in float32 at least."""
     gradients = _gradients(optimizer)
-    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+    dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype)))
 
 
 def step(optimizer: Optimizer, scale: Tensor | None = None) -> None:
-    """Move the weights once, by gradients times `scale` (a scalar on their device). Gradients are used up."""
+    """Move the weights once, by gradients times `scale` (a scalar on their device; a fused optimizer rounds it to
+    float32). Gradients are used up."""
     if scale is None:
         optimizer.step()
     elif optimizer.defaults.get("fused"):
@@ -72,13 +71,37 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
             group["lr"] = rate
 
 
+def check(config: TrainConfig) -> None:
+    """Raises ConfigError where the optimizer cannot be had: adamw_8bit without torchao, or, since torchao compiles its
+    step, on a CPU without a compiler for C++."""
+    if config.optimizer != "adamw_8bit":
+        return
+    try:
+        import torchao.optim  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"train.optimizer is adamw_8bit, which needs torchao ({error}). Install it: pip install torchao"
+        ) from error
+    if not torch.cuda.is_available() or config.device == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler as error:
+            raise ConfigError(
+                "train.optimizer is adamw_8bit, whose step is compiled, but no compiler for C++ is found on this "
+                "machine. Install g++, or set train.optimizer: adamw."
+            ) from error
+
+
 def optimizer_bytes(model: nn.Module, config: TrainConfig) -> int:
     """Memory that the optimizer will hold: two moments a weight, in the weight's precision or in 8 bits with a float32
     scale for each block of 256."""
 
     def of_a_moment(weight: Tensor) -> int:
         count = weight.numel()
-        if config.optimizer == "adamw_8bit" and count >= 4096 and count % 256 == 0:
+        if config.optimizer == "adamw_8bit" and bears_8_bits(weight.shape):
             return count + 4 * count // 256
         return count * weight.element_size()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.loader import packs_in_windows
 from tuningfork.data.pack import PackLimits, split_fitting
 from tuningfork.errors import ConfigError, DataError, enough_memory
-from tuningfork.models import activations
+from tuningfork.models import activations, float8
 from tuningfork.models.config import ModelConfig
 from tuningfork.models.load import Loaded, comparable, load, load_config
 from tuningfork.models.policy import Policy
@@ -28,7 +29,8 @@ from tuningfork.records import DataReport, PackedBatch, TokenExample
 from tuningfork.reference.build import fill
 from tuningfork.reference.fingerprint import fingerprint, text_digest, weights_digest
 from tuningfork.reference.store import ReferenceStore
-from tuningfork.report.console import Console
+from tuningfork.report.console import Console, Phase
+from tuningfork.train import checkpoint, optimizer
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.fit import settle
 from tuningfork.train.optimizer import optimizer_bytes
@@ -144,19 +146,25 @@ def start_model(
     model: ModelConfig,
     objective: ObjectiveConfig,
     train: TrainConfig,
-    limits: PackLimits,
     device: torch.device,
     console: Console,
 ) -> Start:
     """Load the starting model, check that packing it is exact, and put kernels and compiler under it.
 
+    It keeps activations as `train.activation_memory` says; where that is auto, as little of them as scoring allows,
+    until `settle_activations`.
+
     Raises:
-        ConfigError: activations cannot be kept as is asked, or fit the GPU in no way; float8 cannot be had.
+        ConfigError: something that the settings ask for cannot be had here.
         ModelError: the model cannot be loaded, or packing it is not exact.
     """
     dtype = choose_dtype(model, device)
     compiled = choose_compile(model.compile, device)
+    # What cannot be had is said now, before minutes of reading and scoring.
     activations.check(train.activation_memory, compiled)
+    optimizer.check(train)
+    if model.float8:
+        float8.check(device)
     with console.startup.time("device"):
         torch.zeros(1, device=device)  # the first use of a GPU sets it up, which is no part of what follows
     with console.startup.time("weights"):
@@ -177,22 +185,46 @@ def start_model(
         + (", blocks compiled" if compiled else "")
     )
     head = Head(policy.kernels, policy.transform, objective.head_chunk_rows)
-    if train.activation_memory == "auto":
-        with console.startup.time("activation memory"):
-            settle(policy, head, limits, partial(optimizer_bytes, config=train), console)
-    else:
-        policy.keep_activations(train.activation_memory)
+    policy.keep_activations("block" if train.activation_memory == "auto" else train.activation_memory)
     return Start(policy, head, PreferenceObjective(objective), loaded, compiled, model.float8)
 
 
+def settle_activations(
+    start: Start, train: TrainConfig, limits: PackLimits, checkpoints: Path, console: Console
+) -> None:
+    """Carry out `train.activation_memory: auto` before anything is scored: the fastest mode that fits.
+
+    A run that goes on keeps the mode that it began with, whatever else is on the GPU now: gradients are rounded
+    differently in another. Raises ConfigError where no mode fits.
+    """
+    if train.activation_memory != "auto":
+        return
+    last = checkpoint.newest(checkpoints)
+    if last is not None:
+        mode = checkpoint.progress(last).activation_memory
+        start.policy.keep_activations(mode)
+        console.print(f"activation memory: {mode}, as chosen when the run began")
+        return
+    with console.startup.time("activation memory"):
+        settle(start.policy, start.head, limits, partial(optimizer_bytes, config=train), console)
+
+
 def _load(model: ModelConfig, device: torch.device, console: Console) -> Loaded:
-    with console.phase("reading weights", total=0, unit="MB") as phase:
+    with ExitStack() as stack:
+        phase: Phase | None = None
 
         def progress(done: int, total: int) -> None:
-            phase.total = -(-total // 10**6)
+            nonlocal phase
+            if phase is None:
+                phase = stack.enter_context(console.phase("reading weights", -(-total // 10**6), "MB"))
             phase.advance(-(-done // 10**6) - phase.done)
 
-        return load(model.path, device, DTYPES[model.weights], progress)
+        loaded = load(model.path, device, DTYPES[model.weights], progress)
+    if phase is None:
+        console.print(
+            f"{model.path}: weights read by transformers itself, which knows their format; slower for large ones"
+        )
+    return loaded
 
 
 def open_reference(
