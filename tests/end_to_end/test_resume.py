@@ -467,7 +467,7 @@ def test_resume_in_another_dtype_is_refused(job: Job, monkeypatch: pytest.Monkey
 
 
 def test_activation_memory_may_change_on_resume_and_auto_stays_what_it_was(job: Job) -> None:
-    """After running out of memory, that is what to change. auto decides nothing anew, whatever else is on a GPU then."""
+    """After running out of memory that is what to change; auto decides nothing anew, whatever else is on a GPU then."""
     job = job.but({"output.save_every": 1, "train.activation_memory": "auto"})
     crash(job, step=3)
     crash(job.but({"train.activation_memory": "block"}), step=2, options=("--resume",))
