@@ -24,7 +24,7 @@ from tuningfork.records import TokenAnswer, TokenExample
 from tuningfork.report.console import Console
 from tuningfork.train import fit
 from tuningfork.train.config import TrainConfig
-from tuningfork.train.optimizer import build_optimizer, optimizer_bytes, step
+from tuningfork.train.optimizer import build_optimizer, gradient_norm, optimizer_bytes, step
 from tuningfork.train.step import train_step
 
 pytestmark = pytest.mark.gpu
@@ -326,3 +326,31 @@ def test_a_clipped_step_is_that_of_scaled_gradients():
     for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
     assert not torch.allclose(ours[0], moved(None)[0], rtol=1e-3)
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_the_host_never_waits_for_the_device_before_a_steps_numbers_are_read(clipped):
+    """All that train_step does but for reading its outcome, with PyTorch's own detector of such waits."""
+    policy = _policy("llama", torch.bfloat16)
+    head = Head(policy.kernels, policy.transform, 256)
+    optimizer = build_optimizer(policy.model, TrainConfig())
+    packs = build_packs(random_pairs(32, longest=40), PackLimits.plan(1024, True, compiled=True), pin_memory=True)
+    weights = torch.linspace(-1, 2, 2 * 32, dtype=torch.float64).pin_memory()
+
+    def launch():
+        optimizer.zero_grad(set_to_none=True)
+        for pack in packs:
+            batch, of_pack = pack.to(CUDA), weights.to(CUDA, non_blocking=True)
+            head.backward(
+                policy.hidden_rows(batch), policy.head_weight, batch, lambda a, b, s, w=of_pack: (w[a:b] * s).sum()
+            )
+        norm = gradient_norm(optimizer)
+        step(optimizer, 0.1 / norm if clipped else None)
+
+    launch()  # compiles, and allocates the optimizer's state
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        launch()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
