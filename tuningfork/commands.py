@@ -15,6 +15,7 @@ from tuningfork.models.load import comparable, load, load_config, load_tokenizer
 from tuningfork.records import DataReport
 from tuningfork.report.console import Console, table
 from tuningfork.train import folder as run_folder
+from tuningfork.train import optimizer
 from tuningfork.train.evaluate import Evaluation
 from tuningfork.train.evaluate import evaluate as evaluate_packs
 from tuningfork.train.loop import RunResult, run
@@ -39,6 +40,7 @@ def train(config: RunConfig, resume: bool, console: Console | None = None) -> in
         run_folder.check(
             folder, resume, lambda old: differences(from_yaml(old, str(folder / run_folder.CONFIG)), config)
         )
+        optimizer.check(config.train)  # before minutes of reading and scoring
         data, start, tokenizer = _prepare(config, console)
         settle_activations(start, config.train, data.limits, folder / "checkpoints", console)
         text = to_yaml(config)

@@ -409,3 +409,23 @@ def test_make_model_is_what_it_says(tmp_path: Path) -> None:
     """The fixture itself: equal seeds give equal folders, so that "the same model elsewhere" means something."""
     a, b = make_model(tmp_path / "a"), make_model(tmp_path / "b")
     assert (a / "model.safetensors").read_bytes() == (b / "model.safetensors").read_bytes()
+
+
+def test_what_an_optimizer_needs_is_asked_for_before_anything_is_read(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without torchao; only training needs it, so the reference can be scored all the same."""
+    job = job.but({"train.optimizer": "adamw_8bit"})
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    message = job.refused()
+    assert "train.optimizer is adamw_8bit, which needs torchao" in message and "pip install torchao" in message
+    assert not job.run.exists() and not job.cache.exists()
+    job.done("reference")
+
+
+def test_a_budget_without_a_compiler_is_refused_before_anything_is_read(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "load", lambda *_: pytest.fail("read the weights"))
+    message = job.but({"train.activation_memory": "budget:0.5"}).refused()
+    assert "train.activation_memory is budget:0.5" in message and "model.compile" in message

@@ -24,6 +24,6 @@ class ModelConfig:
     small updates away."""
     float8: bool = False
     """Matrix products of the decoder blocks in float8, a scale for each row. Needs torchao, an H100 or newer, and
-    model.compile. Faster on large models, with coarser gradients; log-probs stay independent of the pack."""
+    model.compile. Gradients become coarser; log-probs stay independent of the pack."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile, one decoder block at a time. auto: on for a GPU."""

@@ -30,7 +30,7 @@ from tuningfork.reference.build import fill
 from tuningfork.reference.fingerprint import fingerprint, text_digest, weights_digest
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.console import Console, Phase
-from tuningfork.train import checkpoint, optimizer
+from tuningfork.train import checkpoint
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.fit import settle
 from tuningfork.train.optimizer import optimizer_bytes
@@ -162,7 +162,6 @@ def start_model(
     compiled = choose_compile(model.compile, device)
     # What cannot be had is said now, before minutes of reading and scoring.
     activations.check(train.activation_memory, compiled)
-    optimizer.check(train)
     if model.float8:
         float8.check(device)
     with console.startup.time("device"):
