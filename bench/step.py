@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,10 +43,9 @@ from tuningfork.report.metrics import StepResult
 from tuningfork.report.throughput import RunTotals
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.evaluate import check_start
-from tuningfork.train.fit import settle
 from tuningfork.train.loop import training_steps
-from tuningfork.train.optimizer import build_optimizer, optimizer_bytes
-from tuningfork.train.setup import DTYPES, Start
+from tuningfork.train.optimizer import build_optimizer
+from tuningfork.train.setup import DTYPES, Start, settle_activations
 
 PROFILED = 3  # steady steps, behind those that are timed
 
@@ -129,7 +127,7 @@ def measure(
     )
     begun = time.perf_counter()
     limits = PackLimits.plan(pack_tokens, share_prompt, compiled=device().type == "cuda")
-    start = _start(model, seed, train, activation_memory, head_chunk_rows, limits, DTYPES[weights], float8)
+    start = _start(model, train, head_chunk_rows, limits, DTYPES[weights], float8)
     build_s = time.perf_counter() - begun
     print(f"{model}: weights made in {build_s:.1f} s; scoring the reference", file=sys.stderr, flush=True)
 
@@ -249,19 +247,12 @@ class _Timed:
 
 
 def _start(
-    model: str,
-    seed: int,
-    train: TrainConfig,
-    activation_memory: str,
-    head_chunk_rows: int,
-    limits: PackLimits,
-    weights: torch.dtype,
-    float8: bool,
+    model: str, train: TrainConfig, head_chunk_rows: int, limits: PackLimits, weights: torch.dtype, float8: bool
 ) -> Start:
     """The starting model as a run has it: on a GPU bfloat16 over float32 weights, compiled; on a CPU plain float32."""
     where = device()
     compiled = where.type == "cuda"
-    built = shapes.build(model, where, seed)
+    built = shapes.build(model, where, train.seed)
     hold_weights(built, weights)
     policy = Policy.fast(built, torch.bfloat16 if compiled else torch.float32)
     if float8:
@@ -270,11 +261,12 @@ def _start(
         policy.compile()
         torch.cuda.synchronize()
     head = Head(policy.kernels, policy.transform, head_chunk_rows)
-    if activation_memory == "auto":
-        settle(policy, head, limits, partial(optimizer_bytes, config=train), Console())
-    else:
-        policy.keep_activations(activation_memory)
-    return Start(policy, head, PreferenceObjective(ObjectiveConfig()), Loaded(built, torch.float32), compiled)
+    objective, loaded = PreferenceObjective(ObjectiveConfig()), Loaded(built, torch.float32)
+    start = Start(policy, head, objective, loaded, compiled, float8)
+    if train.activation_memory != "auto":
+        policy.keep_activations(train.activation_memory)
+    settle_activations(start, train, limits, None, Console())
+    return start
 
 
 def main(argv: list[str] | None = None) -> None:

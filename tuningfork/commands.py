@@ -14,8 +14,8 @@ from tuningfork.models.config import ModelConfig
 from tuningfork.models.load import comparable, load, load_config, load_tokenizer
 from tuningfork.records import DataReport
 from tuningfork.report.console import Console, table
+from tuningfork.train import checkpoint, optimizer
 from tuningfork.train import folder as run_folder
-from tuningfork.train import optimizer
 from tuningfork.train.evaluate import Evaluation
 from tuningfork.train.evaluate import evaluate as evaluate_packs
 from tuningfork.train.loop import RunResult, run
@@ -42,7 +42,7 @@ def train(config: RunConfig, resume: bool, console: Console | None = None) -> in
         )
         optimizer.check(config.train)  # before minutes of reading and scoring
         data, start, tokenizer = _prepare(config, console)
-        settle_activations(start, config.train, data.limits, folder / "checkpoints", console)
+        settle_activations(start, config.train, data.limits, checkpoint.newest(folder / "checkpoints"), console)
         text = to_yaml(config)
         result = run(data, start, tokenizer, text, config.pack, config.reference, config.train, config.output, console)
     if not result.finished:

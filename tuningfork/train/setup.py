@@ -189,16 +189,15 @@ def start_model(
 
 
 def settle_activations(
-    start: Start, train: TrainConfig, limits: PackLimits, checkpoints: Path, console: Console
+    start: Start, train: TrainConfig, limits: PackLimits, last: Path | None, console: Console
 ) -> None:
     """Carry out `train.activation_memory: auto` before anything is scored: the fastest mode that fits.
 
-    A run that goes on keeps the mode that it began with, whatever else is on the GPU now: gradients are rounded
-    differently in another. Raises ConfigError where no mode fits.
+    A run that goes on from its checkpoint `last` keeps the mode that it began with, whatever else is on the GPU now:
+    gradients are rounded differently in another. Raises ConfigError where no mode fits.
     """
     if train.activation_memory != "auto":
         return
-    last = checkpoint.newest(checkpoints)
     if last is not None:
         mode = checkpoint.progress(last).activation_memory
         start.policy.keep_activations(mode)
