@@ -13,7 +13,7 @@ import transformers
 from torch.autograd import DeviceType
 from transformers import AutoModelForCausalLM
 
-from bench import attention, elementwise, head, learning, memory, parts, peers, products, shapes, startup, step
+from bench import attention, elementwise, head, learning, memory, parts, peers, products, shapes, sharing, startup, step
 from bench.device_time import DeviceProfile, category
 from bench.output import table
 from tuningfork.data import layout
@@ -182,6 +182,20 @@ def test_attention_says_what_sharing_saves(capsys):
     assert all(line["kernel"] == "plain" and line["train_ms"] > 0 for line in lines)
     assert lines[2]["saved_tokens"] == pytest.approx(1 - 8 / 14, abs=1e-3)
     assert "note" not in lines[0]
+
+
+def test_sharing_compares_the_same_pairs_in_two_layouts(capsys):
+    sharing.main(["--ratios", "0.5", "6", "--pairs", "4", "--repeats", "1"])
+    yardstick, short, long = json_lines(capsys.readouterr().out)
+    assert yardstick["pairs"] == "yardstick" and (short["ratio"], long["ratio"]) == (0.5, 6.0)
+    # a prompt of half an answer, laid once of twice, and one of six answers
+    assert short["saved_tokens"] == pytest.approx(1 - 2.5 / 3, abs=1e-3)
+    assert long["saved_tokens"] == pytest.approx(1 - 8 / 14, abs=1e-3)
+    for line in (yardstick, short, long):
+        assert line["saved_blocks"] == pytest.approx(
+            1 - line["shared_blocks_ms"] / line["unshared_blocks_ms"], abs=1e-3
+        )
+        assert line["shared_whole_ms"] > 0 and line["unshared_whole_ms"] > 0
 
 
 def test_attention_counts_visible_pairs():

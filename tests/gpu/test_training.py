@@ -23,8 +23,9 @@ from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import TokenAnswer, TokenExample
 from tuningfork.report.console import Console
 from tuningfork.train import fit
+from tuningfork.train import step as step_module
 from tuningfork.train.config import TrainConfig
-from tuningfork.train.optimizer import build_optimizer, gradient_norm, optimizer_bytes, step
+from tuningfork.train.optimizer import build_optimizer, optimizer_bytes, step
 from tuningfork.train.step import train_step
 
 pytestmark = pytest.mark.gpu
@@ -63,6 +64,14 @@ def _alone(policy, examples, weights, autocast):
     policy.model.zero_grad()
     (weights * sums).sum().backward()
     return sums.detach(), {name: p.grad.clone() for name, p in policy.model.named_parameters()}
+
+
+def _one_by_one(policy, examples, weights):
+    """Each answer with its prompt in a pack of its own: padded, as float8's products need it."""
+    singles = [TokenExample(e.source, e.prompt_ids, (answer,)) for e in examples for answer in e.answers]
+    found = [_packed(policy, [single], weight[None], True) for single, weight in zip(singles, weights, strict=True)]
+    sums, grads = zip(*found, strict=True)
+    return torch.cat(sums), {name: sum(each[name] for each in grads) for name in grads[0]}
 
 
 @pytest.mark.parametrize("family,share_prompt", [*((f, True) for f in FAMILIES), ("olmo3", False), ("gemma2", False)])
@@ -176,17 +185,22 @@ def test_steps_learn_and_agree_however_the_batch_is_cut(mode):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_float8_packed_equals_alone(family):
-    """G1, G2 in float8: packing adds nothing to the error that float8 itself makes of each sequence alone."""
+    """G1, G2 in float8: no further from the float32 truth than twice the same float8 model, sequence by sequence."""
     policy = _policy(family, torch.bfloat16, compiled=False, float8=True)
     exact = _policy(family, torch.float32, compiled=False)
+    coarse = _policy(family, torch.bfloat16, compiled=False)
     examples = random_examples(SHAPES)
     weights = torch.linspace(-1, 2, sum(len(e.answers) for e in examples), dtype=torch.float64, device=CUDA)
     truth, truth_grads = _alone(exact, examples, weights, autocast=False)
+    alone, alone_grads = _one_by_one(policy, examples, weights)
     ours, our_grads = _packed(policy, examples, weights, share_prompt=True)
-    coarse = {name: (our_grads[name] - expected).norm() / expected.norm() for name, expected in truth_grads.items()}
-    # Three digits of a mantissa: an eighth at worst, less on average, over two layers.
-    assert (ours - truth).norm() <= 0.05 * truth.norm()
-    assert max(coarse.values()) < 0.3 and max(coarse.values()) > 1e-3, coarse
+    assert (ours - truth).norm() <= 2 * (alone - truth).norm()
+    for name, expected in truth_grads.items():
+        allowed = 2 * (alone_grads[name] - expected).norm()
+        assert (our_grads[name] - expected).norm() <= allowed, name
+    # Eight times coarser than bfloat16: these products are in float8 indeed.
+    in_bfloat16, _ = _packed(coarse, examples, weights, share_prompt=True)
+    assert (ours - truth).norm() > 2 * (in_bfloat16 - truth).norm()
 
 
 def test_bfloat16_weights_learn_and_repeat_to_the_bit():
@@ -328,29 +342,35 @@ def test_a_clipped_step_is_that_of_scaled_gradients():
     assert not torch.allclose(ours[0], moved(None)[0], rtol=1e-3)
 
 
-@pytest.mark.parametrize("clipped", [False, True])
-def test_the_host_never_waits_for_the_device_before_a_steps_numbers_are_read(clipped):
-    """All that train_step does but for reading its outcome, with PyTorch's own detector of such waits."""
+@pytest.mark.parametrize("limit", [None, 1e-6], ids=["", "clipped"])
+def test_the_host_waits_for_the_device_only_to_read_a_steps_numbers(monkeypatch, limit):
+    """Two steps by train_step itself, with PyTorch's own detector of such waits, off where the numbers are read."""
     policy = _policy("llama", torch.bfloat16)
     head = Head(policy.kernels, policy.transform, 256)
+    objective = PreferenceObjective(ObjectiveConfig(sft_weight=0.1))
     optimizer = build_optimizer(policy.model, TrainConfig())
     packs = build_packs(random_pairs(32, longest=40), PackLimits.plan(1024, True, compiled=True), pin_memory=True)
-    weights = torch.linspace(-1, 2, 2 * 32, dtype=torch.float64).pin_memory()
+    assert len(packs) > 1
+    reference = [np.full(2 * len(pack.examples), -3.0) for pack in packs]
 
-    def launch():
-        optimizer.zero_grad(set_to_none=True)
-        for pack in packs:
-            batch, of_pack = pack.to(CUDA), weights.to(CUDA, non_blocking=True)
-            head.backward(
-                policy.hidden_rows(batch), policy.head_weight, batch, lambda a, b, s, w=of_pack: (w[a:b] * s).sum()
-            )
-        norm = gradient_norm(optimizer)
-        step(optimizer, 0.1 / norm if clipped else None)
+    def one() -> None:
+        train_step(policy, head, objective, optimizer, packs, reference, limit)
 
-    launch()  # compiles, and allocates the optimizer's state
+    one()  # compiles, and allocates the optimizer's state
+    read, reads = step_module._read, []
+
+    def unwatched(*numbers):
+        torch.cuda.set_sync_debug_mode("default")
+        reads.append(read(*numbers))
+        torch.cuda.set_sync_debug_mode("error")
+        return reads[-1]
+
+    monkeypatch.setattr(step_module, "_read", unwatched)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        launch()
+        one()
+        one()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert len(reads) == 2

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tests.tiny import one_pack, random_examples, tiny_policy
+from tests.tiny import FAMILIES, one_pack, random_examples, tiny_policy
 from tuningfork.errors import ModelError
 from tuningfork.kernels.attention.plain import PlainAttention
 from tuningfork.models import attention
@@ -72,8 +72,23 @@ def test_attention_dropout_is_refused():
         call(Spy(), dropout=0.1)
 
 
-def test_no_mask_is_ever_made():
-    assert ALL_MASK_ATTENTION_FUNCTIONS[attention.NAME](batch_size=1, q_length=5, kv_length=5) is None
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_mask_is_made_nor_are_sequences_looked_for(monkeypatch, family):
+    """A mask would be T x T, and transformers' look for sequences among the positions makes the host wait for a GPU."""
+    masks = []
+
+    def seen(*_, attention_mask=None, **__):
+        masks.append(attention_mask)
+
+    def refuse(*_, **__):
+        raise AssertionError("transformers looks for sequences in the positions")
+
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", refuse)
+    policy = tiny_policy(family, torch.float32)
+    for block in policy.blocks:
+        block.register_forward_pre_hook(lambda _, args, kwargs: seen(*args, **kwargs), with_kwargs=True)
+    policy.hidden_rows(one_pack(random_examples([(3, (4, 5))]), True))
+    assert masks == [None] * len(policy.blocks)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tuningfork.errors import ModelError
@@ -49,10 +48,6 @@ def _attention(
     return out[None], None
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """The fork layout says who sees whom; a mask tensor would be T x T."""
-    return None
-
-
+# No mask function beside it: the fork layout says who sees whom, and transformers, where it has none for a name, makes
+# no mask. With one it would first look for sequences among the positions, which makes the host wait for the device.
 ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _no_mask)

@@ -65,14 +65,17 @@ def train_step(
         rewards.append(objective.rewards(logps[-1], None if ref is None else ref.view(-1, 2), lengths.view(-1, 2)))
 
     norm = gradient_norm(optimizer)
-    outcome = StepOutcome(  # the host waits for the device here, with all that was to be launched behind it
-        float(torch.stack(losses).sum()), float(norm), torch.cat(logps).cpu(), torch.cat(rewards).cpu()
-    )
+    outcome = _read(torch.stack(losses).sum(), norm, torch.cat(logps), torch.cat(rewards))
     _check_finite(outcome, packs)
     limit = max_grad_norm
     step(optimizer, limit / (norm + 1e-6) if limit is not None and outcome.grad_norm > limit else None)
     optimizer.zero_grad(set_to_none=True)
     return outcome
+
+
+def _read(loss: Tensor, grad_norm: Tensor, logps: Tensor, rewards: Tensor) -> StepOutcome:
+    """The step's numbers, from the device. Here the host waits for it, and nowhere else in a step."""
+    return StepOutcome(float(loss), float(grad_norm), logps.cpu(), rewards.cpu())
 
 
 def _on(device: torch.device, tensor: Tensor) -> Tensor:
