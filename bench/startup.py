@@ -36,6 +36,7 @@ from tuningfork.train.setup import start_model
 
 _SHARD = 5 * 10**9
 _BLOCK = 16 << 20
+_NOISE = (1 << 24) + 1  # odd, so that no row of a matrix repeats another
 
 COLUMNS = {
     "way": "way",
@@ -124,11 +125,11 @@ def write_folder(model: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     skeleton = shapes.build(model, "meta")
     shards = list(_shards(dict(skeleton.named_parameters())))
-    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(_NOISE, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
     where: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        weights = {name: _random(skeleton.get_parameter(name), generator) for name in names}
+        weights = {name: _random(skeleton.get_parameter(name), noise) for name in names}
         save_file(weights, folder / file, metadata={"format": "pt"})
         where |= dict.fromkeys(names, file)
     if len(shards) > 1:
@@ -150,11 +151,11 @@ def _shards(weights: dict[str, Tensor]) -> Iterator[list[str]]:
     yield names
 
 
-def _random(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Matrices as a fresh model has them, norms of 1."""
+def _random(like: Tensor, noise: Tensor) -> Tensor:
+    """Matrices of noise, the same over and over since drawing 7e9 numbers takes a minute; norms of 1."""
     if like.ndim < 2:
         return torch.ones(like.shape, dtype=torch.bfloat16)
-    return torch.empty(like.shape, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
+    return noise.repeat(-(-like.numel() // len(noise)))[: like.numel()].view(like.shape)
 
 
 def drop(files: list[Path]) -> None:
