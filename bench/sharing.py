@@ -1,13 +1,20 @@
-"""What laying a prompt once saves of a model's passes: the same pairs in one pack, shared and unshared; JSON lines.
+"""What laying a prompt once saves of a model's passes, pair by pair; JSON lines.
 
 One compiled model of a named shape runs its embeddings and decoder blocks forward and backward: all that a prompt's
 rows go through. The head is left out, since it has rows for answers only, as is the optimizer. First the yardstick's
-own pairs, then pairs of equal lengths whose prompt is `ratio` times as long as an answer. The two layouts take turns,
-so that a card that grows warm slows both.
+own pairs, then pairs whose prompt is `ratio` times as long as an answer, of equal lengths but for a few short ones
+that fill the end of a pack.
 
-    ms              milliseconds of device time, from the profiler; on a CPU operators' own time
+A pack is filled to the same rows twice: with each prompt laid once (shared), and with it before every answer
+(unshared), which leaves room for fewer pairs. So products have one shape in both, whose speed depends on the rows in
+jumps, and what a pack costs whatever is in it costs both the same. The two take turns, so that a card that grows warm
+slows both.
+
+    ms              milliseconds of a pack's device time, from the profiler; on a CPU operators' own time
     attention_ms    of it, in attention
-    saved           1 - shared / unshared of ms; saved_attention of attention_ms, saved_rest of what is left
+    plain_tokens    tokens of its pairs with a prompt for each answer: the work that a pack gets done
+    saved           1 - shared / unshared of ms for a plain token; saved_attention of attention_ms, saved_rest of what
+                    is left
     saved_tokens    1 - tokens shared / unshared: what the token count alone allows
     saved_pairs     1 - visible (query, key) pairs shared / unshared: what attention must still do. An answer sees all
                     of its prompt however often that is laid, so for short prompts this is far below saved_tokens
@@ -19,24 +26,30 @@ so that a card that grows warm slows both.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from bench import shapes
-from bench.attention import RATIOS, Layouts, pairs_of_ratio
+from bench.attention import RATIOS
 from bench.device_time import DeviceProfile
 from bench.output import device, emit, environment, parser, rounded, table
 from bench.timing import free_memory
+from tuningfork.data.layout import build
+from tuningfork.data.pack import rows_of
+from tuningfork.models.flops import FlopCounter
 from tuningfork.models.policy import Policy
-from tuningfork.records import PackedBatch
+from tuningfork.records import PackedBatch, TokenExample
 
 WARMUP = 2  # passes of each layout that are not counted
+SHARE = {"shared": True, "unshared": False}
 COLUMNS = {
     "pairs": "pairs",
     "ratio": "prompt/answer",
-    "shared_rows": "rows shared",
-    "unshared_rows": "unshared",
+    "rows": "rows",
+    "shared_pairs": "pairs shared",
+    "unshared_pairs": "unshared",
     "shared_ms": "ms shared",
     "unshared_ms": "unshared",
     "saved": "saved",
@@ -47,9 +60,26 @@ COLUMNS = {
 }
 
 
-def measure(policy: Policy, layouts: Layouts, repeats: int) -> dict[str, float]:
-    """`ms` and `attention_ms` of both layouts."""
-    packs = {name: getattr(layouts, name).to(policy.device) for name in ("shared", "unshared")}
+def fill(examples: list[TokenExample], rows: int, share_prompt: bool) -> PackedBatch:
+    """A pack of `rows` rows with as many of the examples as fit, the first ones first."""
+    chosen, used = [], 0
+    for example in examples:
+        needed = rows_of(example, share_prompt)
+        if used + needed <= rows:
+            chosen.append(example)
+            used += needed
+    return build(chosen, rows, share_prompt)
+
+
+def pairs_of_ratio(ratio: float, answer: int, rows: int, vocabulary: int) -> list[TokenExample]:
+    """Pairs of one prompt and two answers, the prompt `ratio` times as long: enough to fill `rows`, then ever shorter
+    ones."""
+    sizes = [answer] * (rows // answer) + [answer >> halvings for halvings in range(1, answer.bit_length())]
+    return shapes.random_pairs([(round(ratio * size), size, size) for size in sizes], vocabulary)
+
+
+def measure(policy: Policy, packs: dict[str, PackedBatch], repeats: int) -> dict[str, float]:
+    """`ms` and `attention_ms` of each pack."""
     profiles = {name: DeviceProfile() for name in packs}
     for turn in range(WARMUP + repeats):
         for name, pack in packs.items():
@@ -74,39 +104,57 @@ def _run(policy: Policy, pack: PackedBatch) -> None:
         torch.cuda.synchronize()
 
 
-def compare(policy: Policy, layouts: Layouts, repeats: int) -> dict[str, Any]:
+def compare(policy: Policy, examples: list[TokenExample], rows: int, repeats: int) -> dict[str, Any]:
     """The line of one set of pairs."""
-    line: dict[str, Any] = {f"{name}_rows": getattr(layouts, name).unique_rows for name in ("shared", "unshared")}
-    line |= measure(policy, layouts, repeats)
+    packs = {name: fill(examples, rows, share) for name, share in SHARE.items()}
+    times = measure(policy, {name: pack.to(policy.device) for name, pack in packs.items()}, repeats)
     free_memory()
-    for name in ("shared", "unshared"):
-        line[f"{name}_rest_ms"] = round(line[f"{name}_ms"] - line[f"{name}_attention_ms"], 3)
-    once, repeated = layouts.visible_pairs()
-    saved = {
-        "saved_tokens": 1 - line["shared_rows"] / line["unshared_rows"],
-        "saved_pairs": 1 - once / repeated,
-        "saved": _saved(line, "ms"),
-        "saved_rest": _saved(line, "rest_ms"),
-        "saved_attention": _saved(line, "attention_ms"),
+    work = {name: _work(pack.examples) for name, pack in packs.items()}
+    once, repeated = work["shared"], work["unshared"]
+
+    def saved(what: Callable[[str], float]) -> float:
+        """1 - what a plain token costs shared / unshared."""
+        costs = {name: what(name) / work[name].plain_tokens for name in SHARE}
+        return 1 - costs["shared"] / costs["unshared"] if costs["unshared"] else float("nan")
+
+    found = {
+        "saved_tokens": 1 - once.unique_tokens / once.plain_tokens,
+        "saved_pairs": 1 - (once.pairs / once.plain_tokens) / (repeated.plain_pairs / repeated.plain_tokens),
+        "saved": saved(lambda name: times[f"{name}_ms"]),
+        "saved_rest": saved(lambda name: times[f"{name}_ms"] - times[f"{name}_attention_ms"]),
+        "saved_attention": saved(lambda name: times[f"{name}_attention_ms"]),
     }
-    reached = {
-        "reached": saved["saved"] / saved["saved_tokens"],
-        "reached_rest": saved["saved_rest"] / saved["saved_tokens"],
-        "reached_attention": saved["saved_attention"] / saved["saved_pairs"],
+    found |= {
+        "reached": found["saved"] / found["saved_tokens"],
+        "reached_rest": found["saved_rest"] / found["saved_tokens"],
+        "reached_attention": found["saved_attention"] / found["saved_pairs"],
     }
-    return line | {name: rounded(value, 4) for name, value in (saved | reached).items()}
+    about = {"rows": rows} | {f"{name}_pairs": len(pack.examples) for name, pack in packs.items()}
+    tokens = {f"{name}_plain_tokens": work[name].plain_tokens for name in SHARE}
+    return about | tokens | times | {name: rounded(value, 4) for name, value in found.items()}
 
 
-def _saved(line: dict[str, Any], what: str) -> float:
-    unshared = line[f"unshared_{what}"]
-    return 1 - line[f"shared_{what}"] / unshared if unshared else float("nan")
+class _Work(NamedTuple):
+    """What examples hold: tokens and visible (query, key) pairs, with each prompt once and before every answer."""
+
+    unique_tokens: int
+    plain_tokens: int
+    pairs: float
+    plain_pairs: float
+
+
+def _work(examples: Sequence[TokenExample]) -> _Work:
+    alone = [TokenExample(e.source, e.prompt_ids, (answer,)) for e in examples for answer in e.answers]
+    count = FlopCounter(0, 0, ((1, None),))  # attention of width 1 alone: 4 flops a pair
+    tokens = (sum(example.unique_tokens for example in each) for each in (examples, alone))
+    return _Work(*tokens, *(sum(map(count.forward, each)) / 4 for each in (examples, alone)))
 
 
 def main(argv: list[str] | None = None) -> None:
     small = device().type == "cpu"
     options = parser(__doc__)
     options.add_argument("--model", default="tiny" if small else "olmo2_1b", choices=shapes.SHAPES)
-    options.add_argument("--tokens", type=int, default=4096 if small else 16384, help="rows of a shared pack")
+    options.add_argument("--rows", type=int, default=4096 if small else 16384, help="of a pack")
     options.add_argument("--pairs", type=int, default=16 if small else 512, help="of the yardstick, to choose from")
     options.add_argument("--answer", type=int, default=64 if small else 256, help="answer length for the ratios")
     options.add_argument("--ratios", type=float, nargs="*", default=list(RATIOS), help="prompt / answer length")
@@ -119,11 +167,11 @@ def main(argv: list[str] | None = None) -> None:
     vocabulary = policy.config.vocab_size
     cases: list[tuple[dict[str, Any], Any]] = [({"pairs": "yardstick"}, shapes.yardstick(args.pairs, vocabulary))]
     for ratio in args.ratios:
-        pairs = pairs_of_ratio(ratio, args.answer, args.tokens, vocabulary)
+        pairs = pairs_of_ratio(ratio, args.answer, args.rows, vocabulary)
         cases.append(({"pairs": "equal", "ratio": ratio}, pairs))
     lines = []
     for about, examples in cases:
-        found = compare(policy, Layouts.of(examples, args.tokens), args.repeats)
+        found = compare(policy, examples, args.rows, args.repeats)
         lines.append({"bench": "sharing", "model": args.model, **about, **found, **environment()})
         emit(lines[-1], args.out)
     print(table(lines, COLUMNS))

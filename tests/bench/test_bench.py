@@ -184,19 +184,32 @@ def test_attention_says_what_sharing_saves(capsys):
     assert "note" not in lines[0]
 
 
-def test_sharing_compares_the_same_pairs_in_two_layouts(capsys):
-    sharing.main(["--ratios", "0.5", "6", "--pairs", "4", "--repeats", "1"])
+def test_sharing_compares_packs_of_the_same_rows(capsys):
+    sharing.main(["--ratios", "0.5", "6", "--pairs", "16", "--repeats", "1"])
     yardstick, short, long = json_lines(capsys.readouterr().out)
     assert yardstick["pairs"] == "yardstick" and (short["ratio"], long["ratio"]) == (0.5, 6.0)
     # a prompt of half an answer, laid once of twice, and one of six answers
     assert short["saved_tokens"] == pytest.approx(1 - 2.5 / 3, abs=1e-3)
     assert long["saved_tokens"] == pytest.approx(1 - 8 / 14, abs=1e-3)
+    # answers of 64 tokens in 4,096 rows: 8 pairs of 512 rows; 4 of 896, then answers of 32 and 4 tokens
+    assert (long["shared_pairs"], long["unshared_pairs"]) == (8, 6)
+    assert long["shared_plain_tokens"] == 8 * 14 * 64
+    assert long["unshared_plain_tokens"] == 14 * (4 * 64 + 32 + 4)
+    # of a plain token, from triangles of prompt and answers, and each answer's queries before the prompt's keys
+    triangle = lambda n: n * (n + 1) // 2  # noqa: E731
+    once = (triangle(384) + 2 * (triangle(64) + 64 * 384)) / (14 * 64)
+    repeated = 2 * (4 * triangle(448) + triangle(224) + triangle(28)) / long["unshared_plain_tokens"]
+    assert long["saved_pairs"] == pytest.approx(1 - once / repeated, abs=1e-3)
     for line in (yardstick, short, long):
-        assert line["saved"] == pytest.approx(1 - line["shared_ms"] / line["unshared_ms"], abs=1e-3)
+        costs = [line[f"{which}_ms"] / line[f"{which}_plain_tokens"] for which in ("shared", "unshared")]
+        assert line["saved"] == pytest.approx(1 - costs[0] / costs[1], abs=1e-3)
         assert line["reached"] == pytest.approx(line["saved"] / line["saved_tokens"], abs=1e-2)
-        for layout_of in ("shared", "unshared"):
-            parts_ms = line[f"{layout_of}_attention_ms"] + line[f"{layout_of}_rest_ms"]
-            assert parts_ms == pytest.approx(line[f"{layout_of}_ms"])
+
+
+def test_sharing_fills_a_pack_with_what_fits():
+    examples = shapes.random_pairs([(10, 20, 30), (100, 10, 10), (10, 5, 5)], 100)
+    assert [e.unique_tokens for e in sharing.fill(examples, 128, True).examples] == [60, 20]
+    assert [len(sharing.fill(examples, rows, False).examples) for rows in (70, 100)] == [1, 2]
 
 
 def test_attention_counts_visible_pairs():
