@@ -16,7 +16,7 @@ Shape legend, used in names and comments throughout:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
@@ -31,6 +31,8 @@ class Message:
 
     role: str
     content: str
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)  # other fields that templates print: tool_calls
+    counts: bool = field(default=True, compare=False)  # an assistant turn that its file lets count in the loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,10 @@ class Example:
     source: Source
     prompt: Turns | str
     answers: tuple[Turns, ...] | tuple[str, ...]
+    label: bool | None = None  # of a row without a partner: is its one answer wanted?
+    weight: float = 1.0  # of the example's loss
+    margin: float | None = None  # by which the first answer should win, in rewards
+    template: Mapping[str, Any] = field(default_factory=dict, hash=False)  # arguments of the chat template, tools too
 
     @property
     def id(self) -> str:
@@ -79,6 +85,9 @@ class TokenExample:
     source: Source
     prompt_ids: np.ndarray
     answers: tuple[TokenAnswer, ...]
+    label: bool | None = None  # see Example
+    weight: float = 1.0
+    margin: float | None = None
 
     @property
     def id(self) -> str:
@@ -122,6 +131,8 @@ class DataReport:
     rows_read: int = 0
     used: int = 0
     dropped_rows: list[DroppedRow] = field(default_factory=list)
+    form: str = ""  # of the file, a name of data/forms.py
+    notes: dict[str, list[int]] = field(default_factory=dict)  # what is worth knowing of used rows -> their numbers
 
     @property
     def dropped(self) -> dict[str, int]:

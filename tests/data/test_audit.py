@@ -13,6 +13,8 @@ import pytest
 from tests.data.tiny_tokenizers import CHATML, INST, REWRITING, byte_bpe
 from tuningfork.data.audit import CHUNK, dataset_digest, prepare, report_dict
 from tuningfork.data.config import DataConfig
+from tuningfork.data.shorten import CUT_ANSWERS, CUT_ONE_SIDE, CUT_PROMPT
+from tuningfork.data.template import REWRITES
 from tuningfork.errors import DataError
 from tuningfork.records import Source, TokenAnswer, TokenExample
 
@@ -108,7 +110,7 @@ def test_answers_without_a_token_that_counts_and_answers_equal_as_tokens(tmp_pat
     assert report.dropped == {"chosen equals rejected": 1}
 
 
-def test_a_template_that_rewrites_earlier_turns_costs_only_the_rows_concerned(tmp_path: Path) -> None:
+def test_a_template_that_prints_earlier_turns_otherwise_is_noted(tmp_path: Path) -> None:
     several = [
         {"role": "assistant", "content": "a"},
         {"role": "user", "content": "u"},
@@ -116,8 +118,8 @@ def test_a_template_that_rewrites_earlier_turns_costs_only_the_rows_concerned(tm
     ]
     path = write(tmp_path, [pair("q", "a", "b"), {"prompt": "q", "chosen": several, "rejected": "c"}])
     examples, report = prepare(path, byte_bpe(chat_template=REWRITING), DataConfig(), 260)
-    assert [e.source.row for e in examples] == [1]
-    assert report.dropped == {"the chat template rewrites earlier turns": 1}
+    assert [e.source.row for e in examples] == [1, 2] and report.dropped == {}
+    assert report.notes == {REWRITES: [2]}
 
 
 def test_nothing_left_is_an_error_with_reasons_and_counts(tmp_path: Path) -> None:
@@ -154,9 +156,11 @@ def test_the_report_is_plain_data(tmp_path: Path) -> None:
     path = write(tmp_path, [pair("q", "a", "b"), pair("q", "a", "")])
     _, report = prepare(path, byte_bpe(chat_template=CHATML), DataConfig(), 260)
     expected = {
+        "format": "pairs",
         "rows_read": 2,
         "used": 1,
         "dropped": {"empty answer": 1},
+        "notes": {},
         "dropped_rows": [{"file": str(path), "row": 2, "reason": "empty answer", "detail": "rejected"}],
     }
     assert json.loads(json.dumps(report_dict(report))) == expected
@@ -187,3 +191,33 @@ def test_the_digest_sees_ids_masks_cuts_and_order_and_nothing_else() -> None:
     assert dataset_digest([moved, b]) == digests[0] == dataset_digest(iter([a, b]))
     # fixed for good: a run that is resumed by a later version must find its data unchanged
     assert digests[0] == "e66965eee8168ad3d34665cc3e190f70"
+
+
+def test_the_digest_sees_what_rows_say_beside_their_text() -> None:
+    plain = example([1], ([2], [1]), ([3], [1]))
+    changed = [replace(plain, **change) for change in ({"weight": 2.0}, {"margin": 1.0}, {"label": True})]
+    assert len({dataset_digest([each]) for each in (plain, *changed)}) == 4
+    assert dataset_digest([replace(plain, weight=1.0)]) == dataset_digest([plain])
+
+
+def test_weights_margins_and_labels_reach_the_tokens(tmp_path: Path) -> None:
+    path = write(tmp_path, [pair("q", "a", "b") | {"weight": 0.5, "margin": 1}, pair("q", "c", "d")])
+    examples, _ = prepare(path, byte_bpe(), NONE, 260)
+    assert [(e.weight, e.margin, e.label) for e in examples] == [(0.5, 1.0, None), (1.0, None, None)]
+
+
+def test_what_was_cut_is_noted_and_counted(tmp_path: Path) -> None:
+    # a token for each character, and EOS; a limit of 7
+    rows = [pair("qqq", "aaaa", "bb"), pair("qqq", "aaaaa", "bbbbbb"), pair("qqq", "a", "b"), pair("q" * 8, "a", "b")]
+    path = write(tmp_path, rows)
+    config = replace(NONE, max_length=7)
+    _, dropped = prepare(path, byte_bpe(), config, 260)
+    assert dropped.dropped == {"longer than max_length": 3}
+    answers, cut = prepare(path, byte_bpe(), replace(config, over_length="truncate_answers"), 260)
+    assert [[len(a.ids) for a in e.answers] for e in answers] == [[4, 3], [4, 4], [2, 2]]
+    assert cut.notes == {CUT_ANSWERS: [1, 2], CUT_ONE_SIDE: [1]}
+    assert cut.dropped == {"prompt leaves no room for an answer": 1}
+    prompts, left = prepare(path, byte_bpe(), replace(config, over_length="truncate_prompt_left"), 260)
+    assert [(e.source.row, len(e.prompt_ids)) for e in prompts] == [(1, 2), (3, 3), (4, 5)]
+    assert left.notes == {CUT_PROMPT: [1, 4]}
+    assert left.dropped == {"answer leaves no room for the prompt": 1}

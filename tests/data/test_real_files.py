@@ -71,10 +71,22 @@ def test_dpo_en_conversations() -> None:
         read_examples(DPO_EN, as_text=True)
 
 
-@pytest.mark.parametrize("name", ["llmbar.jsonl.gz", "llamafactory_v1_dpo_demo.jsonl.gz"])
-def test_other_forms_are_refused_by_name(name: str) -> None:
-    with pytest.raises(DataError, match="Supported: conversations, chosen, rejected; prompt, chosen, rejected"):
-        read_examples(DATA / name, as_text=False)
+def test_llmbar_labels() -> None:
+    result = read_examples(DATA / "llmbar.jsonl.gz", as_text=False)
+    assert (result.form, result.rows_read, len(result.examples), result.dropped) == ("labelled", 419, 419, [])
+    with gzip.open(DATA / "llmbar.jsonl.gz", "rt", encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    assert Counter(row["label"] for row in rows) == {1: 206, 2: 213}
+    for row, example in zip(rows, result.examples, strict=True):
+        contents = [answer[0].content for answer in example.answers]  # type: ignore[union-attr]
+        assert contents == [row[f"output_{row['label']}"], row[f"output_{3 - row['label']}"]]
+
+
+def test_v1_message_lists() -> None:
+    result = read_examples(DATA / "llamafactory_v1_dpo_demo.jsonl.gz", as_text=False)
+    assert (result.form, len(result.examples), result.dropped) == ("message_lists", 10, [])
+    assert all(example.prompt[0].role == "system" for example in result.examples)  # type: ignore[union-attr]
+    assert all(len(answer) == 1 for example in result.examples for answer in example.answers)
 
 
 def test_hh_through_a_template_with_strict_roles(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from tests.data.tiny_tokenizers import CHATML, INST, REWRITING, byte_bpe
-from tuningfork.data.forms import Unusable
-from tuningfork.data.template import RenderedExample, check_template, render
+from tuningfork.data.template import REOPENS, REWRITES, RenderedExample, check_template, render
+from tuningfork.data.turns import Unusable
 from tuningfork.errors import DataError
 from tuningfork.records import Example, Message, Source
 
@@ -82,7 +82,6 @@ def test_an_answer_that_looks_like_the_prompt_or_the_markers() -> None:
 @pytest.mark.parametrize(
     ("template", "answers", "reason", "detail"),
     [
-        (REWRITING, (answer("a", "u", "b"), answer("c")), "the chat template rewrites earlier turns", "at message 4"),
         (
             INST,
             (answer("a") + answer("b"), answer("c")),
@@ -106,9 +105,97 @@ def test_a_rewriting_template_is_no_trouble_for_single_turns() -> None:
     assert counted(got) == [["<think></think>a<|im_end|>"], ["<think></think>b<|im_end|>"]]
 
 
+def test_a_rewriting_template_prints_a_whole_conversation_as_it_will_be_met() -> None:
+    """An earlier turn of the answer has lost its thought, and counts as it is printed now."""
+    got = rendered(REWRITING, answer("a", "u", "b"), answer("c"))
+    prompt = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    assert got.border == len(prompt)
+    assert got.texts[0] == (
+        f"{prompt}a<|im_end|>\n<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n<think></think>b<|im_end|>"
+    )
+    assert counted(got) == [["a<|im_end|>", "<think></think>b<|im_end|>"], ["<think></think>c<|im_end|>"]]
+    assert got.notes == (REWRITES,)
+
+
+# Like DeepSeek-R1: the generation prompt opens a thought, and a printed turn has none.
+REOPENING = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '<U>' + m['content'] }}"
+    "{% else %}{{ '<A>' + m['content'].split('</think>')[-1] + '<E>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<A><think>\n' }}{% endif %}"
+)
+
+
+def test_a_generation_prompt_that_no_printed_turn_has_is_no_part_of_the_prompt() -> None:
+    got = rendered(REOPENING, answer("<think>x</think>yes"), answer("no", "u", "z"))
+    assert got.border == len("<s><U>q<A>")
+    assert got.texts == ("<s><U>q<A>yes<E>", "<s><U>q<A>no<E><U>u<A>z<E>")
+    assert counted(got) == [["yes<E>"], ["no<E>", "z<E>"]]
+    assert got.notes == (REOPENS,)
+
+
+def test_the_border_is_the_last_that_all_answers_share() -> None:
+    # The one answer begins as the generation prompt goes on; the other does not, and decides.
+    got = rendered(REOPENING, answer("<think>\nyes"), answer("no"))
+    assert got.border == len("<s><U>q<A>")
+    both = rendered(REOPENING, answer("<think>\nyes"), answer("<think>\nno"))
+    assert both.border == len("<s><U>q<A><think>\n") and counted(both) == [["yes<E>"], ["no<E>"]]
+
+
+def test_a_template_that_counts_its_messages_shares_no_prompt() -> None:
+    got = rendered("{{ messages | length }}: {% for m in messages %}{{ m['content'] }};{% endfor %}",
+                   answer("a", "u", "b"), answer("c"))  # fmt: skip
+    assert got.border == 0 and got.texts == ("4: q;a;u;b;", "2: q;c;")
+    assert counted(got) == [["a;", "b;"], ["c;"]]
+
+
+def test_what_is_said_twice_or_not_at_all_is_unusable() -> None:
+    twice = "{{ messages[-1]['content'] }}{% for m in messages %}{{ m['content'] }};{% endfor %}"
+    for template in (twice, "{{ messages | length }} messages"):
+        with pytest.raises(Unusable, match=r"prints the content of message [24] [02] times"):
+            rendered(template, answer("a", "u", "b"), answer("c"))
+
+
+def test_only_the_last_turn_counts_where_that_is_asked_for() -> None:
+    example = Example(SOURCE, turns("q"), (answer("a", "u", "b"), answer("c")))
+    got = render(example, byte_bpe(chat_template=CHATML), "last")
+    assert counted(got) == [["b<|im_end|>"], ["c<|im_end|>"]]
+    every = render(example, byte_bpe(chat_template=CHATML), "all_assistant")
+    assert (got.texts, got.border) == (every.texts, every.border)
+
+
+def test_a_turn_that_its_file_does_not_let_count_does_not() -> None:
+    silent = (Message("assistant", "a", counts=False), *answer("a", "u", "b")[1:])
+    assert counted(rendered(CHATML, silent, answer("c"))) == [["b<|im_end|>"], ["c<|im_end|>"]]
+    assert counted(rendered(CHATML, silent[:1], answer("c"))) == [[], ["c<|im_end|>"]]
+
+
+TOOLS = (
+    "{% if tools is defined and tools %}{{ 'T' + tools[0]['name'] + '|' }}{% endif %}{% for m in messages %}"
+    "{{ m['role'] + ':' + m['content'] }}{% for c in m['tool_calls'] or [] %}{{ '@' + c['name'] }}{% endfor %};"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+CALL = Message("assistant", "", {"tool_calls": [{"name": "f"}]})
+
+
+def test_tools_and_calls_are_printed() -> None:
+    prompt = (*turns("q"), CALL, Message("tool", "7"))
+    example = Example(SOURCE, prompt, ((CALL,), answer("b")), template={"tools": [{"name": "f"}]})
+    got = render(example, byte_bpe(chat_template=TOOLS))
+    assert got.texts[0] == "Tf|user:q;assistant:@f;tool:7;assistant:@f;"
+    assert counted(got) == [["@f;"], ["b;"]]
+
+
+@pytest.mark.parametrize("example", [Example(SOURCE, turns("q"), ((CALL,), answer("b"))),
+                                     Example(SOURCE, turns("q"), (answer("a"), answer("b")),
+                                             template={"tools": [{"name": "f"}]})])  # fmt: skip
+def test_a_template_that_knows_no_tools_costs_the_row(example: Example) -> None:
+    with pytest.raises(Unusable, match=r"the chat template leaves out a field.*tool"):
+        render(example, byte_bpe(chat_template=CHATML))
+
+
 def test_plain_text_stays_as_it_is() -> None:
     got = render(Example(SOURCE, "q \n", ("a ", "")), byte_bpe())
-    assert got == RenderedExample(SOURCE, 3, ("q \na ", "q \n"), (((3, 5),), ((3, 3),)))
+    assert got == RenderedExample(SOURCE, 3, ("q \na ", "q \n"), (((3, 5),), ((3, 3),)), plain=True)
 
 
 @pytest.mark.parametrize("template", [None, "", {"tool_use": CHATML}])

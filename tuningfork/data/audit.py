@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +13,18 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from tuningfork.data.config import DataConfig
-from tuningfork.data.forms import Unusable, read_examples
+from tuningfork.data.forms import read_examples
+from tuningfork.data.shorten import shorten
 from tuningfork.data.template import RenderedExample, render
-from tuningfork.data.tokenize import Encoder, check_vocabulary
+from tuningfork.data.tokenize import Encoded, Encoder, check_vocabulary
+from tuningfork.data.turns import Unusable
 from tuningfork.errors import DataError
-from tuningfork.records import DataReport, DroppedRow, TokenExample
+from tuningfork.records import DataReport, DroppedRow, Example, TokenExample
 
 Progress = Callable[[int, int], None]
 """Called with (rows done, rows in all)."""
 
+NOTED = 20  # rows that a written report names for a note; all of them are counted
 CHUNK = 256  # examples encoded in one call: enough to keep the tokenizer's threads busy, few enough to show progress
 
 
@@ -30,32 +35,33 @@ def prepare(
     vocab_size: int,
     progress: Progress | None = None,
 ) -> tuple[list[TokenExample], DataReport]:
-    """Read, render and encode a preference file, in the file's order.
+    """Read, render, encode and, where asked, shorten the examples of a file, in the file's order.
 
     Rows that cannot be used are listed in the report; rows_read = used + dropped. vocab_size is the number of rows of
     the model's embedding. Raises DataError where file or tokenizer are unfit, or where no row is left.
     """
     check_vocabulary(tokenizer, vocab_size)
     encoder = Encoder(tokenizer, config.template)
-    read = read_examples(path, as_text=config.template == "none")
+    read = read_examples(path, as_text=config.template == "none", form=config.format)
     used: list[TokenExample] = []
-    dropped = list(read.dropped)
+    report = DataReport(read.rows_read, 0, list(read.dropped), read.form, dict(read.notes))
     for start in range(0, len(read.examples), CHUNK):
-        rendered: list[RenderedExample] = []
-        for example in read.examples[start : start + CHUNK]:
+        for encoded in _encode(read.examples[start : start + CHUNK], tokenizer, encoder, config, report):
             try:
-                rendered.append(render(example, tokenizer))
+                example, notes = shorten(encoded.example, config.max_length, config.over_length, tokenizer.bos_token_id)
+                _check(example)
             except Unusable as unusable:
-                dropped.append(_drop(example, unusable))
-        for encoded in encoder(rendered):
-            try:
-                _check(encoded, config.max_length)
-                used.append(encoded)
-            except Unusable as unusable:
-                dropped.append(_drop(encoded, unusable))
+                report.dropped_rows.append(_drop(encoded.example, unusable))
+                continue
+            used.append(example)
+            for note in (*encoded.notes, *notes):
+                report.notes.setdefault(note, []).append(example.source.row)
         if progress is not None:
             progress(min(start + CHUNK, len(read.examples)), len(read.examples))
-    report = DataReport(read.rows_read, len(used), sorted(dropped, key=lambda row: row.row))
+    report.used = len(used)
+    report.dropped_rows.sort(key=lambda row: row.row)
+    used_rows = {example.source.row for example in used}
+    report.notes = {note: kept for note, rows in report.notes.items() if (kept := [r for r in rows if r in used_rows])}
     assert report.rows_read == report.used + sum(report.dropped.values()), "a row was lost"
     if not used:
         raise DataError(
@@ -65,14 +71,46 @@ def prepare(
     return used, report
 
 
+def _encode(
+    examples: Sequence[Example],
+    tokenizer: PreTrainedTokenizerBase,
+    encoder: Encoder,
+    config: DataConfig,
+    report: DataReport,
+) -> list[Encoded]:
+    """Render and encode examples; what their rows say beside the text goes along. Drops go into the report."""
+    kept: list[Example] = []
+    rendered: list[RenderedExample] = []
+    for example in examples:
+        try:
+            rendered.append(render(example, tokenizer, config.train_on))
+            kept.append(example)
+        except Unusable as unusable:
+            report.dropped_rows.append(_drop(example, unusable))
+    return [
+        encoded._replace(
+            example=replace(encoded.example, label=example.label, weight=example.weight, margin=example.margin)
+        )
+        for example, encoded in zip(kept, encoder.encode(rendered), strict=True)
+    ]
+
+
 def report_dict(report: DataReport) -> dict[str, Any]:
     """The report as it is written to data_report.json."""
     rows = [{"file": r.file, "row": r.row, "reason": r.reason, "detail": r.detail} for r in report.dropped_rows]
-    return {"rows_read": report.rows_read, "used": report.used, "dropped": report.dropped, "dropped_rows": rows}
+    notes = {note: {"rows": len(found), "first": found[:NOTED]} for note, found in report.notes.items()}
+    return {
+        "format": report.form,
+        "rows_read": report.rows_read,
+        "used": report.used,
+        "dropped": report.dropped,
+        "notes": notes,
+        "dropped_rows": rows,
+    }
 
 
 def dataset_digest(examples: Iterable[TokenExample]) -> str:
-    """A hash of what is trained on, in order: prompt ids, answer ids and masks. Where it was read does not enter."""
+    """A hash of what is trained on, in order: ids, masks, labels, weights, margins; not of where it was read."""
     digest = xxhash.xxh3_128()
     for example in examples:
         # The lengths go first, so that no two different cuts of the same ids look alike.
@@ -82,21 +120,21 @@ def dataset_digest(examples: Iterable[TokenExample]) -> str:
         for answer in example.answers:
             digest.update(answer.ids.astype("<i4").tobytes())
             digest.update(answer.mask.astype(np.uint8).tobytes())
+        said = (example.label, example.weight, example.margin)
+        if said != (None, 1.0, None):
+            digest.update(repr(said).encode())
     return digest.hexdigest()
 
 
-def _check(example: TokenExample, max_length: int) -> None:
+def _check(example: TokenExample) -> None:
     """Raise Unusable where an encoded example cannot be trained on as a whole."""
-    if example.longest > max_length:
-        answers = " and ".join(str(len(answer.ids)) for answer in example.answers)
-        detail = f"prompt {len(example.prompt_ids)}, answers {answers} tokens; data.max_length is {max_length}"
-        raise Unusable("longer than max_length", detail)
     for place in range(len(example.answers)):
         if example.answer_tokens(place) == 0:
             raise Unusable("no token of an answer counts", f"answer {place} of {len(example.answers)}")
-    first, *others = example.answers
-    if others and all(np.array_equal(first.ids, other.ids) for other in others):
-        raise Unusable("chosen equals rejected", "they differ in the file, but not as tokens")
+    for one, other in combinations(example.answers, 2):
+        if np.array_equal(one.ids, other.ids):
+            reason = "chosen equals rejected" if len(example.answers) == 2 else "answers are equal"
+            raise Unusable(reason, "they differ in the file, but not as the tokens that are left")
 
 
 def _drop(example: Any, unusable: Unusable) -> DroppedRow:

@@ -13,11 +13,32 @@ class DataConfig:
     """Which rows are read and how they become tokens."""
 
     train: str = ""
-    """Preference pairs to train on: JSONL, JSON or Parquet, plain or gzipped."""
+    """Examples to train on: JSONL, JSON or Parquet, plain or gzipped."""
     eval: Annotated[str, Field(min_length=1)] | None = None
     """Held-out pairs in any of the same formats; scored before and after training."""
+    format: Literal[
+        "auto",
+        "sharegpt",
+        "pairs",
+        "instruction",
+        "message_lists",
+        "openai",
+        "labelled",
+        "conversations",
+        "ranking",
+        "unpaired",
+        "completion",
+        "messages",
+        "text",
+    ] = "auto"
+    """What the fields of a row are. auto: told by their names, the same for a whole file."""
+    train_on: Literal["last", "all_assistant"] = "all_assistant"
+    """Which assistant turns of an answer count, where it has several: all of them, or the last."""
     max_length: Annotated[int, Field(ge=2)] = 2048
-    """Tokens of the longest sequence (prompt + one answer). A longer example is dropped whole and listed."""
+    """Tokens of the longest sequence (prompt + one answer)."""
+    over_length: Literal["drop", "truncate_answers", "truncate_prompt_left"] = "drop"
+    """What becomes of a longer example: listed and left out; every answer cut at the same length; or its prompt cut at
+    the front, by no more than is needed and never its first BOS."""
     template: Literal["chat", "none"] = "chat"
     """chat: the tokenizer's chat template; plain strings become a user and an assistant turn. none: text as it is."""
 

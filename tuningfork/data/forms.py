@@ -1,226 +1,367 @@
 """Rows -> examples: every row becomes an Example or a DroppedRow with its reason.
 
-The rows of a file have one of these forms, told apart by their keys:
-
-    prompt, chosen, rejected          strings, or lists of messages {role, content}, or a prompt string beside full
-                                      conversations that repeat it
-    chosen, rejected                  two conversations as message lists with a common start, or two transcripts
-                                      "\\n\\nHuman: ...\\n\\nAssistant: ..."
-    conversations, chosen, rejected   messages {from, value}
-
+A file has one of the forms below, told apart by the fields of its rows, the most specific first; `data.format` names
+one instead. A form only says which field is what; what prompts and answers may look like is the same for all of them.
 A row that cannot be used is dropped and listed; a file that cannot be used is a DataError.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from tuningfork.data.read import Row, kind_of, read_rows
+from tuningfork.data.turns import (
+    NEUTRAL,
+    Unusable,
+    fields,
+    fork,
+    number,
+    parsed,
+    split_transcripts,
+    string,
+    transcript_turns,
+    turns,
+)
 from tuningfork.errors import DataError
 from tuningfork.records import DroppedRow, Example, Message, Source, Turns
 
-# The fields that each form needs, the most specific form first.
-FORMS = (("conversations", "chosen", "rejected"), ("prompt", "chosen", "rejected"), ("chosen", "rejected"))
-SUPPORTED = "; ".join(", ".join(form) for form in FORMS)
-
-# Fields that change what a chat template prints or which tokens count. Ignoring them would train on something else
-# than the file says, so a row that fills one is dropped. Other extra fields (scores, ids) are none of our business.
-UNSUPPORTED = ("system", "tools", "images", "tool_calls", "tool_call_id", "reasoning_content", "weight", "loss_weight")
-NEUTRAL: tuple[Any, ...] = (None, "", [], {}, 1)  # values with which such a field changes nothing
-
-ROLES = {"system": "system", "user": "user", "assistant": "assistant", "human": "user", "gpt": "assistant"}
-ANSWER_MARK = "\n\nAssistant:"
-TURN_MARK = re.compile(r"\n\n(Human|Assistant):")
+Named = tuple[str, Any]
+"""A field's name, as messages call it, and its value."""
 
 
-class Unusable(Exception):
-    """One row cannot be trained on. `reason` is one of a few short phrases, `detail` says what was found where."""
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a form found in a row, values as they are.
 
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(reason, detail)
-        self.reason, self.detail = reason, detail
+    Without a prompt of its own, that is what the answers have in common: they are whole conversations or transcripts.
+    """
+
+    prompt: Named | None
+    answers: list[Named]  # the best first
+    label: bool | None = None
+    tools: Any = None
+    document: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One way to write examples down: the fields that a row must have, and what they are."""
+
+    keys: tuple[str, ...]
+    parts: Callable[[Row], Parts]
+    help: str
+
+
+def _pair(row: Row) -> Parts:
+    prompt, *answers = fields(row, ("prompt", "chosen", "rejected"))
+    return Parts(("prompt", prompt), list(zip(("chosen", "rejected"), answers, strict=True)))
+
+
+def _implicit(row: Row) -> Parts:
+    return Parts(None, list(zip(("chosen", "rejected"), fields(row, ("chosen", "rejected")), strict=True)))
+
+
+def _conversations(row: Row) -> Parts:
+    prompt, *answers = fields(row, ("conversations", "chosen", "rejected"))
+    return Parts(("conversations", prompt), list(zip(("chosen", "rejected"), answers, strict=True)))
+
+
+def _instruction(row: Row) -> Parts:
+    keys = ("instruction", "chosen", "rejected")
+    instruction, *answers = fields(row, keys)
+    more = row.get("input")
+    prompt = string(instruction, "instruction") + (f"\n{string(more, 'input')}" if more not in NEUTRAL else "")
+    if row.get("history") not in NEUTRAL:
+        raise Unusable("unsupported field", "history is filled; write the turns as messages instead")
+    return Parts(("instruction", prompt), list(zip(keys[1:], answers, strict=True)))
+
+
+def _message_lists(row: Row) -> Parts:
+    keys = ("chosen_messages", "rejected_messages")
+    return Parts(None, list(zip(keys, fields(row, keys), strict=True)))
+
+
+def _openai(row: Row) -> Parts:
+    keys = ("input", "preferred_output", "non_preferred_output")
+    given, *answers = fields(row, keys)
+    if not isinstance(given, dict):
+        raise Unusable("wrong type", f"input is {kind_of(given)}, expected an object with messages")
+    (messages,) = fields(given, ("messages",), "input.")
+    return Parts(
+        ("input.messages", messages), list(zip(keys[1:], answers, strict=True)), tools=given.get("tools")
+    )  # fmt: skip
+
+
+def _labelled(row: Row) -> Parts:
+    keys = ("output_1", "output_2")
+    prompt, *answers, label = fields(row, ("input", *keys, "label"))
+    if label not in (1, 2) or isinstance(label, bool):
+        raise Unusable("unknown label", f"label is {label!r}; it names the better output, 1 or 2")
+    named = list(zip(keys, answers, strict=True))
+    return Parts(("input", prompt), named if label == 1 else named[::-1])
+
+
+def _unpaired(row: Row) -> Parts:
+    prompt, completion, label = fields(row, ("prompt", "completion", "label"))
+    if not isinstance(label, bool):
+        raise Unusable("unknown label", f"label is {kind_of(label)}, expected true or false")
+    return Parts(("prompt", prompt), [("completion", completion)], label=label)
+
+
+def _completion(row: Row) -> Parts:
+    prompt, completion = fields(row, ("prompt", "completion"))
+    return Parts(("prompt", prompt), [("completion", completion)])
+
+
+def _ranking(row: Row) -> Parts:
+    prompt, answers = fields(row, ("prompt", "answers"))
+    if not isinstance(answers, list) or len(answers) < 2:
+        found = f"a list of {len(answers)}" if isinstance(answers, list) else kind_of(answers)
+        raise Unusable("wrong type", f"answers is {found}, expected a list of at least two, the best first")
+    named = [(f"answers[{i}]", answer) for i, answer in enumerate(answers)]
+    if row.get("scores") is not None:
+        scores = row["scores"]
+        if not isinstance(scores, list) or len(scores) != len(named):
+            found = f"a list of {len(scores)}" if isinstance(scores, list) else kind_of(scores)
+            raise Unusable("wrong type", f"scores is {found}, expected one number for each of {len(named)} answers")
+        ranks = [number(score, f"scores[{i}]") for i, score in enumerate(scores)]
+        if len(set(ranks)) < len(ranks):
+            raise Unusable("answers tie", f"scores {ranks} put two answers on one rank")
+        named = [named[i] for i in sorted(range(len(named)), key=lambda i: -ranks[i])]
+    return Parts(("prompt", prompt), named)
+
+
+def _messages(row: Row) -> Parts:
+    return Parts(None, [("messages", fields(row, ("messages",))[0])])
+
+
+def _text(row: Row) -> Parts:
+    return Parts(None, [("text", fields(row, ("text",))[0])], document=True)
+
+
+FORMS: dict[str, Form] = {
+    "sharegpt": Form(("conversations", "chosen", "rejected"), _conversations, "messages {from, value}"),
+    "pairs": Form(("prompt", "chosen", "rejected"), _pair, "strings, messages, or whole conversations as answers"),
+    "instruction": Form(
+        ("instruction", "chosen", "rejected"), _instruction, "strings, an input beside the instruction"
+    ),
+    "message_lists": Form(("chosen_messages", "rejected_messages"), _message_lists, "two whole conversations"),
+    "openai": Form(("input", "preferred_output", "non_preferred_output"), _openai, "input holds messages and tools"),
+    "labelled": Form(("input", "output_1", "output_2", "label"), _labelled, "label 1 or 2 names the better output"),
+    "conversations": Form(("chosen", "rejected"), _implicit, "two whole conversations or Human/Assistant transcripts"),
+    "ranking": Form(("prompt", "answers"), _ranking, "answers from best to worst, or with scores"),
+    "unpaired": Form(("prompt", "completion", "label"), _unpaired, "label true or false: is the completion wanted?"),
+    "completion": Form(("prompt", "completion"), _completion, "one answer to imitate"),
+    "messages": Form(("messages",), _messages, "one conversation to imitate"),
+    "text": Form(("text",), _text, "a plain document"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
     """What became of a file's rows: rows_read = len(examples) + len(dropped)."""
 
+    form: str
     examples: list[Example]
     dropped: list[DroppedRow]
     rows_read: int
+    notes: dict[str, list[int]] = field(default_factory=dict)  # what is worth knowing of rows that are used -> rows
 
 
-def read_examples(path: str | Path, as_text: bool) -> ReadResult:
-    """Read a preference file; answer 0 of every example is the chosen one.
+def read_examples(path: str | Path, as_text: bool, form: str = "auto") -> ReadResult:
+    """Read a file of examples; the answers of each are in order, the best first.
 
     as_text=False: prompts and answers are turns; a string becomes one user or one assistant turn. as_text=True: they
-    are the file's own strings; a file with messages is refused. Raises DataError where the whole file is unusable.
+    are the file's own strings; a file with messages is refused. Documents are text either way. `form`: a name of FORMS.
+    Raises DataError where the whole file is unusable.
     """
     rows = read_rows(path)
-    form = _form(path, rows)
-    examples: list[Example] = []
-    dropped: list[DroppedRow] = []
-    for number, row in rows:
-        source = Source(str(path), number)
+    name = _form(path, [row for _, row in rows], form)
+    result = ReadResult(name, [], [], len(rows))
+    for row_number, row in rows:
+        source = Source(str(path), row_number)
         try:
-            examples.append(_text_example(source, row, form) if as_text else _chat_example(source, row, form))
+            result.examples.append(_example(source, row, FORMS[name], as_text))
         except Unusable as unusable:
-            dropped.append(DroppedRow(source.file, number, unusable.reason, unusable.detail))
-    return ReadResult(examples, dropped, len(rows))
+            result.dropped.append(DroppedRow(source.file, row_number, unusable.reason, unusable.detail))
+            continue
+        for note in _notes(row):
+            result.notes.setdefault(note, []).append(row_number)
+    return result
 
 
-def _form(path: str | Path, rows: list[tuple[int, Row]]) -> tuple[str, ...]:
-    """The form that most rows have; rows that lack one of its fields are dropped later, each by itself."""
-    fits = (next((form for form in FORMS if all(key in row for key in form)), None) for _, row in rows)
-    counts = Counter(form for form in fits if form is not None)
+def _form(path: str | Path, rows: Sequence[Row], asked: str) -> str:
+    """The form that most rows have, or the one asked for; rows that lack one of its fields are dropped later."""
+    fits = (next((n for n, form in FORMS.items() if all(key in row for key in form.keys)), None) for row in rows)
+    counts = Counter(name for name in fits if name is not None)
+    if asked != "auto":
+        if any(all(key in row for key in FORMS[asked].keys) for row in rows):
+            return asked
+        hint = f"its rows look like {counts.most_common(1)[0][0]}" if counts else "they have no known form"
+        needed = ", ".join(FORMS[asked].keys)
+        raise DataError(f"{path}: no row has the fields of data.format {asked}: {needed}; {hint}. {_found(rows)}")
     if not counts:
-        found = ", ".join(sorted({key for _, row in rows for key in row})) or "none"
-        raise DataError(f"{path}: no known form of preference data. Fields found: {found}. Supported: {SUPPORTED}.")
+        supported = "; ".join(f"{', '.join(form.keys)} ({name})" for name, form in FORMS.items())
+        raise DataError(f"{path}: no known form of data. {_found(rows)} Supported: {supported}.")
     return counts.most_common(1)[0][0]
 
 
-def _fields(row: Row, keys: tuple[str, ...], place: str = "") -> list[Any]:
-    """The values of the keys, none of them null, in a row or in the message at a place in it."""
-    for key in keys:
-        if key not in row:
-            raise Unusable("missing field", f"no {place}{key}; found {', '.join(row) or 'none'}")
-        if row[key] is None:
-            raise Unusable("null field", f"{place}{key} is null")
-    for key in UNSUPPORTED:
-        if row.get(key) not in NEUTRAL:
-            raise Unusable("unsupported field", f"{place}{key} is filled; it would change what is trained on")
-    return [row[key] for key in keys]
+def _found(rows: Sequence[Row]) -> str:
+    return f"Fields found: {', '.join(sorted({key for row in rows for key in row})[:40]) or 'none'}."
 
 
-def _text_example(source: Source, row: Row, form: tuple[str, ...]) -> Example:
-    values = _fields(row, form)
-    for key, value in zip(form, values, strict=True):
+def _example(source: Source, row: Row, form: Form, as_text: bool) -> Example:
+    parts = form.parts(row)
+    if parts.document:
+        text = string(parts.answers[0][1], parts.answers[0][0])
+        if not text.strip():
+            raise Unusable("empty answer", "text")
+        return Example(source, "", (text,), weight=_weight(row))
+    found: tuple[Any, list[Any]] = _text_parts(source, parts, row) if as_text else _turn_parts(parts, row)
+    prompt, answers = found
+    _check_distinct(parts, answers)
+    return Example(
+        source,
+        prompt,
+        tuple(answers),
+        label=parts.label,
+        weight=_weight(row),
+        margin=_margin(row),
+        template=_template_arguments(parts, row),
+    )
+
+
+def _text_parts(source: Source, parts: Parts, row: Row) -> tuple[str, list[str]]:
+    """Prompt and answers as the file's own strings."""
+    given = [*([parts.prompt] if parts.prompt else []), *parts.answers]
+    for name, value in given:
         if isinstance(value, list | dict):
             raise DataError(
-                f"{source}: field {key!r} holds messages, which need a chat template. Set data.template: chat, "
-                "or give prompt, chosen and rejected as strings."
+                f"{source}: field {name!r} holds messages, which need a chat template. Set data.template: chat, "
+                "or give prompts and answers as strings."
             )
-    strings = [_string(value, key) for key, value in zip(form, values, strict=True)]
-    prompt, *answers = strings if len(form) == 3 else _split_transcripts(*strings)
-    if not all(answer.strip() for answer in answers):
-        raise Unusable("empty answer", _emptied([bool(answer.strip()) for answer in answers]))
-    if answers[0] == answers[1]:
-        raise Unusable("chosen equals rejected")
-    return Example(source, prompt, tuple(answers))
+    for key in ("system", "tools", "chat_template_kwargs"):
+        if row.get(key) not in NEUTRAL:
+            raise Unusable("unsupported field", f"{key} is filled, and there is no chat template to print it")
+    if parts.prompt is None:
+        prompt, answers = split_transcripts(parts.answers)
+    else:
+        prompt, *answers = [string(value, name) for name, value in given]
+    _check_filled(parts, [bool(answer.strip()) for answer in answers])
+    return prompt, answers
 
 
-def _chat_example(source: Source, row: Row, form: tuple[str, ...]) -> Example:
-    *given, chosen, rejected = _fields(row, form)
-    if not given and isinstance(chosen, str):
-        text, *answers = _split_transcripts(_string(chosen, "chosen"), _string(rejected, "rejected"))
-        marks = TURN_MARK.split(text.removesuffix(ANSWER_MARK))[1:]  # role, content, role, content, ...
-        roles = ["user" if mark == "Human" else "assistant" for mark in marks[::2]]
-        prompt = tuple(Message(role, content.strip()) for role, content in zip(roles, marks[1::2], strict=True))
-        return _checked(source, prompt, *((Message("assistant", answer.strip()),) for answer in answers))
-    turns = _turns(chosen, "chosen", "assistant"), _turns(rejected, "rejected", "assistant")
-    if not given:
-        return _checked(source, *_fork(*turns))
-    prompt = _turns(given[0], form[0], "user")
-    if isinstance(given[0], str) and all(_opens_with(answer, prompt[0]) for answer in turns):
-        return _checked(source, *_fork(*turns))
-    if all(answer[: len(prompt)] == prompt for answer in turns):
-        turns = turns[0][len(prompt) :], turns[1][len(prompt) :]
-    return _checked(source, prompt, *turns)
+def _turn_parts(parts: Parts, row: Row) -> tuple[Turns, list[Turns]]:
+    """Prompt and answers as turns."""
+    if parts.prompt is None and all(isinstance(value, str) for _, value in parts.answers):
+        text, answers = split_transcripts(parts.answers)
+        return _checked(parts, transcript_turns(text), [(Message("assistant", a.strip()),) for a in answers])
+    conversations = [turns(value, name, "assistant") for name, value in parts.answers]
+    if parts.prompt is None:
+        prompt, found = fork(conversations) if len(conversations) > 1 else _first_answer(conversations[0])
+    else:
+        name, value = parts.prompt
+        prompt, found = turns(value, name, "user"), conversations
+        if isinstance(value, str) and all(_opens_with(answer, prompt[0]) for answer in found):
+            prompt, found = fork(found)
+        elif all(answer[: len(prompt)] == prompt for answer in found):
+            found = [answer[len(prompt) :] for answer in found]
+    if row.get("system") not in NEUTRAL:
+        system = Message("system", string(row["system"], "system"))
+        if prompt and prompt[0].role == "system" and prompt[0] != system:
+            raise Unusable("two system messages", "the system field and the first message differ")
+        prompt = (system, *(prompt[1:] if prompt and prompt[0].role == "system" else prompt))
+    return _checked(parts, prompt, found)
 
 
-def _opens_with(turns: Turns, user: Message) -> bool:
+def _first_answer(conversation: Turns) -> tuple[Turns, list[Turns]]:
+    """One conversation -> its start, and all from its first assistant turn on."""
+    first = next((i for i, turn in enumerate(conversation) if turn.role == "assistant"), None)
+    if first is None:
+        raise Unusable("no assistant turn", f"roles are {', '.join(turn.role for turn in conversation)}")
+    return conversation[:first], [conversation[first:]]
+
+
+def _opens_with(conversation: Turns, user: Message) -> bool:
     """Whether the turns are a whole conversation whose first user turn, maybe behind a system turn, is this one."""
-    return next((turn for turn in turns if turn.role != "system"), None) == user
+    return next((turn for turn in conversation if turn.role not in ("system", "developer")), None) == user
 
 
-def _checked(source: Source, prompt: Turns, *answers: Turns) -> Example:
+def _checked(parts: Parts, prompt: Turns, answers: list[Turns]) -> tuple[Turns, list[Turns]]:
     if not prompt:
         raise Unusable("empty prompt", "the answers have no turn before them")
-    if not all(answers):
-        raise Unusable("empty answer", _emptied([bool(answer) for answer in answers]))
-    for name, answer in zip(("chosen", "rejected"), answers, strict=True):
+    _check_filled(parts, [bool(answer) for answer in answers])
+    for (name, _), answer in zip(parts.answers, answers, strict=True):
         if answer[-1].role != "assistant":
             raise Unusable("last turn not assistant", f"{name!r} ends with a {answer[-1].role} turn")
         if answer[0].role != "assistant":
             raise Unusable("answer starts with another role", f"{name!r} starts with a {answer[0].role} turn")
-    filled = [all(m.content.strip() for m in answer if m.role == "assistant") for answer in answers]
-    if not all(filled):
-        raise Unusable("empty answer", _emptied(filled))
+    _check_filled(parts, [all(map(_says_something, (m for m in a if m.role == "assistant"))) for a in answers])
     for place, message in enumerate(prompt, 1):
-        if message.role != "system" and not message.content.strip():
+        if message.role != "system" and not _says_something(message):
             raise Unusable("empty message", f"message {place} of the prompt, a {message.role} turn")
-    if answers[0] == answers[1]:
-        raise Unusable("chosen equals rejected")
-    return Example(source, prompt, answers)
+    return prompt, answers
 
 
-def _fork(chosen: Turns, rejected: Turns) -> tuple[Turns, Turns, Turns]:
-    """Two conversations -> (prompt, chosen, rejected): cut as late as both agree and both go on with the assistant."""
-    same = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
-    cut = min(len(chosen), len(rejected)) if same is None else same
-    while cut >= 0 and not all(len(t) > cut and t[cut].role == "assistant" for t in (chosen, rejected)):
-        cut -= 1
-    if cut < 0:
-        raise Unusable("prompts differ", "the two conversations do not part at an assistant turn")
-    return chosen[:cut], chosen[cut:], rejected[cut:]
+def _says_something(message: Message) -> bool:
+    return bool(message.content.strip() or message.extra.get("tool_calls"))
 
 
-def _split_transcripts(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """Two transcripts -> (prompt, chosen, rejected); the prompt ends with the last assistant mark."""
-    prompts, answers = [], []
-    for name, text in (("chosen", chosen), ("rejected", rejected)):
-        prompt, mark, answer = text.rpartition(ANSWER_MARK)
-        if not mark or not prompt.startswith("\n\nHuman:"):
-            hint = "plain strings need a 'prompt' field beside them"
-            raise Unusable("not a transcript", f"{name!r} is no '\\n\\nHuman: ...\\n\\nAssistant: ...'; {hint}")
-        if TURN_MARK.search(answer):
-            raise Unusable("last turn not assistant", f"{name!r} ends with a Human turn")
-        prompts.append(prompt + mark)
-        answers.append(answer)
-    if prompts[0] != prompts[1]:
-        ends = [f"{len(prompt)} characters, ending {prompt[-60:]!r}" for prompt in prompts]
-        raise Unusable("prompts differ", f"chosen: {ends[0]}; rejected: {ends[1]}")
-    return prompts[0], answers[0], answers[1]
+def _check_filled(parts: Parts, filled: list[bool]) -> None:
+    if not all(filled):
+        empty = [name for (name, _), full in zip(parts.answers, filled, strict=True) if not full]
+        raise Unusable("empty answer", " and ".join(empty))
 
 
-def _turns(value: Any, field: str, role: str) -> Turns:
-    """A string, one message or a list of messages as turns; a string is one turn of `role`."""
-    if isinstance(value, str):
-        return (Message(role, _string(value, field)),)
-    messages = [value] if isinstance(value, dict) else value
-    if not isinstance(messages, list):
-        raise Unusable("wrong type", f"field {field!r} is {kind_of(value)}, expected a string or a list of messages")
-    if not messages:
-        raise Unusable("empty messages", f"field {field!r} is an empty list")
-    return tuple(_message(message, f"{field}[{i}]") for i, message in enumerate(messages))
+def _check_distinct(parts: Parts, answers: Sequence[Turns | str]) -> None:
+    names = [name for name, _ in parts.answers]
+    for (first, one), (second, other) in combinations(zip(names, answers, strict=True), 2):
+        if one == other:
+            reason = "chosen equals rejected" if len(answers) == 2 else "answers are equal"
+            raise Unusable(reason, "" if len(answers) == 2 else f"{first} and {second}")
 
 
-def _message(message: Any, field: str) -> Message:
-    if not isinstance(message, dict):
-        raise Unusable("wrong type", f"{field} is {kind_of(message)}, expected a message with role and content")
-    keys = ("from", "value") if "from" in message and "role" not in message else ("role", "content")
-    role, content = (
-        _string(value, f"{field}.{key}") for key, value in zip(keys, _fields(message, keys, f"{field}."), strict=True)
-    )
-    if role not in ROLES:
-        raise Unusable("unknown role", f"{field}.{keys[0]} is {role!r}; known are {', '.join(ROLES)}")
-    return Message(ROLES[role], content)
+def _weight(row: Row) -> float:
+    if row.get("weight") is None:
+        return 1.0
+    weight = number(row["weight"], "weight")
+    if weight < 0:
+        raise Unusable("negative weight", f"weight is {weight:g}")
+    if weight == 0:
+        raise Unusable("weight 0", "the row asks not to be trained on")
+    return weight
 
 
-def _string(value: Any, field: str) -> str:
-    if not isinstance(value, str):
-        raise Unusable("wrong type", f"{field} is {kind_of(value)}, expected a string")
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise Unusable("broken text", f"{field} has half a surrogate pair at character {error.start + 1}") from None
-    return value
+def _margin(row: Row) -> float | None:
+    return None if row.get("margin") is None else number(row["margin"], "margin")
 
 
-def _emptied(filled: list[bool]) -> str:
-    return " and ".join(name for name, full in zip(("chosen", "rejected"), filled, strict=True) if not full)
+def _template_arguments(parts: Parts, row: Row) -> dict[str, Any]:
+    """What the chat template is told beside the messages: tools, and the row's own arguments."""
+    found: dict[str, Any] = {}
+    key = "chat_template_kwargs"
+    if row.get(key) not in NEUTRAL:
+        arguments = parsed(row[key], key)
+        if not isinstance(arguments, dict):
+            raise Unusable("wrong type", f"{key} is {kind_of(arguments)}, expected an object")
+        found |= arguments
+    tools = parts.tools if parts.tools not in NEUTRAL else row.get("tools")
+    if tools not in NEUTRAL:
+        tools = parsed(tools, "tools")
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise Unusable("wrong type", f"tools is {kind_of(tools)}, expected a list of objects")
+        if tools:
+            found["tools"] = tools
+    return found
+
+
+def _notes(row: Row) -> Iterator[str]:
+    """What is worth knowing of a row that is used."""
+    chosen, rejected = row.get("score_chosen"), row.get("score_rejected")
+    if isinstance(chosen, int | float) and isinstance(rejected, int | float) and chosen <= rejected:
+        yield "chosen is not scored higher"

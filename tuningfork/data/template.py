@@ -1,24 +1,30 @@
 """Example -> rendered text: what each sequence says, where its prompt ends, and which characters count in the loss.
 
-A chat template prints whole conversations and does not tell which characters came from which turn. So a conversation is
-printed up to each assistant turn and again after it; what the second printing adds is that turn. This holds only while
-every printing continues the one before, which is checked: a template that rewrites earlier turns has no such places.
+A sequence's text is what the chat template prints of its whole conversation, as the model meets it. The template does
+not tell which characters came from which turn, so two ways find them. A conversation printed up to a turn, and again
+with it, shows what the turn added; that holds while each printing continues the one before. A template that prints
+earlier turns otherwise once others follow (thinking is left out of all but the last) has no such places: there, the
+turn's content is exchanged for a marker, and what the two whole printings share on both sides of it is not the turn's.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, Literal, cast
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from tuningfork.data.forms import Unusable
+from tuningfork.data.turns import Unusable
 from tuningfork.errors import DataError
-from tuningfork.records import Example, Source, Turns
+from tuningfork.records import Example, Message, Source, Turns
 
 Span = tuple[int, int]
 """Characters [start, stop) of a text."""
+
+REWRITES = "the chat template prints earlier turns otherwise"
+REOPENS = "the generation prompt is not how the turn is printed"
+_MARKER = "\u2063tuningfork\u2063"  # invisible separators: no template takes it apart, no content has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,30 +32,40 @@ class RenderedExample:
     """An example as text. `texts[i]` is the whole sequence of answer i: prompt, then answer.
 
     The prompt is the first `border` characters of every text, the generation prompt included. `spans[i]` are the
-    characters of `texts[i]` that count, none of them before the border.
+    characters of `texts[i]` that count, none of them before the border. `plain` text is no template's: BOS and EOS are
+    not in it yet. `notes` say what is worth knowing, in short phrases.
     """
 
     source: Source
     border: int
     texts: tuple[str, ...]
     spans: tuple[tuple[Span, ...], ...]
+    plain: bool = False
+    notes: tuple[str, ...] = ()
 
 
-def render(example: Example, tokenizer: PreTrainedTokenizerBase) -> RenderedExample:
+def render(
+    example: Example, tokenizer: PreTrainedTokenizerBase, train_on: Literal["last", "all_assistant"] = "all_assistant"
+) -> RenderedExample:
     """Print an example: turns by the tokenizer's chat template, plain text as it is.
 
     An assistant turn counts with its end-of-turn marker, without the white space that the template puts behind it. A
-    text ends where its last counted turn ends. Raises Unusable where the template cannot print this conversation.
+    text ends where its last assistant turn ends. With train_on "last" no other turn of an answer counts. Raises
+    Unusable where the template cannot print this conversation, or leaves out what it holds.
     """
     if isinstance(example.prompt, str):
         border = len(example.prompt)
         texts = tuple(f"{example.prompt}{answer}" for answer in example.answers)
-        return RenderedExample(example.source, border, texts, tuple(((border, len(text)),) for text in texts))
-    prompt = _print(example.prompt, tokenizer, open_turn=True)
+        return RenderedExample(example.source, border, texts, tuple(((border, len(t)),) for t in texts), plain=True)
+    printer = _Printer(tokenizer, dict(example.template))
     answers = cast(tuple[Turns, ...], example.answers)
-    printed = [_answer(example.prompt, prompt, answer, tokenizer) for answer in answers]
-    texts, spans = tuple(text for text, _ in printed), tuple(tuple(spans) for _, spans in printed)
-    return RenderedExample(example.source, len(prompt), texts, spans)
+    printer.check_nothing_is_left_out([(*example.prompt, *answer) for answer in answers])
+    opened = printer(example.prompt, open_turn=True)
+    printed = [_answer(example.prompt, opened, answer, train_on, printer) for answer in answers]
+    border = min(answer.border for answer in printed)
+    texts, spans = tuple(answer.text for answer in printed), tuple(answer.spans for answer in printed)
+    notes = {note for answer in printed for note in answer.notes}
+    return RenderedExample(example.source, border, texts, spans, notes=tuple(sorted(notes)))
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -65,31 +81,124 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def _answer(before: Turns, prompt: str, answer: Turns, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Span]]:
-    """One answer's whole text and the spans of its assistant turns, each found as what printing it adds."""
-    turns, text, spans = before, prompt, []
-    for message in answer:
-        if message.role == "assistant":
-            opened = _print(turns, tokenizer, open_turn=True) if turns is not before else prompt
-            closed = _print((*turns, message), tokenizer, open_turn=False)
-            if not (opened.startswith(text) and closed.startswith(opened)):
-                raise Unusable("the chat template rewrites earlier turns", f"at message {len(turns) + 1}")
-            spans.append((len(opened), len(opened) + _counted(closed[len(opened) :], message.content)))
-            text = closed
-        turns = (*turns, message)
-    return text[: spans[-1][1]], spans
+class _Printer:
+    """The chat template, with what an example tells it beside the messages."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any]) -> None:
+        self.tokenizer = tokenizer
+        self.arguments = arguments
+        self.printed: dict[tuple[Turns, bool], str] = {}  # one turn's end is often another's beginning
+
+    def __call__(self, turns: Turns, open_turn: bool = False) -> str:
+        """The conversation as the template prints it; open_turn adds the generation prompt."""
+        if (turns, open_turn) not in self.printed:
+            self.printed[turns, open_turn] = self._print(turns, open_turn)
+        return self.printed[turns, open_turn]
+
+    def _print(self, turns: Turns, open_turn: bool) -> str:
+        messages = [{"role": turn.role, "content": turn.content, **turn.extra} for turn in turns]
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=open_turn, **self.arguments
+                )
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise Unusable("the chat template refuses the conversation", str(error)[:300]) from error
+
+    def check_nothing_is_left_out(self, conversations: list[Turns]) -> None:
+        """Raise Unusable where the template prints neither tools nor tool calls although there are some."""
+        for turns in conversations:
+            for place, turn in enumerate(turns):
+                for name in turn.extra:
+                    less = Message(turn.role, turn.content, {k: v for k, v in turn.extra.items() if k != name})
+                    # Up to this turn: thinking of an earlier turn may be left out on purpose.
+                    if name in ("tool_calls", "reasoning_content") and self((*turns[:place], turn)) == self(
+                        (*turns[:place], less)
+                    ):
+                        raise Unusable("the chat template leaves out a field", f"{name} of message {place + 1}")
+        if "tools" in self.arguments:
+            rest = {name: value for name, value in self.arguments.items() if name != "tools"}
+            if self(conversations[0]) == _Printer(self.tokenizer, rest)(conversations[0]):
+                raise Unusable("the chat template leaves out a field", "tools")
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    text: str
+    border: int  # characters that are the prompt's
+    spans: tuple[Span, ...]
+    notes: tuple[str, ...]
+
+
+def _answer(
+    before: Turns, opened: str, answer: Turns, train_on: Literal["last", "all_assistant"], printer: _Printer
+) -> _Answer:
+    """One answer's whole text, how much of it is the prompt, and the spans of its assistant turns that count."""
+    turns = (*before, *answer)
+    whole = printer(turns)
+    own = [place for place in range(len(before), len(turns)) if turns[place].role == "assistant"]
+    found = {place: _turn(turns, place, whole, printer) for place in own}
+    wanted = own[-1:] if train_on == "last" else own
+    spans = tuple(found[place].span for place in wanted if turns[place].counts)
+    end = found[own[-1]].span[1]
+    border = min(_common(opened, whole), found[own[0]].span[0])
+    notes = [turn.note for turn in found.values() if turn.note]
+    if border < len(opened) and not notes:
+        notes = [REOPENS]
+    return _Answer(whole[:end], border, spans, tuple(notes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    span: Span
+    note: str = ""
+
+
+def _turn(turns: Turns, place: int, whole: str, printer: _Printer) -> _Turn:
+    """Where an assistant turn lies in the printing of the whole conversation."""
+    before, turn = turns[:place], turns[place]
+    opened, closed = printer(before, open_turn=True), printer((*before, turn))
+    if whole.startswith(closed) and closed.startswith(opened):
+        return _Turn((len(opened), len(opened) + _counted(closed[len(opened) :], turn.content)))
+    end_marker = _around((*before, turn), place, printer)[1].rstrip()  # as it closes the turn where that is the last
+    start, stop = _content(turns, place, whole, printer)
+    stop += len(end_marker) if whole.startswith(end_marker, stop) else 0
+    if not whole.startswith(closed):
+        return _Turn((start, stop), REWRITES)
+    # Only the generation prompt is printed otherwise: from where the two part, the model would have to say it.
+    shared, unopened = _common(opened, closed), printer(before)
+    return _Turn(
+        (min(shared, start) if closed.startswith(unopened) and shared >= len(unopened) else start, stop), REOPENS
+    )
+
+
+def _content(turns: Turns, place: int, whole: str, printer: _Printer) -> Span:
+    """Where the content of a turn lies in the whole printing: between what a marker in its place leaves unchanged."""
+    head, tail = _around(turns, place, printer)
+    if not (whole.startswith(head) and whole.endswith(tail) and len(head) + len(tail) <= len(whole)):
+        raise Unusable(REWRITES, f"and does not print the content of message {place + 1} as it is")
+    return len(head), len(whole) - len(tail)
+
+
+def _around(turns: Turns, place: int, printer: _Printer) -> tuple[str, str]:
+    """What the whole printing has before and behind the content of a turn."""
+    if turns[place].extra:
+        raise Unusable(REWRITES, f"and message {place + 1} has more than text")
+    marked = printer((*turns[:place], Message(turns[place].role, _MARKER), *turns[place + 1 :]))
+    if marked.count(_MARKER) != 1:
+        raise Unusable(REWRITES, f"and prints the content of message {place + 1} {marked.count(_MARKER)} times")
+    head, _, tail = marked.partition(_MARKER)
+    return head, tail
+
+
+def _common(one: str, other: str) -> int:
+    """Length of the common start of two texts."""
+    pairs = zip(one, other, strict=False)
+    return len(one) if other.startswith(one) else next((i for i, (a, b) in enumerate(pairs) if a != b), len(other))
 
 
 def _counted(piece: str, content: str) -> int:
     """Length of a printed turn without the white space behind its end marker; white space of its own content stays."""
     at = piece.rfind(content)
     return max(len(piece.rstrip()), at + len(content) if at >= 0 else 0)
-
-
-def _print(turns: Turns, tokenizer: PreTrainedTokenizerBase, open_turn: bool) -> str:
-    """The conversation as the template prints it; open_turn adds the generation prompt."""
-    messages = [{"role": turn.role, "content": turn.content} for turn in turns]
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_turn))
-    except (jinja2.TemplateError, TypeError) as error:
-        raise Unusable("the chat template refuses the conversation", str(error)) from error

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -19,12 +19,22 @@ from tuningfork.data.template import RenderedExample, Span, check_template
 from tuningfork.errors import DataError
 from tuningfork.records import TokenAnswer, TokenExample
 
+MERGES = "tokens merge across the border of prompt and answer"  # a note
+
+
+class Encoded(NamedTuple):
+    """An example as tokens, and what is worth knowing of it, in short phrases."""
+
+    example: TokenExample
+    notes: tuple[str, ...]
+
 
 class Encoder:
     """Encodes rendered examples with one tokenizer.
 
-    template "chat": the text is all there is, BOS and end markers included. "none": a BOS in front where the tokenizer
-    itself would put one, and its EOS, which counts, behind each answer. Raises DataError for an unfit tokenizer.
+    A template's text is all there is, BOS and end markers included. Plain text gets a BOS in front where the tokenizer
+    itself would put one, and its EOS, which counts, behind each answer. Raises DataError for an unfit tokenizer, which
+    is one without a chat template where `template` is "chat".
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: Literal["chat", "none"]) -> None:
@@ -33,15 +43,11 @@ class Encoder:
                 f"The tokenizer {tokenizer.name_or_path or '(unnamed)'} is a slow one ({type(tokenizer).__name__}) and "
                 "cannot tell which characters a token covers. Use a model folder with a tokenizer.json."
             )
-        self.bos = self.eos = np.empty(0, dtype=np.int32)
         if template == "chat":
             check_template(tokenizer)
-        else:
-            bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-            if bos is not None and tokenizer("").input_ids[:1] == [bos]:
-                self.bos = np.array([bos], dtype=np.int32)
-            if eos is not None:
-                self.eos = np.array([eos], dtype=np.int32)
+        bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+        self.bos = _ids([bos] if bos is not None and tokenizer("").input_ids[:1] == [bos] else [])
+        self.eos = _ids([eos] if eos is not None else [])
         # Post-processing may trim white space from a token's offsets, which would hide that it reaches over a border.
         # It also adds special tokens, and those are not wanted here. The caller's tokenizer stays as it is.
         self.tokenizer = copy.deepcopy(tokenizer)
@@ -49,6 +55,10 @@ class Encoder:
 
     def __call__(self, examples: Sequence[RenderedExample]) -> list[TokenExample]:
         """Encode examples, all in one call of the tokenizer."""
+        return [encoded.example for encoded in self.encode(examples)]
+
+    def encode(self, examples: Sequence[RenderedExample]) -> list[Encoded]:
+        """Encode examples, all in one call of the tokenizer, with what is worth knowing of each."""
         texts = [text for example in examples for text in example.texts]
         if not texts:
             return []
@@ -59,22 +69,30 @@ class Encoder:
         offsets = iter(encoded["offset_mapping"])
         return [self._split(e, [_Sequence(next(ids), next(offsets)) for _ in e.texts]) for e in examples]
 
-    def _split(self, example: RenderedExample, sequences: list[_Sequence]) -> TokenExample:
+    def _split(self, example: RenderedExample, sequences: list[_Sequence]) -> Encoded:
         """Cut an example's sequences behind the prompt tokens that all of them share."""
+        bos, eos = (self.bos, self.eos) if example.plain else (_ids([]), _ids([]))
         p = min(sequence.tokens_before(example.border) for sequence in sequences)
         for other in sequences[1:]:
             differ = np.flatnonzero(sequences[0].ids[:p] != other.ids[:p])
             p = int(differ[0]) if len(differ) else p
-        given = all(np.array_equal(sequence.ids[:1], self.bos) for sequence in sequences)
-        prompt_ids = sequences[0].ids[:p] if given else np.concatenate([self.bos, sequences[0].ids[:p]])
-        answers = tuple(self._answer(s, p, spans) for s, spans in zip(sequences, example.spans, strict=True))
-        return TokenExample(example.source, prompt_ids, answers)
+        given = all(np.array_equal(sequence.ids[:1], bos) for sequence in sequences)
+        prompt_ids = sequences[0].ids[:p] if given else np.concatenate([bos, sequences[0].ids[:p]])
+        answers = tuple(_answer(s, p, spans, eos) for s, spans in zip(sequences, example.spans, strict=True))
+        merged = any(p < len(s.ids) and s.starts[p] < example.border for s in sequences)
+        notes = (*example.notes, MERGES) if merged else example.notes
+        return Encoded(TokenExample(example.source, prompt_ids, answers), notes)
 
-    def _answer(self, sequence: _Sequence, p: int, spans: Sequence[Span]) -> TokenAnswer:
-        ids, mask = sequence.ids[p:], sequence.covered(spans)[p:]
-        if not np.array_equal(ids[-1:], self.eos):
-            ids, mask = np.concatenate([ids, self.eos]), np.concatenate([mask, np.ones(len(self.eos), dtype=bool)])
-        return TokenAnswer(ids, mask)
+
+def _ids(ids: Sequence[int]) -> np.ndarray:
+    return np.array(ids, dtype=np.int32)
+
+
+def _answer(sequence: _Sequence, p: int, spans: Sequence[Span], eos: np.ndarray) -> TokenAnswer:
+    ids, mask = sequence.ids[p:], sequence.covered(spans)[p:]
+    if not np.array_equal(ids[-1:], eos):
+        ids, mask = np.concatenate([ids, eos]), np.concatenate([mask, np.ones(len(eos), dtype=bool)])
+    return TokenAnswer(ids, mask)
 
 
 class _Sequence:
@@ -91,7 +109,10 @@ class _Sequence:
 
     def covered(self, spans: Sequence[Span]) -> np.ndarray:
         """bool [n]: which tokens lie, even partly, in one of the spans."""
-        return np.any([(self.starts < stop) & (self.stops > start) for start, stop in spans], axis=0)
+        found = np.zeros(len(self.ids), dtype=bool)
+        for start, stop in spans:
+            found |= (self.starts < stop) & (self.stops > start)
+        return found
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:

@@ -1,0 +1,55 @@
+"""Small files of rows, and what becomes of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tuningfork.data.forms import read_examples
+from tuningfork.records import Example, Message
+
+HH = "\n\nHuman: {}\n\nAssistant: {}"
+
+
+def user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content}
+
+
+def write(folder: Path, rows: list[Any], name: str = "pairs.jsonl") -> Path:
+    path = folder / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def turns(*messages: dict[str, str]) -> tuple[Message, ...]:
+    return tuple(Message(m["role"], m["content"]) for m in messages)
+
+
+def one(folder: Path, row: dict[str, Any], as_text: bool = False) -> Example:
+    result = read_examples(write(folder, [row]), as_text)
+    assert result.dropped == []
+    return result.examples[0]
+
+
+PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
+
+
+def drop(folder: Path, row: dict[str, Any], as_text: bool = False) -> tuple[str, str]:
+    """Reason and detail for a bad row that lies behind a good one, which settles the file's form."""
+    good = {
+        tuple: {"chosen": [user("q"), assistant("a")], "rejected": [user("q"), assistant("b")]},
+        str: {"chosen": HH.format("q", "a"), "rejected": HH.format("q", "b")},
+    }
+    first = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    if "prompt" not in row:
+        first = good[str] if isinstance(row.get("chosen"), str) else good[tuple]
+    result = read_examples(write(folder, [first, row]), as_text)
+    assert [e.source.row for e in result.examples] == [1] and result.rows_read == 2
+    (dropped,) = result.dropped
+    assert dropped.row == 2 and dropped.file == str(folder / "pairs.jsonl")
+    return dropped.reason, dropped.detail

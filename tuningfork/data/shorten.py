@@ -1,0 +1,54 @@
+"""What becomes of an example that is longer than the limit: left out, or cut the same way for all of its answers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+
+from tuningfork.data.turns import Unusable
+from tuningfork.records import TokenAnswer, TokenExample
+
+OverLength = Literal["drop", "truncate_answers", "truncate_prompt_left"]
+
+CUT_ANSWERS = "answers cut at max_length"
+CUT_ONE_SIDE = "some of its answers cut, and without their end, others not"
+CUT_PROMPT = "prompt cut at the front"
+
+
+def shorten(
+    example: TokenExample, max_length: int, policy: OverLength, bos: int | None
+) -> tuple[TokenExample, tuple[str, ...]]:
+    """The example with no sequence (prompt + answer) longer than `max_length` tokens, and what was done to it.
+
+    drop                    a longer example is Unusable
+    truncate_answers        answers end where max_length is reached, every one of them by the same rule; a cut one has
+                            no end marker, so it does not teach to stop
+    truncate_prompt_left    the prompt loses as many of its first tokens as the longest answer needs, and keeps one;
+                            a BOS in front of it stays
+
+    Raises:
+        Unusable: the example is too long and is not to be cut, or cutting would leave a side empty.
+    """
+    over = example.longest - max_length
+    if over <= 0:
+        return example, ()
+    prompt, answers = example.prompt_ids, example.answers
+    lengths = " and ".join(str(len(answer.ids)) for answer in answers)
+    size = f"prompt {len(prompt)}, answers {lengths} tokens; data.max_length is {max_length}"
+    if policy == "drop":
+        raise Unusable("longer than max_length", size)
+    if policy == "truncate_answers":
+        room = max_length - len(prompt)
+        if room < 1:
+            raise Unusable("prompt leaves no room for an answer", size)
+        cut = [len(answer.ids) > room for answer in answers]
+        shorter = tuple(TokenAnswer(answer.ids[:room], answer.mask[:room]) for answer in answers)
+        return replace(example, answers=shorter), (CUT_ANSWERS,) if all(cut) else (CUT_ANSWERS, CUT_ONE_SIDE)
+    kept = len(prompt) - over
+    opening = prompt[:1] if bos is not None and len(prompt) and prompt[0] == bos else prompt[:0]
+    if kept <= len(opening):
+        raise Unusable("answer leaves no room for the prompt", size)
+    left = np.concatenate([opening, prompt[len(prompt) - kept + len(opening) :]])
+    return replace(example, prompt_ids=left), (CUT_PROMPT,)
