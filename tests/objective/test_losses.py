@@ -14,7 +14,7 @@ from tuningfork.config import RunConfig, check
 from tuningfork.errors import ConfigError, DataError
 from tuningfork.objective import losses
 from tuningfork.objective.config import ObjectiveConfig
-from tuningfork.objective.objectives import BatchScale, PreferenceObjective
+from tuningfork.objective.objectives import BatchScale, PairTerms, PreferenceObjective
 
 # One pair: chosen and rejected log-probs under policy and reference, and their token counts.
 #   log-ratios  chosen -10 - -12 = 2,  rejected -14 - -13 = -1;  h = 2 - -1 = 3;  per token h = 2/4 + 1/7 = 9/14
@@ -261,3 +261,39 @@ def test_only_pairs_are_compared(answers):
     objective.check(random_pairs(3))
     with pytest.raises(DataError, match=rf"random:2: has {len(answers)} answers, objective dpo compares two"):
         objective.check(random_examples([(3, (4, 5)), (3, answers)]))
+
+
+def said(*terms: tuple[float, float | None]) -> PairTerms | None:
+    """What rows with these (weight, margin) say."""
+    pairs = zip(random_pairs(len(terms)), terms, strict=True)
+    return PairTerms.of([replace(pair, weight=weight, margin=margin) for pair, (weight, margin) in pairs])
+
+
+def test_a_rows_weight_multiplies_its_loss_and_its_margin_is_an_offset():
+    """Two pairs of the table: margin 0.3 each. Amini et al. 2024, eq. 4: -log sigmoid(margin - offset)."""
+    objective = PreferenceObjective(ObjectiveConfig("dpo", sft_weight=0.5))
+    logps, reference, lengths = (torch.tensor(v * 2, dtype=torch.float64) for v in (LOGPS, REFERENCE, LENGTHS))
+    scale = BatchScale(2, 8)
+    loss = objective.loss(logps, reference, lengths, scale, said((3.0, None), (0.5, 2.0)))
+    pairs = (3 * softplus(-0.3) + 0.5 * softplus(-(0.3 - 2.0))) / 2
+    assert float(loss) == pytest.approx(pairs + 0.5 * (3 * 10 + 0.5 * 10) / 8, rel=1e-14)
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_weights_count_in_every_objective_and_margins_where_there_is_a_place_for_them(name):
+    objective = PreferenceObjective(ObjectiveConfig(name))
+    rewards = torch.tensor([[0.7, -0.2]], dtype=torch.float64)
+    plain = objective.pair_losses(rewards)
+    assert torch.equal(objective.pair_losses(rewards, said((3.0, None))), 3 * plain)
+    objective.check([replace(pair, weight=3.0) for pair in random_pairs(2)])
+    offset = [replace(pair, margin=0.25) for pair in random_pairs(2)]
+    if name in ("dpo", "dpo_norm"):
+        objective.check(offset)
+        assert objective.pair_losses(rewards, said((1.0, 0.25))) > plain
+    else:
+        with pytest.raises(DataError, match=rf"random:1: has a margin of 0\.25, which objective {name} has no place"):
+            objective.check(offset)
+
+
+def test_rows_that_say_nothing_cost_nothing():
+    assert said((1.0, None), (1.0, None)) is None

@@ -222,6 +222,20 @@ def test_a_step_of_eight_is_the_mean_of_eight_steps_of_one(name):
     assert distance(whole.moved, mean) < 1e-11
 
 
+@pytest.mark.parametrize("settings", [{}, {"tokens": 72, "chunk_rows": 5}], ids=["one pack", "packs and chunks"])
+def test_weights_and_margins_find_their_pairs(settings):
+    """The step of a weighted batch is the weighted mean of the pairs' own steps."""
+    weights, margins = (2.0, 1.0, 0.25, 3.0, 1.0, 0.5, 1.5), (None, 4.0, None, -2.0, 0.5, None, 1.0)
+    said = [replace(e, weight=w, margin=m) for e, w, m in zip(BATCH, weights, margins, strict=True)]
+    whole = step(said, sft_weight=0.0, **settings)
+    alone = [step([replace(e, weight=1.0)], sft_weight=0.0) for e in said]
+    mean = {key: sum(w * one.moved[key] for w, one in zip(weights, alone, strict=True)) / 7 for key in whole.moved}
+    assert distance(whole.moved, mean) < 1e-10
+    losses = (w * one.outcome.loss for w, one in zip(weights, alone, strict=True))
+    assert whole.outcome.loss == pytest.approx(sum(losses) / 7, rel=1e-10)
+    assert distance(whole.moved, step(BATCH, sft_weight=0.0).moved) > 0.1
+
+
 def test_clipping_scales_the_whole_step_and_reports_the_norm_before():
     free = step(BATCH)
     limit = free.outcome.grad_norm / 4

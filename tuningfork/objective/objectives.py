@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from tuningfork.errors import DataError
@@ -14,6 +16,7 @@ from tuningfork.records import TokenExample
 
 DEFAULT_GAMMA = 0.5  # simpo's target margin where the recipe sets none
 _PER_TOKEN = {"dpo_norm", "ipo", "simpo"}
+_OFFSET = {"dpo", "dpo_norm"}  # objectives that a row's own margin shifts
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,22 @@ class BatchScale:
         return cls(len(chosen), sum(chosen))
 
 
+class PairTerms(NamedTuple):
+    """What rows say about their pairs' losses, both float64 [N]."""
+
+    weights: Tensor  # of the pair's loss
+    margins: Tensor  # by which the chosen answer's reward should be ahead
+
+    @classmethod
+    def of(cls, examples: Sequence[TokenExample]) -> PairTerms | None:
+        """None where no row says anything."""
+        if all(example.weight == 1.0 and example.margin is None for example in examples):
+            return None
+        weights = [example.weight for example in examples]
+        margins = [example.margin or 0.0 for example in examples]
+        return cls(torch.tensor(weights, dtype=torch.float64), torch.tensor(margins, dtype=torch.float64))
+
+
 class PreferenceObjective:
     """A loss on preference pairs, answer 0 chosen and answer 1 rejected, with an optional SFT term on the chosen."""
 
@@ -40,8 +59,13 @@ class PreferenceObjective:
         self.needs_reference = config.name != "simpo"
 
     def check(self, examples: Iterable[TokenExample]) -> None:
-        """Raises DataError if an example is not a pair."""
+        """Raises DataError if an example is not a pair, or says what this objective has no place for."""
         for example in examples:
+            if example.margin is not None and self.config.name not in _OFFSET:
+                raise DataError(
+                    f"{example.id}: has a margin of {example.margin:g}, which objective {self.config.name} has no "
+                    f"place for. Use {' or '.join(sorted(_OFFSET))}, or remove the field 'margin' from the rows."
+                )
             if len(example.answers) != 2:
                 raise DataError(
                     f"{example.id}: has {len(example.answers)} answers, objective {self.config.name} compares two."
@@ -57,25 +81,42 @@ class PreferenceObjective:
             rewards = losses.log_ratio_rewards(logps, reference_logps, beta)
         return rewards / lengths if name in _PER_TOKEN else rewards
 
-    def pair_losses(self, rewards: Tensor) -> Tensor:
-        """The preference loss of each pair, [N], from rewards [N, 2]."""
+    def pair_losses(self, rewards: Tensor, terms: PairTerms | None = None) -> Tensor:
+        """The preference loss of each pair, [N], from rewards [N, 2]; a pair's weight multiplies it.
+
+        A pair's own margin is what its rewards must differ by before the loss counts them as apart: DPO with an offset
+        (Amini et al. 2024, eq. 4), -log sigmoid(margin - offset).
+        """
         config = self.config
         margins = rewards[:, 0] - rewards[:, 1]
+        if terms is not None:
+            margins = margins - terms.margins
         if config.name in ("ipo", "ipo_sum"):
-            return losses.identity_loss(margins, config.beta)
-        if config.name == "simpo":
-            return losses.target_margin_loss(margins, DEFAULT_GAMMA if config.gamma is None else config.gamma)
-        return losses.sigmoid_loss(margins, config.label_smoothing)
+            found = losses.identity_loss(margins, config.beta)
+        elif config.name == "simpo":
+            found = losses.target_margin_loss(margins, DEFAULT_GAMMA if config.gamma is None else config.gamma)
+        else:
+            found = losses.sigmoid_loss(margins, config.label_smoothing)
+        return found if terms is None else terms.weights * found
 
-    def loss(self, logps: Tensor, reference_logps: Tensor | None, lengths: Tensor, scale: BatchScale) -> Tensor:
+    def loss(
+        self,
+        logps: Tensor,
+        reference_logps: Tensor | None,
+        lengths: Tensor,
+        scale: BatchScale,
+        terms: PairTerms | None = None,
+    ) -> Tensor:
         """These pairs' share of the batch loss; the shares of all chunks, packs and ranks add up to it.
 
         Args:
             logps, reference_logps, lengths: [A] with the answers of whole pairs in order.
             scale: sizes of the global batch.
+            terms: what the pairs' rows say, if they say anything.
         """
         pairs = logps.view(-1, 2), None if reference_logps is None else reference_logps.view(-1, 2), lengths.view(-1, 2)
-        share = self.pair_losses(self.rewards(*pairs)).sum() / scale.examples
+        share = self.pair_losses(self.rewards(*pairs), terms).sum() / scale.examples
         if self.config.sft_weight:
-            share = share - self.config.sft_weight * pairs[0][:, 0].sum() / scale.chosen_tokens
+            chosen = pairs[0][:, 0] if terms is None else terms.weights * pairs[0][:, 0]
+            share = share - self.config.sft_weight * chosen.sum() / scale.chosen_tokens
         return share

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from tuningfork.errors import ReferenceMismatch
+from tuningfork.objective.objectives import PairTerms
 from tuningfork.records import PackedBatch
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.metrics import PairSums, pair_statistics
@@ -41,7 +42,7 @@ def evaluate(
         ref = None if reference is None else torch.from_numpy(reference.lookup(pack.examples)).view(-1, 2)
         rewards = start.objective.rewards(logps.view(-1, 2), ref, lengths.view(-1, 2))
         sums += pair_statistics(rewards[:, 0], rewards[:, 1], logps[0::2], logps[1::2])
-        loss += float(start.objective.pair_losses(rewards).sum())
+        loss += float(start.objective.pair_losses(rewards, PairTerms.of(pack.examples)).sum())
         pairs += len(pack.examples)
         scored(len(pack.examples))
     return Evaluation(pairs, loss / max(pairs, 1), sums)

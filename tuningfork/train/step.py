@@ -12,7 +12,7 @@ from torch import Tensor
 from tuningfork.errors import NonFiniteError
 from tuningfork.models.policy import Policy
 from tuningfork.objective.head import Head
-from tuningfork.objective.objectives import BatchScale, PreferenceObjective
+from tuningfork.objective.objectives import BatchScale, PairTerms, PreferenceObjective
 from tuningfork.records import PackedBatch
 from tuningfork.train.optimizer import gradient_norm, step
 
@@ -52,10 +52,13 @@ def train_step(
         pack = pack.to(policy.device)
         lengths = _on(policy.device, torch.tensor(pack.answer_lengths, dtype=torch.float64))
         ref = None if reference is None else _on(policy.device, torch.from_numpy(reference[i]))
+        terms = PairTerms.of(pack.examples)
+        terms = terms and PairTerms(*(_on(policy.device, term) for term in terms))
 
-        def share(first: int, last: int, chunk_logps: Tensor, ref=ref, lengths=lengths) -> Tensor:  # type: ignore[no-untyped-def]
+        def share(first: int, last: int, chunk_logps: Tensor, ref=ref, lengths=lengths, terms=terms) -> Tensor:  # type: ignore[no-untyped-def]
             of_chunk = None if ref is None else ref[first:last]
-            return objective.loss(chunk_logps, of_chunk, lengths[first:last], scale)
+            said = terms and PairTerms(*(term[first // 2 : last // 2] for term in terms))
+            return objective.loss(chunk_logps, of_chunk, lengths[first:last], scale, said)
 
         hidden = policy.hidden_rows(pack)
         loss, answer_logps = head.backward(hidden, policy.head_weight, pack, share)
