@@ -66,7 +66,7 @@ def prepare_model(folder: Path = DEFAULT_FOLDER) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as aside:
         made = Path(aside) / "model"
-        tokenizer = _load_tokenizer(gguf)
+        tokenizer = load_tokenizer(gguf)
         tokenizer.save_pretrained(made)
         _load_weights(gguf, tokenizer).save_pretrained(made)
         made.rename(folder)
@@ -87,7 +87,7 @@ def _find_gguf() -> Path:
     return found[0]
 
 
-def _load_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
+def load_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
     """The file's tokenizer, with its digit rule and its special tokens put right.
 
     The file asks for the `smollm` rule: every digit is a piece of its own, then the usual byte-level split.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -27,3 +28,12 @@ def uncompiled():
     torch.compiler.set_stance("force_eager")
     yield
     torch.compiler.set_stance("default")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which published tokenizers were not to be had: a row of skipped tests is easily overlooked."""
+    fetcher = sys.modules.get("tests.real_tokenizers")
+    if fetcher is not None and fetcher.missing:
+        terminalreporter.section("NOT TESTED, since it could not be fetched", yellow=True)
+        for reason in fetcher.missing.values():
+            terminalreporter.line(reason)
