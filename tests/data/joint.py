@@ -1,17 +1,17 @@
 """What an example should become as tokens, found without the code that is tested.
 
 The truth is the tokenizer's own reading of each whole conversation. Which of its characters count is found by printing
-the conversation once more with a mark in place of every assistant turn, which shows what lies around each of them. Which
-characters a token covers is found from the spelling of the tokens, not from offsets.
+it once more with a mark in place of every assistant turn, which shows what lies around each of them. Which characters a
+token covers is found from the spelling of the tokens, not from offsets.
 """
 
 from __future__ import annotations
 
-import os.path
 import re
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jinja2
 import numpy as np
@@ -66,13 +66,12 @@ class Whole:
 
 def whole(tokenizer: PreTrainedTokenizerBase, style: Style, prompt: Turns, answer: Turns) -> Whole:
     """The tokenizer's own reading of a conversation, and what counts in it. Raises jinja2.TemplateError."""
-    normalize = unicodedata.normalize if "NFC" in str(tokenizer.backend_tokenizer.normalizer) else lambda _, text: text
-    text = normalize("NFC", printed(tokenizer, (*prompt, *answer)))
-    contents = [normalize("NFC", turn.content) for turn in answer if turn.role == "assistant"]
+    text = _normal(tokenizer, printed(tokenizer, (*prompt, *answer)))
+    contents = [_normal(tokenizer, turn.content) for turn in answer if turn.role == "assistant"]
     marks = [MARK.format(i) for i in range(len(contents))]
     unused = iter(marks)
     marked = [Message(turn.role, next(unused) if turn.role == "assistant" else turn.content) for turn in answer]
-    pieces = re.split("|".join(marks), normalize("NFC", printed(tokenizer, (*prompt, *marked))))
+    pieces = re.split("|".join(marks), _normal(tokenizer, printed(tokenizer, (*prompt, *marked))))
     counted, at = [], len(pieces[0])
     assert text.startswith(pieces[0])
     for i, content in enumerate(contents):
@@ -96,15 +95,24 @@ def cut(text: str, ids: list[int], spans: list[Span], counted: list[Span]) -> Wh
 
 def border(tokenizer: PreTrainedTokenizerBase, prompt: Turns, wholes: Sequence[Whole]) -> int:
     """Bytes that are prompt: what the generation prompt and all conversations have in common."""
-    normalize = unicodedata.normalize if "NFC" in str(tokenizer.backend_tokenizer.normalizer) else lambda _, text: text
-    generation = normalize("NFC", printed(tokenizer, prompt, open_turn=True))
-    return min(len(os.path.commonprefix([generation.encode(), whole.text.encode()])) for whole in wholes)
+    generation = _normal(tokenizer, printed(tokenizer, prompt, open_turn=True))
+    return min(_common(generation.encode(), whole.text.encode()) for whole in wholes)
 
 
 def shared(wholes: Sequence[Whole], border: int) -> list[int]:
     """The ids of the prompt: as many as all conversations start with and lie before the border."""
     n = min(sum(stop <= border for _, stop in whole.spans) for whole in wholes)
-    return list(os.path.commonprefix([whole.ids[:n] for whole in wholes]))
+    return wholes[0].ids[: min(n, *(_common(wholes[0].ids, whole.ids) for whole in wholes))]
+
+
+def _common(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """How many items two sequences start with alike."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _normal(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """The text as the tokenizer normalizes it, where that changes characters."""
+    return unicodedata.normalize("NFC", text) if "NFC" in str(tokenizer.backend_tokenizer.normalizer) else text
 
 
 def printed(tokenizer: PreTrainedTokenizerBase, turns: Turns | list[Message], open_turn: bool = False) -> str:

@@ -42,14 +42,16 @@ def byte_bpe(
     pad: str | None = None,
     adds_bos: bool = False,
     trim_offsets: bool = True,
+    splits_words: bool = True,
 ) -> PreTrainedTokenizerFast:
     """A byte-level BPE: ids 0..3 are the special tokens, 4..259 the bytes, then the merges in order.
 
     `Ġ` stands for a space in merges. trim_offsets is GPT-2's default: a token's offsets leave its white space out.
+    Without splits_words anything may merge with what stands beside it.
     """
     tokens = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
     backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=list(merges)))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits_words)
     backend.decoder = decoders.ByteLevel()
     steps = [processors.ByteLevel(trim_offsets=trim_offsets)]
     if adds_bos:
@@ -58,6 +60,25 @@ def byte_bpe(
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=bos, eos_token=eos, pad_token=pad)
     tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
     tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def sentence_piece(
+    merges: Sequence[tuple[str, str]] = (), *, letters: str, prepend: str = "first"
+) -> PreTrainedTokenizerFast:
+    """A BPE as SentencePiece makes them: ▁ for a space, letters, and <0x41> for bytes of any other character.
+
+    ids 0..3 are the special tokens, 4..259 the bytes, then ▁, the letters and the merges in order. `prepend`: whether a
+    ▁ of its own goes in front of a text: "first" or "never".
+    """
+    pieces = [f"<0x{byte:02X}>" for byte in range(256)]
+    tokens = [*SPECIAL, *pieces, "▁", *letters, *("".join(pair) for pair in merges)]
+    model = models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=list(merges), byte_fallback=True)
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend, split=False)
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
     return tokenizer
 
 
