@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerBase
 
 from tests.data.joint import Style, border, differences, encoded, printed, refused, whole
 from tests.real_tokenizers import DEEPSEEK_V4, REAL, Unavailable, real_tokenizer, vocabulary
-from tuningfork.data.forms import Unusable
 from tuningfork.data.template import render
 from tuningfork.data.tokenize import Encoder
+from tuningfork.data.turns import Unusable
 from tuningfork.records import Example, Message, Source, TokenExample, Turns
 
 CHATML = Style("<|im_start|>assistant\n", "<|im_end|>")
@@ -96,15 +96,6 @@ CASES: dict[str, Case] = {
     ),
 }
 
-REWRITES = "an earlier turn is printed otherwise once a later one follows: all such examples are dropped"
-FAULTS: dict[str, dict[str, str]] = {
-    **dict.fromkeys(("qwen3", "phi3", "gpt_oss"), dict.fromkeys(("longer answer", "long all over"), REWRITES)),
-    "deepseek_r1": dict.fromkeys(CASES, "the generation prompt opens a thought that no turn is printed with: ditto"),
-    "llama3_first": dict.fromkeys(CASES, "the next turn's header, printed in any case, counts as part of the answer"),
-}
-"""What is wrong at present: tokenizer -> case -> cause."""
-
-
 # One name for each vocabulary; DeepSeek V4's comes without a template.
 VOCABULARIES = ("smollm2", "qwen3", "llama3", "mistral", "phi3", "gemma3", "deepseek_v3", "deepseek_v4", "gpt_oss")
 
@@ -118,14 +109,8 @@ def loaded(name: str) -> tuple[PreTrainedTokenizerBase, Encoder]:
     return tokenizer, Encoder(tokenizer, "chat")
 
 
-def known(fault: str | None) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.xfail(strict=True, reason=fault)] if fault else []
-
-
-@pytest.mark.parametrize(
-    ("name", "case"),
-    [pytest.param(name, case, marks=known(FAULTS.get(name, {}).get(case))) for name in REAL for case in CASES],
-)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", REAL)
 def test_ids_masks_and_prompts_are_those_of_the_whole_conversations(name: str, case: str) -> None:
     tokenizer, encoder = loaded(name)
     prompt, answers = CASES[case]
@@ -139,10 +124,7 @@ def test_ids_masks_and_prompts_are_those_of_the_whole_conversations(name: str, c
     assert differences(example, wholes, border(tokenizer, prompt, wholes)) == []
 
 
-ONE_TURN = [pytest.param(name, marks=known(FAULTS.get(name, {}).get("one turn"))) for name in REAL]
-
-
-@pytest.mark.parametrize("name", ONE_TURN)
+@pytest.mark.parametrize("name", REAL)
 def test_one_turn_word_by_word(name: str) -> None:
     """Against what was written down by hand: the answer with its end marker counts, nothing else is there."""
     tokenizer, encoder = loaded(name)
@@ -181,19 +163,17 @@ THOUGHT = "<think>\nwhy\n</think>\n\n"
     ("name", "answer", "counted"),
     [
         ("qwen3", (f"{THOUGHT}because",), [f"{THOUGHT}because<|im_end|>"]),
-        pytest.param(
+        (
             "qwen3",
             (f"{THOUGHT}because", "go on", f"{THOUGHT}more"),
             ["because<|im_end|>", f"{THOUGHT}more<|im_end|>"],
-            marks=known(REWRITES),
         ),
         ("smollm2", (f"{THOUGHT}because", "go on", "more"), [f"{THOUGHT}because<|im_end|>", "more<|im_end|>"]),
         ("deepseek_v3", (f"{THOUGHT}because",), [f"{THOUGHT}because<｜end▁of▁sentence｜>"]),
-        pytest.param(
+        (
             "deepseek_r1",  # the template drops the thought
             (f"{THOUGHT}because",),
             ["\n\nbecause<｜end▁of▁sentence｜>"],
-            marks=known(FAULTS["deepseek_r1"]["one turn"]),
         ),
     ],
 )

@@ -63,7 +63,8 @@ def render(
     opened = printer(example.prompt, open_turn=True)
     printed = [_answer(example.prompt, opened, answer, train_on, printer) for answer in answers]
     border = min(answer.border for answer in printed)
-    texts, spans = tuple(answer.text for answer in printed), tuple(answer.spans for answer in printed)
+    texts = tuple(answer.text for answer in printed)
+    spans = tuple(tuple((max(start, border), stop) for start, stop in answer.spans) for answer in printed)
     notes = {note for answer in printed for note in answer.notes}
     return RenderedExample(example.source, border, texts, spans, notes=tuple(sorted(notes)))
 
@@ -87,6 +88,7 @@ class _Printer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any]) -> None:
         self.tokenizer = tokenizer
         self.arguments = arguments
+        self.special = [token.content for token in tokenizer.added_tokens_decoder.values()]
         self.printed: dict[tuple[Turns, bool], str] = {}  # one turn's end is often another's beginning
 
     def __call__(self, turns: Turns, open_turn: bool = False) -> str:
@@ -105,6 +107,35 @@ class _Printer:
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise Unusable("the chat template refuses the conversation", str(error)[:300]) from error
+
+    def marker(self, tail: str, after: str) -> int:
+        """Length of the end marker in `after`, which stands behind a turn, where `tail` closes it as the last one.
+
+        That is what they have in common, up to a special token that they have not; or else one special token, where
+        another one closes the conversation.
+        """
+        end = _common(tail.rstrip(), after)
+        for token in self.special:
+            at = tail.find(token, max(0, end - len(token) + 1))
+            if 0 <= at < end < at + len(token):
+                end = at
+        first = [max((t for t in self.special if text.startswith(t)), key=len, default="") for text in (tail, after)]
+        return len(tail[:end].rstrip()) or (len(first[1]) if all(first) else 0)
+
+    def header(self, opened: str, closed: str) -> int:
+        """Length of the next turn's header at the end of a printing that was not asked for one: 0 for most templates.
+
+        Where a printing with a generation prompt and one without end alike, and in a special token with a role behind
+        it, the template puts that header behind every conversation.
+        """
+        pairs = zip(reversed(opened), reversed(closed), strict=False)
+        alike = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(opened), len(closed)))
+        end = closed[len(closed) - alike :]
+        role = end.rfind("assistant")
+        marks = [
+            t.content for t in self.tokenizer.added_tokens_decoder.values() if end[: max(role, 0)].endswith(t.content)
+        ]
+        return len(end) - role + len(max(marks, key=len)) if marks else 0
 
     def check_nothing_is_left_out(self, conversations: list[Turns]) -> None:
         """Raise Unusable where the template prints neither tools nor tool calls although there are some."""
@@ -142,7 +173,7 @@ def _answer(
     wanted = own[-1:] if train_on == "last" else own
     spans = tuple(found[place].span for place in wanted if turns[place].counts)
     end = found[own[-1]].span[1]
-    border = min(_common(opened, whole), found[own[0]].span[0])
+    border = min(_common(opened, whole), end)
     notes = [turn.note for turn in found.values() if turn.note]
     if border < len(opened) and not notes:
         notes = [REOPENS]
@@ -160,17 +191,20 @@ def _turn(turns: Turns, place: int, whole: str, printer: _Printer) -> _Turn:
     before, turn = turns[:place], turns[place]
     opened, closed = printer(before, open_turn=True), printer((*before, turn))
     if whole.startswith(closed) and closed.startswith(opened):
-        return _Turn((len(opened), len(opened) + _counted(closed[len(opened) :], turn.content)))
-    end_marker = _around((*before, turn), place, printer)[1].rstrip()  # as it closes the turn where that is the last
-    start, stop = _content(turns, place, whole, printer)
-    stop += len(end_marker) if whole.startswith(end_marker, stop) else 0
-    if not whole.startswith(closed):
-        return _Turn((start, stop), REWRITES)
-    # Only the generation prompt is printed otherwise: from where the two part, the model would have to say it.
+        piece = closed[len(opened) : len(closed) - printer.header(opened, closed)]
+        return _Turn((len(opened), len(opened) + _counted(piece, turn.content)))
+    # How the turn begins and ends where it is the last, of which the whole printing may have less.
+    head, tail = _around((*before, turn), place, printer)
     shared, unopened = _common(opened, closed), printer(before)
-    return _Turn(
-        (min(shared, start) if closed.startswith(unopened) and shared >= len(unopened) else start, stop), REOPENS
-    )
+    inside = closed.startswith(unopened) and shared >= len(
+        unopened
+    )  # the two part in the generation prompt, or nowhere
+    lead = head[shared:] if inside else ""
+    start, stop = _content(turns, place, whole, printer)
+    stop += printer.marker(tail[: len(tail) - printer.header(opened, closed)], whole[stop:])
+    if whole[:start].endswith(lead):
+        start -= len(lead)
+    return _Turn((start, stop), REOPENS if whole.startswith(closed) else REWRITES)
 
 
 def _content(turns: Turns, place: int, whole: str, printer: _Printer) -> Span:
@@ -200,5 +234,5 @@ def _common(one: str, other: str) -> int:
 
 def _counted(piece: str, content: str) -> int:
     """Length of a printed turn without the white space behind its end marker; white space of its own content stays."""
-    at = piece.rfind(content)
-    return max(len(piece.rstrip()), at + len(content) if at >= 0 else 0)
+    end = piece.find(content) + len(content)
+    return end if content in piece and not piece[end:].strip() else len(piece.rstrip())
