@@ -56,6 +56,8 @@ def another(hint: Any, default: Any) -> Any:
         return "budget:0.5"
     if get_origin(hint) is Annotated:
         hint = hint.__origin__
+    if get_origin(hint) is list:
+        return [another(get_args(hint)[0], None)]
     if get_origin(hint) is Literal:
         return next(value for value in get_args(hint) if value != default)
     if get_args(hint):
@@ -80,7 +82,7 @@ def test_every_setting_can_be_given_in_a_recipe_and_as_a_flag_which_wins(key: st
     section, _, name = key.partition(".")
     before = settings(load(None, *NEEDS.get(key, [])))[key]
     value = another(SETTINGS[key], RunConfig().__dict__[section].__dict__[name])
-    text = value if isinstance(value, str) else yaml.safe_dump(value).split("\n")[0]
+    text = value if isinstance(value, str) else yaml.safe_dump(value, default_flow_style=True).split("\n")[0]
 
     by_flag = load(None, f"--{key}", text, *NEEDS.get(key, []))
     assert settings(by_flag)[key] == value != before
@@ -152,6 +154,29 @@ def test_text_needs_no_quotes_as_a_flag(text: str) -> None:
     assert load(None, f"--data.train={text}").data.train == text
     assert load(None, "--data.eval", text).data.eval == text
     assert load(None, "--output.dir", text).output.dir == text
+
+
+def test_sources_may_be_a_list_in_a_recipe_and_as_a_flag() -> None:
+    text = "model: {path: m}\ndata:\n  train: [a.jsonl, 'b c.json']\n  shares: [3, 0.5]\n"
+    Path("list.yaml").write_text(text)
+    flags = ["--model.path=m", "--data.train", "[a.jsonl, 'b c.json']", "--data.shares=[3, 0.5]"]
+    for loaded in (load_run_config(Path("list.yaml"), [], "train"), load_run_config(None, flags, "train")):
+        assert (loaded.data.train, loaded.data.shares) == (["a.jsonl", "b c.json"], [3, 0.5])
+        assert from_yaml(to_yaml(loaded), "again") == loaded
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--data.shares=[1, 2]"], "data.shares has 2 entries, but data.train names 1 sources"),
+        (["--data.train=[a, b]", "--data.counts=[1]"], "data.counts has 1 entries, but data.train names 2 sources"),
+        (["--data.train=[a, b]", "--data.counts=[1, 2]", "--data.shares=[1, 2]"], "both given"),
+        (["--data.shares=[0]"], "data.shares is a list; allowed: a list with each entry a number, greater than 0"),
+        (["--data.counts=[1.5]"], "data.counts is a list; allowed: a list with each entry a whole number, at least 1"),
+    ],
+)
+def test_a_mix_that_does_not_go_with_its_sources_is_refused(flags: list[str], words: str) -> None:
+    assert words in error(None, *flags)
 
 
 def test_flags_take_an_equals_sign_and_hyphens() -> None:
@@ -262,7 +287,8 @@ def test_a_section_may_be_empty() -> None:
         (["--pack.share_prompt", "--train.seed", "1"], "--pack.share_prompt needs a value: true or false."),
         (["--train.max_steps="],
          "command line: train.max_steps is the text ''; allowed: a whole number, at least 1, or null."),
-        (["--data.eval", ""], "command line: data.eval is the text ''; allowed: text that is not empty, or null."),
+        (["--data.eval", ""], "command line: data.eval is the text ''; allowed: text that is not empty or a list "
+         "with each entry text, or null."),
         (["--train.seed", "1", "--train.seed", "2"], "--train.seed is given twice; keep one."),
         (["more.yaml"], "'more.yaml' is not expected here. Settings are given as --train.seed 3."),
     ],
@@ -404,7 +430,8 @@ def test_help_shows_every_setting_with_the_values_of_the_recipe(
         "pack.share_prompt": ["true|false", "(default: true)"],
         "model.compile": ["auto|on|off", "(default: auto)"],
         "train.max_steps": ["INTEGER|null", "(default: null)"],
-        "data.train": ["TEXT", "(recipe: mine.jsonl)"],
+        "data.train": ["TEXT|[TEXT,..]", "(recipe: mine.jsonl)"],
+        "data.shares": ["[NUMBER,..]|null", "(default: null)"],
         "model.path": ["TEXT", "(required)"],
     }.items():
         for part in expected:

@@ -66,6 +66,7 @@ def check(config: RunConfig) -> None:
     if missing:
         flags = " ".join(f"--{key} {REQUIRED[key]}" for key in missing)
         raise ConfigError(f"{' and '.join(missing)} must be set, in the recipe or by flag; for example: {flags}")
+    _check_mix(config.data)
     if config.objective.label_smoothing != 0 and name not in ("dpo", "dpo_norm"):
         raise ConfigError(
             f"objective.label_smoothing is {config.objective.label_smoothing}, but objective.name {name} "
@@ -97,6 +98,20 @@ def check(config: RunConfig) -> None:
             f"pack.tokens is {config.pack.tokens}, but two answers of data.max_length {config.data.max_length} need "
             f"{longest}. Raise pack.tokens to {longest} or lower data.max_length to {config.pack.tokens // 2}."
         )
+
+
+def _check_mix(data: DataConfig) -> None:
+    """Raises ConfigError where shares or counts do not go with the sources."""
+    given = {name: numbers for name in ("shares", "counts") if (numbers := getattr(data, name)) is not None}
+    if len(given) > 1:
+        raise ConfigError("data.shares and data.counts are both given. Keep one: parts of the whole, or numbers.")
+    sources = [data.train] if isinstance(data.train, str) else data.train
+    for name, numbers in given.items():
+        if len(numbers) != len(sources):
+            raise ConfigError(
+                f"data.{name} has {len(numbers)} entries, but data.train names {len(sources)} sources. "
+                "Give one for each."
+            )
 
 
 def settings(config: RunConfig) -> dict[str, Any]:
@@ -183,6 +198,10 @@ def _metavar(hint: Any) -> str:
     arms = get_args(hint)
     if get_origin(hint) is Literal:
         return "|".join(arms)
-    if arms:  # T | None, or T with constraints
-        return _metavar(arms[0]) + ("|null" if type(None) in arms else "")
+    if get_origin(hint) is list:
+        return f"[{_metavar(arms[0])},..]"
+    if get_origin(hint) is Annotated:  # T with constraints
+        return _metavar(arms[0])
+    if arms:  # T | U | None
+        return "|".join("null" if arm is type(None) else _metavar(arm) for arm in arms)
     return _METAVAR.get(hint, "")

@@ -224,8 +224,11 @@ def allowed(hint: Any) -> str:
         return f"{allowed(base)}, {' and '.join(limits)}" if limits else allowed(base)
     if get_origin(hint) is Literal:
         return f"one of {', '.join(get_args(hint))}"
-    if arms := get_args(hint):  # T | None
-        return f"{allowed(arms[0])}, or null"
+    if get_origin(hint) is list:
+        return f"a list with each entry {allowed(get_args(hint)[0])}"
+    if arms := get_args(hint):  # T | U | None
+        either = " or ".join(allowed(arm) for arm in arms if arm is not type(None))
+        return f"{either}, or null" if type(None) in arms else either
     return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[hint]
 
 
@@ -256,7 +259,17 @@ def _initials(name: str) -> str:
 
 
 def _value(text: str, hint: Any) -> Any:
-    """A flag's text as the recipe's value. Where a setting is text, `7` is text without quotes; nothing is not null."""
+    """A flag's text as the recipe's value. Where a setting is text, `7` is text without quotes; nothing is not null.
+
+    Where it may be a list, `[a, b]` is one.
+    """
+    if any(get_origin(arm) is list for arm in (hint, *get_args(hint))) and text.startswith("["):
+        try:
+            entries = yaml.load(text, Loader=_Loader)
+        except (yaml.YAMLError, ValueError):
+            entries = None
+        if isinstance(entries, list):
+            return entries
     value = parse_scalar(text)
     is_text = hint is str or any(str in (arm, *get_args(arm)) for arm in get_args(hint))
     return text if text == "" or (is_text and value is not None) else value

@@ -131,8 +131,8 @@ class DataReport:
     rows_read: int = 0
     used: int = 0
     dropped_rows: list[DroppedRow] = field(default_factory=list)
-    form: str = ""  # of the file, a name of data/forms.py
-    notes: dict[str, list[int]] = field(default_factory=dict)  # what is worth knowing of used rows -> their numbers
+    forms: dict[str, str] = field(default_factory=dict)  # file -> what form it has, a name of data/forms.py
+    notes: dict[str, list[Source]] = field(default_factory=dict)  # what is worth knowing of rows that are used -> which
 
     @property
     def dropped(self) -> dict[str, int]:

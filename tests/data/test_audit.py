@@ -16,7 +16,7 @@ from tuningfork.data.config import DataConfig
 from tuningfork.data.shorten import CUT_ANSWERS, CUT_ONE_SIDE, CUT_PROMPT
 from tuningfork.data.template import REWRITES
 from tuningfork.errors import DataError
-from tuningfork.records import Source, TokenAnswer, TokenExample
+from tuningfork.records import DataReport, Source, TokenAnswer, TokenExample
 
 NONE = DataConfig(template="none")
 
@@ -119,7 +119,7 @@ def test_a_template_that_prints_earlier_turns_otherwise_is_noted(tmp_path: Path)
     path = write(tmp_path, [pair("q", "a", "b"), {"prompt": "q", "chosen": several, "rejected": "c"}])
     examples, report = prepare(path, byte_bpe(chat_template=REWRITING), DataConfig(), 260)
     assert [e.source.row for e in examples] == [1, 2] and report.dropped == {}
-    assert report.notes == {REWRITES: [2]}
+    assert report.notes == {REWRITES: [Source(str(path), 2)]}
 
 
 def test_nothing_left_is_an_error_with_reasons_and_counts(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_the_report_is_plain_data(tmp_path: Path) -> None:
     path = write(tmp_path, [pair("q", "a", "b"), pair("q", "a", "")])
     _, report = prepare(path, byte_bpe(chat_template=CHATML), DataConfig(), 260)
     expected = {
-        "format": "pairs",
+        "formats": {str(path): "pairs"},
         "rows_read": 2,
         "used": 1,
         "dropped": {"empty answer": 1},
@@ -206,6 +206,10 @@ def test_weights_margins_and_labels_reach_the_tokens(tmp_path: Path) -> None:
     assert [(e.weight, e.margin, e.label) for e in examples] == [(0.5, 1.0, None), (1.0, None, None)]
 
 
+def noted(report: DataReport) -> dict[str, list[int]]:
+    return {note: [source.row for source in sources] for note, sources in report.notes.items()}
+
+
 def test_what_was_cut_is_noted_and_counted(tmp_path: Path) -> None:
     # a token for each character, and EOS; a limit of 7
     rows = [pair("qqq", "aaaa", "bb"), pair("qqq", "aaaaa", "bbbbbb"), pair("qqq", "a", "b"), pair("q" * 8, "a", "b")]
@@ -215,9 +219,36 @@ def test_what_was_cut_is_noted_and_counted(tmp_path: Path) -> None:
     assert dropped.dropped == {"longer than max_length": 3}
     answers, cut = prepare(path, byte_bpe(), replace(config, over_length="truncate_answers"), 260)
     assert [[len(a.ids) for a in e.answers] for e in answers] == [[4, 3], [4, 4], [2, 2]]
-    assert cut.notes == {CUT_ANSWERS: [1, 2], CUT_ONE_SIDE: [1]}
+    assert noted(cut) == {CUT_ANSWERS: [1, 2], CUT_ONE_SIDE: [1]}
     assert cut.dropped == {"prompt leaves no room for an answer": 1}
     prompts, left = prepare(path, byte_bpe(), replace(config, over_length="truncate_prompt_left"), 260)
     assert [(e.source.row, len(e.prompt_ids)) for e in prompts] == [(1, 2), (3, 3), (4, 5)]
-    assert left.notes == {CUT_PROMPT: [1, 4]}
+    assert noted(left) == {CUT_PROMPT: [1, 4]}
     assert left.dropped == {"answer leaves no room for the prompt": 1}
+
+
+def test_several_sources_are_one_data_set_with_one_account(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    write(tmp_path, [pair("q", "a", "b"), pair("q", "a", "a"), pair("r", "a", "b")]).rename(first)
+    write(tmp_path, [{"text": "t"}, {"text": " "}]).rename(second)
+    examples, report = prepare([str(first), str(second)], byte_bpe(), NONE, 260)
+    assert [e.id for e in examples] == [f"{first}:1", f"{first}:3", f"{second}:1"]
+    assert (report.rows_read, report.used) == (5, 3)
+    assert [(d.file, d.row) for d in report.dropped_rows] == [(str(first), 2), (str(second), 2)]
+    assert report.forms == {str(first): "pairs", str(second): "text"}
+
+
+def test_what_a_mix_leaves_out_is_listed(tmp_path: Path) -> None:
+    files = [tmp_path / f"{name}.jsonl" for name in "ab"]
+    for file in files:
+        write(tmp_path, [pair(f"{file.stem}{i}", "a", "b") for i in range(8)]).rename(file)
+    config = replace(NONE, counts=[2, 5], mix_seed=3)
+    examples, report = prepare(list(map(str, files)), byte_bpe(), config, 260)
+    assert [e.source.file for e in examples] == [str(files[0])] * 2 + [str(files[1])] * 5
+    assert report.dropped == {"left out of the mix": 9} and (report.rows_read, report.used) == (16, 7)
+    assert len({e.id for e in examples} | {f"{d.file}:{d.row}" for d in report.dropped_rows}) == 16
+    again, _ = prepare(list(map(str, files)), byte_bpe(), config, 260)
+    other, _ = prepare(list(map(str, files)), byte_bpe(), replace(config, mix_seed=4), 260)
+    assert [e.id for e in again] == [e.id for e in examples] != [e.id for e in other]
+    every, _ = prepare(list(map(str, files)), byte_bpe(), config, 260, mixed=False)
+    assert len(every) == 16

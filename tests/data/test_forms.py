@@ -351,7 +351,9 @@ def test_what_a_row_says_beside_its_text(tmp_path: Path) -> None:
 def test_scores_the_wrong_way_round_are_noted(tmp_path: Path) -> None:
     scores = [(5, 1), (3, 3), (1, 2.5), (None, 1)]
     rows = [{**PAIR, "score_chosen": chosen, "score_rejected": rejected} for chosen, rejected in scores]
-    assert read_examples(write(tmp_path, rows), False).notes == {"chosen is not scored higher": [2, 3]}
+    path = write(tmp_path, rows)
+    found = [Source(str(path), row) for row in (2, 3)]
+    assert read_examples(path, False).notes == {"chosen is not scored higher": found}
 
 
 def test_the_most_rows_decide_and_a_recipe_can_decide_otherwise(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from tuningfork.data.config import DataConfig
 from tuningfork.data.forms import read_examples
 from tuningfork.data.shorten import shorten
+from tuningfork.data.sources import expand_all, mix
 from tuningfork.data.template import RenderedExample, render
 from tuningfork.data.tokenize import Encoded, Encoder, check_vocabulary
 from tuningfork.data.turns import Unusable
@@ -29,46 +30,88 @@ CHUNK = 256  # examples encoded in one call: enough to keep the tokenizer's thre
 
 
 def prepare(
-    path: str | Path,
+    sources: str | Path | Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     config: DataConfig,
     vocab_size: int,
     progress: Progress | None = None,
+    mixed: bool = True,
 ) -> tuple[list[TokenExample], DataReport]:
-    """Read, render, encode and, where asked, shorten the examples of a file, in the file's order.
+    """Read, render, encode and, where asked, shorten the examples of all sources, in their order, and mix them.
 
-    Rows that cannot be used are listed in the report; rows_read = used + dropped. vocab_size is the number of rows of
-    the model's embedding. Raises DataError where file or tokenizer are unfit, or where no row is left.
+    Rows that are not used are listed in the report; rows_read = used + dropped. vocab_size is the number of rows of the
+    model's embedding. Not `mixed`: shares and counts are another list's. Raises DataError where a source or the
+    tokenizer are unfit, or where no row is left.
     """
     check_vocabulary(tokenizer, vocab_size)
     encoder = Encoder(tokenizer, config.template)
-    read = read_examples(path, as_text=config.template == "none", form=config.format)
+    names = [str(sources)] if isinstance(sources, str | Path) else list(sources)
+    report = DataReport()
+    groups: list[list[TokenExample]] = []
+    for tables in expand_all(names):
+        groups.append([])
+        for table in tables:
+            groups[-1] += _prepare_table(table, tokenizer, encoder, config, report, progress)
+    used = _mix(groups, names, config, report) if mixed else [example for group in groups for example in group]
+    report.used = len(used)
+    places = {example.source for example in used}
+    noted = {note: [place for place in found if place in places] for note, found in report.notes.items()}
+    report.notes = {note: found for note, found in noted.items() if found}
+    assert report.rows_read == report.used + sum(report.dropped.values()), "a row was lost"
+    if not used:
+        raise DataError(
+            f"{', '.join(names)}: none of its {report.rows_read} rows can be used: {_reasons(report)}. "
+            "Mend the rows or change the settings named here."
+        )
+    return used, report
+
+
+def _prepare_table(
+    table: str,
+    tokenizer: PreTrainedTokenizerBase,
+    encoder: Encoder,
+    config: DataConfig,
+    report: DataReport,
+    progress: Progress | None,
+) -> list[TokenExample]:
+    """The examples of one table. What became of its rows goes into the report."""
+    read = read_examples(table, as_text=config.template == "none", form=config.format)
+    before = report.rows_read
+    report.rows_read += read.rows_read
+    report.forms[table] = read.form
+    for note, places in read.notes.items():
+        report.notes.setdefault(note, []).extend(places)
     used: list[TokenExample] = []
-    report = DataReport(read.rows_read, 0, list(read.dropped), read.form, dict(read.notes))
+    dropped = list(read.dropped)
     for start in range(0, len(read.examples), CHUNK):
-        for encoded in _encode(read.examples[start : start + CHUNK], tokenizer, encoder, config, report):
+        for encoded in _encode(read.examples[start : start + CHUNK], tokenizer, encoder, config, dropped):
             try:
                 example, notes = shorten(encoded.example, config.max_length, config.over_length, tokenizer.bos_token_id)
                 _check(example)
             except Unusable as unusable:
-                report.dropped_rows.append(_drop(encoded.example, unusable))
+                dropped.append(_drop(encoded.example, unusable))
                 continue
             used.append(example)
             for note in (*encoded.notes, *notes):
-                report.notes.setdefault(note, []).append(example.source.row)
+                report.notes.setdefault(note, []).append(example.source)
         if progress is not None:
-            progress(min(start + CHUNK, len(read.examples)), len(read.examples))
-    report.used = len(used)
-    report.dropped_rows.sort(key=lambda row: row.row)
-    used_rows = {example.source.row for example in used}
-    report.notes = {note: kept for note, rows in report.notes.items() if (kept := [r for r in rows if r in used_rows])}
-    assert report.rows_read == report.used + sum(report.dropped.values()), "a row was lost"
-    if not used:
-        raise DataError(
-            f"{path}: none of its {report.rows_read} rows can be used: {_reasons(report)}. "
-            "Mend the rows or change the settings named here."
-        )
-    return used, report
+            progress(before + min(start + CHUNK, len(read.examples)), before + len(read.examples))
+    report.dropped_rows += sorted(dropped, key=lambda row: row.row)
+    return used
+
+
+def _mix(
+    groups: list[list[TokenExample]], names: Sequence[str], config: DataConfig, report: DataReport
+) -> list[TokenExample]:
+    """The examples that the recipe's shares or counts take; the others are listed."""
+    taken = mix([len(group) for group in groups], names, config.shares, config.counts, config.mix_seed)
+    used = []
+    for group, indices in zip(groups, taken, strict=True):
+        kept = set(indices.tolist())
+        used += [group[i] for i in indices]
+        left = (example.source for i, example in enumerate(group) if i not in kept)
+        report.dropped_rows += [DroppedRow(source.file, source.row, "left out of the mix") for source in left]
+    return used
 
 
 def _encode(
@@ -76,9 +119,9 @@ def _encode(
     tokenizer: PreTrainedTokenizerBase,
     encoder: Encoder,
     config: DataConfig,
-    report: DataReport,
+    dropped: list[DroppedRow],
 ) -> list[Encoded]:
-    """Render and encode examples; what their rows say beside the text goes along. Drops go into the report."""
+    """Render and encode examples; what their rows say beside the text goes along. Others are added to `dropped`."""
     kept: list[Example] = []
     rendered: list[RenderedExample] = []
     for example in examples:
@@ -86,7 +129,7 @@ def _encode(
             rendered.append(render(example, tokenizer, config.train_on))
             kept.append(example)
         except Unusable as unusable:
-            report.dropped_rows.append(_drop(example, unusable))
+            dropped.append(_drop(example, unusable))
     return [
         encoded._replace(
             example=replace(encoded.example, label=example.label, weight=example.weight, margin=example.margin)
@@ -98,9 +141,9 @@ def _encode(
 def report_dict(report: DataReport) -> dict[str, Any]:
     """The report as it is written to data_report.json."""
     rows = [{"file": r.file, "row": r.row, "reason": r.reason, "detail": r.detail} for r in report.dropped_rows]
-    notes = {note: {"rows": len(found), "first": found[:NOTED]} for note, found in report.notes.items()}
+    notes = {note: {"rows": len(at), "first": list(map(str, at[:NOTED]))} for note, at in report.notes.items()}
     return {
-        "format": report.form,
+        "formats": report.forms,
         "rows_read": report.rows_read,
         "used": report.used,
         "dropped": report.dropped,

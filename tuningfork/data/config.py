@@ -12,10 +12,17 @@ from pydantic import Field
 class DataConfig:
     """Which rows are read and how they become tokens."""
 
-    train: str = ""
-    """Examples to train on: JSONL, JSON or Parquet, plain or gzipped."""
-    eval: Annotated[str, Field(min_length=1)] | None = None
-    """Held-out pairs in any of the same formats; scored before and after training."""
+    train: str | list[str] = ""
+    """Examples to train on, from one source or a list of them: a file (JSONL, JSON, Parquet, plain or gzipped), a
+    pattern such as shards/*.parquet, a folder, or hub:owner/name:split."""
+    shares: list[Annotated[float, Field(gt=0)]] | None = None
+    """Part of the examples that each source of a list makes up, in any unit: [3, 1]. As many are taken as can be."""
+    counts: list[Annotated[int, Field(ge=1)]] | None = None
+    """Examples to take from each source of a list."""
+    mix_seed: Annotated[int, Field(ge=0)] = 0
+    """Decides which examples of a source a mix takes."""
+    eval: Annotated[str, Field(min_length=1)] | list[str] | None = None
+    """Held-out pairs from any of the same sources; scored before and after training."""
     format: Literal[
         "auto",
         "sharegpt",

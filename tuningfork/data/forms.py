@@ -170,7 +170,7 @@ class ReadResult:
     examples: list[Example]
     dropped: list[DroppedRow]
     rows_read: int
-    notes: dict[str, list[int]] = field(default_factory=dict)  # what is worth knowing of rows that are used -> rows
+    notes: dict[str, list[Source]] = field(default_factory=dict)  # what is worth knowing of rows -> which
 
 
 def read_examples(path: str | Path, as_text: bool, form: str = "auto") -> ReadResult:
@@ -191,7 +191,7 @@ def read_examples(path: str | Path, as_text: bool, form: str = "auto") -> ReadRe
             result.dropped.append(DroppedRow(source.file, row_number, unusable.reason, unusable.detail))
             continue
         for note in _notes(row):
-            result.notes.setdefault(note, []).append(row_number)
+            result.notes.setdefault(note, []).append(source)
     return result
 
 

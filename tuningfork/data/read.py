@@ -1,4 +1,5 @@
-"""Preference file -> rows: JSONL, JSON or Parquet, plain or gzipped, with the values exactly as the file has them.
+"""A table -> its rows, with the values exactly as it has them: JSONL, JSON or Parquet, plain or gzipped; a folder as
+`datasets` saves it; or a data set of the hub.
 
 A file that cannot be used is a DataError that names file, line and column.
 """
@@ -12,7 +13,7 @@ import shutil
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tuningfork.errors import DataError
 
 Row = dict[str, Any]
 SUFFIXES = (".jsonl", ".json", ".parquet")
+HUB = "hub:"  # in front of owner/name
 
 
 def read_rows(path: str | Path) -> list[tuple[int, Row]]:
@@ -31,7 +33,11 @@ def read_rows(path: str | Path) -> list[tuple[int, Row]]:
 
     Values are exactly the file's. Raises DataError naming file, line and column where something is wrong.
     """
+    if str(path).startswith(HUB):
+        return _dataset_rows(str(path), lambda: _from_hub(str(path)))
     path = Path(path)
+    if is_saved_dataset(path):
+        return _dataset_rows(str(path), lambda: datasets.load_from_disk(str(path)))
     suffix = _checked_suffix(path)
     with _plain_twin(path, suffix) as (plain, folder), _quiet_library():
         if plain.stat().st_size == 0:
@@ -39,6 +45,38 @@ def read_rows(path: str | Path) -> list[tuple[int, Row]]:
         rows = _parquet_rows(path, plain, folder) if suffix == ".parquet" else _json_rows(path, plain, folder)
     if not rows:
         raise DataError(f"{path}: the file has no rows. Give a file with preference pairs.")
+    return rows
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether this is one table as `datasets` saves it."""
+    return (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
+
+
+def read_names(folder: Path) -> list[str]:
+    """The splits of a folder of several tables as `datasets` saves it; none for any other folder."""
+    names = folder / "dataset_dict.json"
+    return list(json.loads(names.read_text())["splits"]) if names.is_file() else []
+
+
+def _from_hub(name: str) -> datasets.Dataset:
+    """`hub:owner/name@revision:split`; the newest revision and the split `train` unless given."""
+    repository, _, split = name.removeprefix(HUB).partition(":")
+    repository, _, revision = repository.partition("@")
+    return datasets.load_dataset(repository, split=split or "train", revision=revision or None)
+
+
+def _dataset_rows(name: str, load: Callable[[], datasets.Dataset]) -> list[tuple[int, Row]]:
+    try:
+        with _quiet_library():
+            rows = list(enumerate(load(), 1))
+    except Exception as error:  # the library raises whatever its own libraries raise
+        hint = (
+            "Check the name, and the network unless it was loaded before" if name.startswith(HUB) else "Save it again"
+        )
+        raise DataError(f"{name}: cannot be loaded ({_cause(error)[:300]}). {hint}.") from error
+    if not rows:
+        raise DataError(f"{name}: has no rows.")
     return rows
 
 

@@ -107,7 +107,7 @@ def read_data(
     held_out: list[TokenExample] = []
     held_out_report = None
     if data.eval is not None:
-        held_out, held_out_report = _read(data.eval, tokenizer, data, pack, config.vocab_size, console)
+        held_out, held_out_report = _read(data.eval, tokenizer, data, pack, config.vocab_size, console, mixed=False)
     longest = max([*train, *held_out], key=lambda example: example.longest)
     positions = getattr(config, "max_position_embeddings", None)
     if positions and longest.longest > positions:
@@ -120,25 +120,27 @@ def read_data(
 
 
 def _read(
-    path: str,
+    sources: str | list[str],
     tokenizer: PreTrainedTokenizerBase,
     data: DataConfig,
     pack: PackConfig,
     vocab_size: int,
     console: Console,
+    mixed: bool = True,
 ) -> tuple[list[TokenExample], DataReport]:
-    with console.phase(f"reading {Path(path).name}", total=0, unit="rows") as phase:
+    name = Path(sources).name if isinstance(sources, str) else f"{len(sources)} sources"
+    with console.phase(f"reading {name}", total=0, unit="rows") as phase:
 
         def progress(done: int, total: int) -> None:
             phase.total = total
             phase.advance(done - phase.done)
 
-        examples, report = prepare(path, tokenizer, data, vocab_size, progress)
+        examples, report = prepare(sources, tokenizer, data, vocab_size, progress, mixed)
     examples, too_large = split_fitting(examples, pack.tokens, pack.share_prompt)
     report.used = len(examples)
-    report.dropped_rows = sorted([*report.dropped_rows, *too_large], key=lambda row: row.row)
+    report.dropped_rows += too_large
     if not examples:
-        raise DataError(f"{path}: no example fits a pack of {pack.tokens} rows. Raise pack.tokens.")
+        raise DataError(f"{name}: no example fits a pack of {pack.tokens} rows. Raise pack.tokens.")
     return examples, report
 
 

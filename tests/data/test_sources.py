@@ -1,0 +1,131 @@
+"""What a source stands for, and what a mix takes of several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.data.rows import PAIR, write
+from tuningfork.data.forms import read_examples
+from tuningfork.data.read import read_rows
+from tuningfork.data.sources import expand, expand_all, mix
+from tuningfork.errors import DataError
+
+ROWS = [PAIR, {**PAIR, "chosen": "c"}]
+
+
+def names(found: list[str], folder: Path) -> list[str]:
+    return [str(Path(name).relative_to(folder)) for name in found]
+
+
+def test_a_file_stands_for_itself_also_one_named_like_a_pattern(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "a[1].jsonl", "what?.jsonl"):
+        path = str(write(tmp_path, ROWS, name))
+        assert expand(path) == [path]
+    assert expand("no/such.jsonl") == ["no/such.jsonl"]
+
+
+def test_patterns_and_folders_are_their_files_in_order(tmp_path: Path) -> None:
+    (tmp_path / "deep" / ".cache").mkdir(parents=True)
+    for name in ("b.jsonl", "a.jsonl", "c.json", "deep/d.jsonl", "deep/.cache/e.jsonl", "notes.txt"):
+        write(tmp_path, ROWS, name)
+    assert names(expand(f"{tmp_path}/*.jsonl"), tmp_path) == ["a.jsonl", "b.jsonl"]
+    assert names(expand(f"{tmp_path}/[bc].*"), tmp_path) == ["b.jsonl", "c.json"]
+    assert names(expand(f"{tmp_path}/**/d.jsonl"), tmp_path) == ["deep/d.jsonl"]
+    assert names(expand(str(tmp_path)), tmp_path) == ["a.jsonl", "b.jsonl", "c.json", "deep/d.jsonl"]
+    with pytest.raises(DataError, match=r"\*\.parquet: no file matches"):
+        expand(f"{tmp_path}/*.parquet")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"empty: this folder has no \.jsonl"):
+        expand(str(tmp_path / "empty"))
+
+
+def test_a_data_set_saved_by_the_library(tmp_path: Path) -> None:
+    table = datasets.Dataset.from_list(ROWS)
+    table.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": table, "test": table.select([1])}).save_to_disk(str(tmp_path / "two"))
+    assert expand(str(tmp_path / "one")) == [str(tmp_path / "one")]
+    assert names(expand(str(tmp_path / "two")), tmp_path) == ["two/train", "two/test"]
+    assert expand(str(tmp_path / "two" / "test")) == [str(tmp_path / "two" / "test")]
+    assert read_rows(tmp_path / "one") == [(1, ROWS[0]), (2, ROWS[1])]
+    assert read_rows(tmp_path / "two" / "test") == [(1, ROWS[1])]
+    (example,) = read_examples(str(tmp_path / "two" / "test"), as_text=True).examples
+    assert example.id == f"{tmp_path}/two/test:1"
+    (tmp_path / "one" / "data-00000-of-00001.arrow").write_bytes(b"spoiled")
+    with pytest.raises(DataError, match=r"one: cannot be loaded .*Save it again"):
+        read_rows(tmp_path / "one")
+
+
+def test_a_hub_name_goes_to_the_library_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load(name: str, **settings: str | None) -> datasets.Dataset:
+        asked.append((name, settings))
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    for source in ("hub:o/n", "hub:o/n:test", "hub:o/n@v1:test"):
+        assert expand(source) == [source]
+        assert read_rows(source) == [(1, ROWS[0]), (2, ROWS[1])]
+    assert asked == [
+        ("o/n", {"split": "train", "revision": None}),
+        ("o/n", {"split": "test", "revision": None}),
+        ("o/n", {"split": "test", "revision": "v1"}),
+    ]
+
+
+def test_a_hub_name_that_is_at_hand_is_read_by_the_library_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library takes owner/name for a folder where there is one."""
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    write(tmp_path / "owner" / "name", ROWS, "train.jsonl")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    assert read_rows("hub:owner/name") == [(1, ROWS[0]), (2, ROWS[1])]
+    with pytest.raises(DataError, match=r"hub:owner/name:test: cannot be loaded \(.*test.*\)\. Check the name"):
+        read_rows("hub:owner/name:test")
+    with pytest.raises(DataError, match=r"hub:no-one/nothing: cannot be loaded .*Check the name, and the network"):
+        read_rows("hub:no-one/nothing")
+
+
+def test_no_table_is_read_twice(tmp_path: Path) -> None:
+    path = write(tmp_path, ROWS, "a.jsonl")
+    for sources in ([str(path), str(tmp_path)], [f"{tmp_path}/*.jsonl", str(tmp_path / "." / "a.jsonl")]):
+        with pytest.raises(DataError, match=r"a\.jsonl: is named twice"):
+            expand_all(sources)
+
+
+def sizes(taken: list[np.ndarray]) -> list[int]:
+    return [len(indices) for indices in taken]
+
+
+def test_shares_take_as_many_as_can_be_without_taking_one_twice() -> None:
+    # three parts of one to one of the other: 30 of the first need 10 of the second
+    assert sizes(mix([30, 100], ["a", "b"], [3, 1], None, 0)) == [30, 10]
+    assert sizes(mix([300, 20], ["a", "b"], [0.75, 0.25], None, 0)) == [60, 20]
+    assert sizes(mix([30, 100], ["a", "b"], None, None, 0)) == [30, 100]
+
+
+def test_counts_are_exact_or_refused() -> None:
+    assert sizes(mix([30, 100], ["a", "b"], None, [30, 7], 0)) == [30, 7]
+    with pytest.raises(DataError, match=r"b: data\.counts asks for 101 examples, but only 100 can be used"):
+        mix([30, 100], ["a", "b"], None, [1, 101], 0)
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.floats(0.01, 10)), min_size=1, max_size=4), st.integers(0, 5))
+def test_a_mix_takes_nothing_twice_and_depends_on_the_seed_alone(parts: list[tuple[int, float]], seed: int) -> None:
+    counts, shares = zip(*parts, strict=True)
+    labels = list("abcd"[: len(parts)])
+    taken = mix(counts, labels, shares, None, seed)
+    for size, indices in zip(counts, taken, strict=True):
+        assert len(set(indices.tolist())) == len(indices) and all(0 <= i < size for i in indices)
+        assert list(indices) == sorted(indices)
+    assert any(len(indices) == size for size, indices in zip(counts, taken, strict=True))
+    again = mix(counts, labels, shares, None, seed)
+    assert all(np.array_equal(a, b) for a, b in zip(taken, again, strict=True))
