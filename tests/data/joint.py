@@ -134,20 +134,15 @@ def byte_spans(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int]
 
     SentencePiece may put a space of its own in front of a text; as a token of its own it goes with the first character.
     """
-    data, spans = text.encode(), []
+    data, spans, at = text.encode(), [], 0
     read = _reader(tokenizer)
-    starts, at = [], 0
     for i in ids:
-        starts.append(at)
         stop = read(data, at, int(i))
         assert stop is not None, f"{tokenizer.convert_ids_to_tokens(int(i))!r} is not at byte {at}: {data[at:][:20]!r}"
+        spans.append((at, stop if stop > at else at + len(data[at:].decode()[:1].encode())))
         at = stop
     assert at == len(data), f"the tokens leave out {data[at:]!r}"
-    for start in reversed(starts):
-        first = start + len(data[start:].decode(errors="ignore")[:1].encode())
-        spans.append((start, at if start < at else first))
-        at = start
-    return spans[::-1]
+    return spans
 
 
 def _reader(tokenizer: PreTrainedTokenizerBase) -> Callable[[bytes, int, int], int | None]:

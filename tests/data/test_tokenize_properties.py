@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -128,6 +128,7 @@ def test_what_is_used_is_the_joint_reading_and_nothing_else_is_lost(
     name: str, tokenizer: PreTrainedTokenizerFast, conversation: tuple[Turns, list[Turns]]
 ) -> None:
     family, (prompt, answers) = FAMILIES[name], conversation
+    assume(not any(turn.content.rstrip().endswith(family.style.end) for answer in answers for turn in answer))  # below
     tokenizer.chat_template = family.template
     try:
         example = encoded(tokenizer, prompt, answers)
@@ -139,6 +140,14 @@ def test_what_is_used_is_the_joint_reading_and_nothing_else_is_lost(
     wholes = [whole(tokenizer, family.style, prompt, answer) for answer in answers]
     assert differences(example, wholes, border(tokenizer, prompt, wholes)) == []
     assert all(answer.mask.any() for answer in example.answers)
+
+
+@pytest.mark.xfail(strict=True, reason="the content is looked for from the end, and found in the marker behind it")
+def test_content_that_reads_like_its_end_marker_takes_no_white_space_from_the_template() -> None:
+    tokenizer = byte_bpe(chat_template=CHATML)
+    prompt, answers = (Message("user", "q"),), [(Message("assistant", text),) for text in ("<|im_end|>\n", "no")]
+    wholes = [whole(tokenizer, TURN, prompt, answer) for answer in answers]
+    assert differences(encoded(tokenizer, prompt, answers), wholes, border(tokenizer, prompt, wholes)) == []
 
 
 harmless = st.text("ab4 .\n\té\u0301\U0001f600你", min_size=1, max_size=5).filter(lambda text: bool(text.strip()))
