@@ -14,6 +14,7 @@ import gzip
 import io
 import json
 import random
+import re
 import sys
 import tempfile
 import time
@@ -33,6 +34,7 @@ from tuningfork.data.config import DataConfig
 from tuningfork.errors import DataError, TuningforkError
 
 VOCAB = 260
+SURROGATE = re.compile("[\ud800-\udfff]")
 SLOW = 10.0  # seconds for one small file; longer is a finding
 
 Row = dict[str, Any]
@@ -151,10 +153,14 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 def damaged(made: list[Row], rng: random.Random) -> list[Any]:
     """The rows with a few of their values replaced, removed or added to, in place."""
-    for _ in range(rng.choice((0, 1, 1, 3))):
+    for _ in range(rng.choice((1, 1, 1, 3))):
         container, key = rng.choice(list(places(made)))
-        what = rng.randrange(4)
-        if what == 0 and isinstance(container, dict):
+        what = rng.randrange(8)
+        if what >= 4 and isinstance(container[key], str):
+            container[key] += rng.choice(
+                ("\ud800", "\udc00\ud800", "\0", "\ufeff", "\U0010ffff", "\u202e", "\n\nHuman: x")
+            )
+        elif what == 0 and isinstance(container, dict):
             del container[key]
         elif what == 1 and isinstance(container, dict):
             container[rng.choice(("Prompt", "chosen ", "weight", "system", "images", "\ud800", "from"))] = odd(rng)
@@ -177,7 +183,9 @@ def json_array(made: list[Any], rng: random.Random) -> str:
 
 
 def dumped(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, indent=indent, ensure_ascii="\ud800" in str(value) or "\udfff" in str(value))
+    """JSON in plain letters; half of a surrogate pair can be written as an escape only."""
+    said = json.dumps(value, indent=indent, ensure_ascii=False)
+    return json.dumps(value, indent=indent) if SURROGATE.search(said) else said
 
 
 def spoiled(said: str, rng: random.Random) -> str:
@@ -289,7 +297,7 @@ def file_of(case: int, seed: int, folder: Path) -> tuple[Path, DataConfig, str]:
     Most files are damaged in one way only, for the first damage that is met hides the others.
     """
     rng = random.Random(f"{seed}:{case}")
-    damage = rng.choice(("values", "values", "values", "text", "encoding", "bytes", "gzip", "suffix", "all"))
+    damage = rng.choice(("values", "values", "values", "values", "text", "encoding", "bytes", "gzip", "suffix", "all"))
     suffix, zipped = rng.choice((".jsonl", ".json", ".parquet")), damage == "gzip" or rng.random() < 0.1
     made: list[Any] = rows(rng)
     if damage in ("values", "all"):
