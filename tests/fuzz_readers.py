@@ -76,8 +76,44 @@ def sharegpt(rng: random.Random) -> Row:
     return {"conversations": said, "chosen": {"from": "gpt", "value": text(rng)}, "rejected": gpt(rng)}
 
 
+def labelled(rng: random.Random) -> Row:
+    return {"input": text(rng), "output_1": text(rng), "output_2": text(rng), "label": rng.choice((1, 2, "1", None))}
+
+
+def instruction(rng: random.Random) -> Row:
+    return {"instruction": text(rng), "input": rng.choice(("", text(rng))), **pair(rng), "system": text(rng)}
+
+
+def message_lists(rng: random.Random) -> Row:
+    start = [{**turn("user", rng), "content": [{"type": "text", "value": text(rng)}], "loss_weight": 0.0}]
+    return {"chosen_messages": [*start, *answers(rng)], "rejected_messages": [*start, turn("assistant", rng)]}
+
+
+def openai(rng: random.Random) -> Row:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    given = {"messages": [turn("user", rng)], "tools": rng.choice(([], [{"name": "f"}], "[]"))}
+    return {"input": given, "preferred_output": [rng.choice((call, gpt(rng)))], "non_preferred_output": answers(rng)}
+
+
+def single(rng: random.Random) -> Row:
+    return {"prompt": text(rng), "completion": text(rng), **rng.choice(({}, {"label": rng.choice((True, False, 1))}))}
+
+
+def ranking(rng: random.Random) -> Row:
+    found = [text(rng) for _ in range(rng.randint(1, 4))]
+    return {"prompt": text(rng), "answers": found, **rng.choice(({}, {"scores": [rng.random() for _ in found]}))}
+
+
+def conversation(rng: random.Random) -> Row:
+    return {"messages": [turn("user", rng), *answers(rng)], "weight": rng.choice((1, 0.5, None)), "tools": odd(rng)}
+
+
+def document(rng: random.Random) -> Row:
+    return {"text": text(rng), "chat_template_kwargs": rng.choice((None, {}, "{}", odd(rng)))}
+
+
 def other(rng: random.Random) -> Row:
-    """Fields of forms that are used elsewhere."""
+    """Fields of several forms, with values of any kind."""
     names = (
         "text",
         "messages",
@@ -112,7 +148,10 @@ def text(rng: random.Random) -> str:
     )
 
 
-FORMS: tuple[Callable[[random.Random], Row], ...] = (pair, messages, conversations, transcripts, sharegpt)
+FORMS: tuple[Callable[[random.Random], Row], ...] = (
+    *(pair, messages, conversations, transcripts, sharegpt, labelled, instruction, message_lists, openai),
+    *(single, ranking, conversation, document),
+)
 
 
 def rows(rng: random.Random) -> list[Row]:

@@ -142,7 +142,6 @@ def test_what_is_used_is_the_joint_reading_and_nothing_else_is_lost(
     assert all(answer.mask.any() for answer in example.answers)
 
 
-@pytest.mark.xfail(strict=True, reason="the content is looked for from the end, and found in the marker behind it")
 def test_content_that_reads_like_its_end_marker_takes_no_white_space_from_the_template() -> None:
     tokenizer = byte_bpe(chat_template=CHATML)
     prompt, answers = (Message("user", "q"),), [(Message("assistant", text),) for text in ("<|im_end|>\n", "no")]

@@ -32,8 +32,9 @@ class RenderedExample:
     """An example as text. `texts[i]` is the whole sequence of answer i: prompt, then answer.
 
     The prompt is the first `border` characters of every text, the generation prompt included. `spans[i]` are the
-    characters of `texts[i]` that count, none of them before the border. `plain` text is no template's: BOS and EOS are
-    not in it yet. `notes` say what is worth knowing, in short phrases.
+    characters of `texts[i]` that count; the first may begin before the border, where all answers begin as the
+    generation prompt goes on, and what of it ends up in the prompt does not count. `plain` text is no template's: BOS
+    and EOS are not in it yet. `notes` say what is worth knowing, in short phrases.
     """
 
     source: Source
@@ -64,7 +65,7 @@ def render(
     printed = [_answer(example.prompt, opened, answer, train_on, printer) for answer in answers]
     border = min(answer.border for answer in printed)
     texts = tuple(answer.text for answer in printed)
-    spans = tuple(tuple((max(start, border), stop) for start, stop in answer.spans) for answer in printed)
+    spans = tuple(answer.spans for answer in printed)
     notes = {note for answer in printed for note in answer.notes}
     return RenderedExample(example.source, border, texts, spans, notes=tuple(sorted(notes)))
 
