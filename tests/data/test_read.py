@@ -131,6 +131,13 @@ def _parquet(damage: Callable[[bytes], bytes], rows: list[Any] | None = None) ->
     return make
 
 
+def _twice(folder: Path) -> Path:
+    column = pa.array(["a"])
+    table = pa.Table.from_arrays([column, column], names=["chosen", "chosen"])
+    pyarrow.parquet.write_table(table, folder / "t.parquet")
+    return folder / "t.parquet"
+
+
 GOOD = b'{"prompt": "p", "chosen": "c", "rejected": "r"}\n'
 LONG = b"".join(b'{"prompt": "%d", "chosen": "c", "rejected": "r"}\n' % i for i in range(999))
 BAD_FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
@@ -166,6 +173,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     "gzip cut short": (_bytes("a.jsonl.gz", gzip.compress(LONG)[:-200]), ["gzip data is cut short or damaged"]),
     "gzip damaged": (_bytes("a.jsonl.gz", gzip.compress(LONG)[:60] + b"xxxx"), ["gzip data is cut short or damaged"]),
     "parquet cut short": (_parquet(lambda data: data[:-9], [{"prompt": "p"}]), ["not a whole Parquet file"]),
+    "parquet with a name twice": (_twice, ["its rows cannot be read", "each with a name of its own"]),
     "not parquet": (_bytes("a.parquet", GOOD), ["not a whole Parquet file"]),
     "unknown fields": (
         _bytes("a.jsonl", b'{"input": "i", "label": 1}'),

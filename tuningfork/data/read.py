@@ -139,10 +139,16 @@ def _parquet_rows(path: Path, plain: Path, folder: Path) -> list[tuple[int, Row]
     try:
         if pyarrow.parquet.read_metadata(plain).num_rows == 0:  # the library fails on a table without rows
             return []
-        table = datasets.Dataset.from_parquet(str(plain), cache_dir=str(folder), keep_in_memory=True)
-        return list(enumerate(table, 1))
     except Exception as error:  # the library raises whatever its own libraries raise
         raise DataError(f"{path}: is not a whole Parquet file ({_cause(error)}). Copy or write it again.") from error
+    try:
+        table = datasets.Dataset.from_parquet(str(plain), cache_dir=str(folder), keep_in_memory=True)
+        return list(enumerate(table, 1))
+    except Exception as error:
+        raise DataError(
+            f"{path}: its rows cannot be read ({_cause(error)[:300]}). Copy it again, or write it with plain columns, "
+            "each with a name of its own."
+        ) from error
 
 
 def _json_rows(path: Path, plain: Path, folder: Path) -> list[tuple[int, Row]]:

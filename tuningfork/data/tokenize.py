@@ -8,9 +8,9 @@ id, so a pad token that is also the end token loses nothing.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -48,10 +48,7 @@ class Encoder:
         bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
         self.bos = _ids([bos] if bos is not None and tokenizer("").input_ids[:1] == [bos] else [])
         self.eos = _ids([eos] if eos is not None else [])
-        # Post-processing may trim white space from a token's offsets, which would hide that it reaches over a border.
-        # It also adds special tokens, and those are not wanted here. The caller's tokenizer stays as it is.
-        self.tokenizer = copy.deepcopy(tokenizer)
-        self.tokenizer.backend_tokenizer.post_processor = None
+        self.tokenizer = tokenizer
 
     def __call__(self, examples: Sequence[RenderedExample]) -> list[TokenExample]:
         """Encode examples, all in one call of the tokenizer."""
@@ -62,9 +59,10 @@ class Encoder:
         texts = [text for example in examples for text in example.texts]
         if not texts:
             return []
-        encoded = self.tokenizer(
-            texts, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False
-        )
+        with _no_post_processing(self.tokenizer):
+            encoded = self.tokenizer(
+                texts, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False
+            )
         ids = iter(encoded["input_ids"])
         offsets = iter(encoded["offset_mapping"])
         return [self._split(e, [_Sequence(next(ids), next(offsets)) for _ in e.texts]) for e in examples]
@@ -82,6 +80,19 @@ class Encoder:
         merged = any(p < len(s.ids) and s.starts[p] < example.border for s in sequences)
         notes = (*example.notes, MERGES) if merged else example.notes
         return Encoded(TokenExample(example.source, prompt_ids, answers), notes)
+
+
+@contextmanager
+def _no_post_processing(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Post-processing may trim white space from a token's offsets, which would hide that it reaches over a border. It
+    also adds special tokens, and those are not wanted here. Afterwards the tokenizer is as it was; a copy of a large
+    one would take seconds."""
+    backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+    kept, backend.post_processor = backend.post_processor, None
+    try:
+        yield
+    finally:
+        backend.post_processor = kept
 
 
 def _ids(ids: Sequence[int]) -> np.ndarray:
