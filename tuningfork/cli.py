@@ -1,4 +1,4 @@
-"""The command line: tuningfork train | reference | eval."""
+"""The command line: tuningfork data | train | reference | eval."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ A run is described by one recipe, a YAML file; every key of it can be overridden
 """
 _EXAMPLES = """\
 examples:
+  tuningfork data recipe.yaml                                   what is in the data and what a run on it costs; no GPU
   tuningfork train recipe.yaml                                  train; results go to output.dir
   tuningfork train recipe.yaml --train.learning_rate 1e-6       with one setting changed
   tuningfork train recipe.yaml --resume                         go on after a kill or Ctrl-C
@@ -35,6 +36,11 @@ examples:
 """
 # What a command takes beside a recipe and settings: option -> meaning.
 _OWN: dict[str, dict[str, str]] = {
+    "data": {
+        "--strict": "exit with status 1 if rows are dropped, repeat each other or contradict each other, if held-out "
+        "rows have a prompt that is trained on, if a pair is longer than the model's positions, or if a sequence "
+        "begins with BOS twice"
+    },
     "train": {"--resume": "continue the run in output.dir if there is one"},
     "reference": {},
     "eval": {"--policy": "the model folder to score; output.dir/model unless given"},
@@ -44,7 +50,8 @@ _OWN: dict[str, dict[str, str]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
-    Returns the exit status: 0 done, 2 the user can mend it, 130 stopped by Ctrl-C or SIGTERM, 141 nobody reads on.
+    Returns the exit status: 0 done, 1 `data --strict` found something, 2 the user can mend it, 130 stopped by Ctrl-C or
+    SIGTERM, 141 nobody reads on.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
@@ -77,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tuningfork {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     texts = {
+        "data": "report on the data of a recipe; needs the tokenizer and config.json of the model, no weights",
         "train": "train a model, or go on with --resume",
         "reference": "score the starting model's log-probs into the reference cache",
         "eval": "score a model on data.eval against the reference",
@@ -85,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("recipe", nargs="?", type=Path)
         for option in _OWN[name]:
-            command.add_argument(option, action="store_true" if option == "--resume" else "store")
+            command.add_argument(option, action="store" if option == "--policy" else "store_true")
     return parser
 
 
@@ -117,6 +125,8 @@ def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str
             console = commands.Console()
             console.startup.add("imports", time.monotonic() - begun)
             return commands.train(config, own.resume, console)
+        if name == "data":
+            return commands.data(config, own.strict)
         if name == "reference":
             return commands.reference(config)
         return commands.evaluate(config, own.policy)

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
+from tuningfork import __version__
 from tuningfork.config import RunConfig, differences, from_yaml, to_yaml
-from tuningfork.data.loader import packs_in_windows
+from tuningfork.data.loader import EpochOrder, packs_in_windows
+from tuningfork.data.pack import PackLimits
+from tuningfork.data.sources import expand_all
+from tuningfork.data.summary.file import FileData, read_too_long
+from tuningfork.data.summary.summarize import summarize
 from tuningfork.errors import ConfigError, ModelError
 from tuningfork.files import exclusive
 from tuningfork.models.config import ModelConfig
 from tuningfork.models.load import comparable, load, load_config, load_tokenizer
+from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import DataReport
+from tuningfork.report import data_files
 from tuningfork.report.console import Console, table
+from tuningfork.report.data_terminal import draw_report
 from tuningfork.train import checkpoint, optimizer
 from tuningfork.train import folder as run_folder
 from tuningfork.train.evaluate import Evaluation
@@ -27,6 +36,7 @@ from tuningfork.train.setup import (
     choose_device,
     open_reference,
     read_data,
+    read_sources,
     settle_activations,
     start_model,
 )
@@ -49,6 +59,59 @@ def train(config: RunConfig, resume: bool, console: Console | None = None) -> in
         return 130
     console.print("\n" + summary(result, data))
     return 0
+
+
+def data(config: RunConfig, strict: bool) -> int:
+    """`tuningfork data`: what is in the recipe's data and what a run on it costs, before any GPU is asked for.
+
+    Returns 1 if `strict` and something is wrong that a careful person would stop on.
+    """
+    console = Console()
+    folder = Path(config.output.dir) / data_files.FOLDER
+    data_files.check(folder)  # before minutes of reading
+    train_table = _one_table("data.train", config.data.train)
+    eval_table = None if config.data.eval is None else _one_table("data.eval", config.data.eval)
+    tokenizer, model = load_tokenizer(config.model.path), load_config(config.model.path)
+    objective = PreferenceObjective(config.objective)
+
+    def read(table: str, mixed: bool) -> FileData:
+        examples, report = read_sources(table, tokenizer, config.data, config.pack, model.vocab_size, console, mixed)
+        objective.check(examples)
+        return FileData(table, examples, read_too_long(table, tokenizer, config.data, report), report)
+
+    train = read(train_table, mixed=True)
+    held_out = None if eval_table is None else read(eval_table, mixed=False)
+    per_step, epochs, most = config.train.examples_per_step, config.train.epochs, config.train.max_steps
+    # The run's packs, not this machine's: a recipe that leaves the device open is for a GPU.
+    device = torch.device("cpu" if config.train.device == "cpu" else "cuda")
+    compiled = choose_compile(config.model.compile, device)
+    summary = summarize(
+        train,
+        held_out,
+        tokenizer,
+        model,
+        config.data,
+        config.pack,
+        EpochOrder.plan(len(train.examples), per_step, config.train.seed, epochs, most),
+        PackLimits.plan(config.pack.tokens, config.pack.share_prompt, compiled),
+    )
+    report = summary.as_dict()
+    console.draw(draw_report(report))
+    console.print()
+    for path in data_files.write(folder, report, __version__):
+        console.print(str(path))
+    return 1 if strict and summary.strict else 0
+
+
+def _one_table(key: str, sources: str | list[str]) -> str:
+    """The one table that the sources stand for. Raises ConfigError where there are several: rows are told by number."""
+    tables = [table for found in expand_all(sources) for table in found]
+    if len(tables) != 1:
+        raise ConfigError(
+            f"{key} stands for {len(tables)} tables, and `tuningfork data` reports on one. Name one of them, "
+            f"for example: --{key} {tables[0]}"
+        )
+    return tables[0]
 
 
 def reference(config: RunConfig) -> int:

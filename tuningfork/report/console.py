@@ -54,6 +54,14 @@ class Console:
             self._plain(text)
         self.log(text)
 
+    def draw(self, renderable: Any, width: int = 100) -> None:
+        """Print a rich object: on a terminal in colour and as wide as that is; elsewhere, and in the log, as text."""
+        if self.live:
+            self._rich.print(renderable)
+            self.log(_drawn(renderable, width))
+        else:
+            self.print(_drawn(renderable, width))
+
     def log(self, text: str) -> None:
         """Send a line to the log only."""
         if self._log:

@@ -1,6 +1,7 @@
 """The run folder: made once, continued only when asked, never overwritten.
 
 It is looked at before anything else happens, and made when training begins: a run that never began leaves nothing.
+A report of `tuningfork data` may lie in it already.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from tuningfork.errors import RunFolderError
 from tuningfork.files import ASIDE
+from tuningfork.report import data_files
 
 CONFIG = "config.yaml"  # the first file of a run, written before anything else
 
@@ -34,7 +36,7 @@ def check(folder: Path, resume: bool, changed_since: Callable[[str], dict[str, t
         return
     if not folder.is_dir():
         raise RunFolderError(f"{folder} is a file, not a run folder. Choose another output.dir.")
-    found = sorted(entry.name for entry in folder.iterdir())
+    found = sorted(entry.name for entry in folder.iterdir() if entry.name != data_files.FOLDER)
     if found and not resume:
         raise RunFolderError(f"{folder} exists. Add --resume to continue that run, or choose another output.dir.")
     path = folder / CONFIG

@@ -103,11 +103,13 @@ def read_data(
 ) -> Data:
     """Read, tokenize and audit the recipe's files. Raises DataError, ModelError."""
     config = load_config(model.path)
-    train, train_report = _read(data.train, tokenizer, data, pack, config.vocab_size, console)
+    train, train_report = read_sources(data.train, tokenizer, data, pack, config.vocab_size, console)
     held_out: list[TokenExample] = []
     held_out_report = None
     if data.eval is not None:
-        held_out, held_out_report = _read(data.eval, tokenizer, data, pack, config.vocab_size, console, mixed=False)
+        held_out, held_out_report = read_sources(
+            data.eval, tokenizer, data, pack, config.vocab_size, console, mixed=False
+        )
     longest = max([*train, *held_out], key=lambda example: example.longest)
     positions = getattr(config, "max_position_embeddings", None)
     if positions and longest.longest > positions:
@@ -119,7 +121,7 @@ def read_data(
     return Data(train, train_report, held_out, held_out_report, limits)
 
 
-def _read(
+def read_sources(
     sources: str | list[str],
     tokenizer: PreTrainedTokenizerBase,
     data: DataConfig,
@@ -128,6 +130,7 @@ def _read(
     console: Console,
     mixed: bool = True,
 ) -> tuple[list[TokenExample], DataReport]:
+    """The examples of all sources that a run would use, and the account of their rows. Raises DataError."""
     name = Path(sources).name if isinstance(sources, str) else f"{len(sources)} sources"
     with console.phase(f"reading {name}", total=0, unit="rows") as phase:
 

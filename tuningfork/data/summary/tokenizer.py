@@ -1,0 +1,75 @@
+"""Facts of a tokenizer, and of what it and its chat template made of the examples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from tuningfork.records import TokenExample
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialToken:
+    """A token with a task of its own."""
+
+    text: str
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFacts:
+    """The tokenizer beside the model, and how the training file's `sequences`, two per pair, begin and end."""
+
+    name: str
+    kind: str
+    tokens: int
+    highest_id: int
+    model_rows: int  # of the model's embedding
+    model_positions: int | None
+    bos: SpecialToken | None
+    eos: SpecialToken | None
+    pad: SpecialToken | None
+    template: str  # chat or none
+    sequences: int
+    begin_with_bos: int
+    begin_with_two_bos: int
+    end_with_eos: int
+
+
+def tokenizer_facts(
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[TokenExample],
+    template: str,
+    model_rows: int,
+    model_positions: int | None,
+) -> TokenizerFacts:
+    """Collect them. `model_rows` and `model_positions` are the model's vocab_size and max_position_embeddings."""
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    begin = [_first_two(example, place) for example in examples for place in range(len(example.answers))]
+    end = [answer.ids[-1] for example in examples for answer in example.answers]
+    return TokenizerFacts(
+        name=str(tokenizer.name_or_path),
+        kind=type(tokenizer).__name__,
+        tokens=len(tokenizer),
+        highest_id=max(tokenizer.get_vocab().values()),
+        model_rows=model_rows,
+        model_positions=model_positions,
+        bos=_special(tokenizer.bos_token, bos),
+        eos=_special(tokenizer.eos_token, eos),
+        pad=_special(tokenizer.pad_token, tokenizer.pad_token_id),
+        template=template,
+        sequences=len(begin),
+        begin_with_bos=sum(ids[:1] == [bos] for ids in begin),
+        begin_with_two_bos=sum(ids == [bos, bos] for ids in begin),
+        end_with_eos=sum(int(last) == eos for last in end),
+    )
+
+
+def _first_two(example: TokenExample, place: int) -> list[int]:
+    return [*example.prompt_ids[:2].tolist(), *example.answers[place].ids[:2].tolist()][:2]
+
+
+def _special(text: str | None, number: int | None) -> SpecialToken | None:
+    return None if text is None or number is None else SpecialToken(str(text), number)

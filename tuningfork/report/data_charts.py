@@ -1,0 +1,128 @@
+"""The parts of the page of `tuningfork data` that are drawn: lengths, limits, and where the tokens go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tuningfork.report.html import table
+from tuningfork.report.plots import histogram, mirrored, stacked
+from tuningfork.report.words import share, signed
+
+Tree = Mapping[str, Any]
+
+LAYOUTS = {
+    "padded": "Padded: batches of 8 pairs, all 16 sequences as long as the longest",
+    "packed": "Packed: each sequence by itself, prompts twice",
+    "shared": "Packed and shared: the prompt once for both answers",
+}
+PARTS = {
+    "prompt": "prompt",
+    "prompt_again": "prompt, a second time",
+    "chosen": "chosen answer",
+    "rejected": "rejected answer",
+    "padding": "padding",
+}
+LENGTHS = {"prompt": "Prompt", "chosen": "Chosen answer", "rejected": "Rejected answer", "sequence": "Whole sequence"}
+
+
+def draw_lengths(files: Sequence[tuple[str, Tree]]) -> str:
+    """Histograms of the training file's lengths, and the numbers of every file."""
+    plots = []
+    for key, name in LENGTHS.items():
+        some = files[0][1]["lengths"][key]
+        words = f"median {some['p50']:,.0f}, 95% at most {some['p95']:,.0f}, longest {some['max']:,}"
+        what = {"prompt": "prompts", "sequence": "sequences"}.get(key, "answers")
+        marks = {"median": some["p50"], "p95": some["p95"]}
+        drawn = histogram(some["histogram"], what, key, f"Histogram of lengths, {name.lower()}: {words} tokens", marks)
+        plots.append(
+            f'<figure><figcaption><b>{name}</b> <span class="soft">{words}</span></figcaption>{drawn}</figure>'
+        )
+    body = [
+        [
+            name if role == "Training" else f"{name}, held-out",
+            f"{some['mean']:,.1f}",
+            *(f"{some[key]:,.0f}" for key in ("p50", "p95", "p99", "max")),
+            f"{some['total']:,}",
+        ]
+        for role, file in files
+        for name, some in ((LENGTHS[key], file["lengths"][key]) for key in LENGTHS)
+    ]
+    numbers = table(["Tokens", "Mean", "p50", "p95", "p99", "Max", "Total"], body, "numbers", "Lengths in tokens")
+    keys = {"median": "median", "p95": "95% are at most this long"}
+    legend = "".join(f'<span><span class="key-line {key}"></span>{words}</span>' for key, words in keys.items())
+    return f'<div class="grid">{"".join(plots)}</div><p class="legend">{legend}</p>{numbers}'
+
+
+def draw_bias(bias: Tree) -> str:
+    """Which answer is longer, and by how much."""
+    n = bias["longer"] + bias["equal"] + bias["shorter"]
+    words = (
+        f"The chosen answer is longer in {share(bias['longer'] / n)} of the pairs, shorter in "
+        f"{share(bias['shorter'] / n)}, and equally long in {share(bias['equal'] / n)}. On average it has "
+        f"{abs(bias['mean']):,.1f} tokens {'more' if bias['mean'] >= 0 else 'fewer'}; the median difference is "
+        f"{signed(round(bias['median']))}."
+    )
+    plot = mirrored(bias["shorter_by"], bias["longer_by"], words)
+    ends = '<p class="ends" aria-hidden="true"><span>← rejected is longer</span><span>chosen is longer →</span></p>'
+    equal = "pair of equal length is" if bias["equal"] == 1 else "pairs of equal length are"
+    caption = f"Tokens of chosen − rejected; {bias['equal']:,} {equal} not drawn"
+    return f"<p>{words}</p><figure>{plot}{ends}<figcaption class='soft'>{caption}</figcaption></figure>"
+
+
+def draw_truncation(file: Tree) -> str:
+    """What values of max_length would cost."""
+    body = [
+        [
+            f"{row['max_length']:,}" + (' <span class="tag">recipe</span>' if row["recipe"] else ""),
+            f"{row['pairs_lost']:,}",
+            _meter(row["pairs_lost_share"]),
+            f"{row['tokens_lost']:,}",
+            _meter(row["tokens_lost_share"]),
+        ]
+        for row in file["truncation"]
+    ]
+    heads = ["max_length", "Pairs lost", "Share", "Tokens lost", "Share"]
+    note = "A pair with a longer sequence is dropped whole. Tokens count the prompt once per answer."
+    return table(heads, body, "limits", "Pairs and tokens lost at a limit") + f'<p class="note">{note}</p>'
+
+
+def _meter(value: float) -> str:
+    return f'<span class="meter"><span style="width:{100 * value:.2f}%"></span></span><span>{share(value)}</span>'
+
+
+def draw_cost(cost: Tree) -> str:
+    """Token slots by layout, and attention."""
+    longest = max(layout["slots"] for layout in cost["layouts"])
+    ours = cost["layouts"][-1]["slots"]
+    bars = []
+    for layout in cost["layouts"]:
+        parts = [(key.replace("_", "-"), name, layout[key]) for key, name in PARTS.items()]
+        words = ", ".join(f"{name} {share(amount / layout['slots'])}" for _, name, amount in parts if amount)
+        label = f"{layout['slots']:,} slots: {words}"
+        times = "" if layout["slots"] == ours else f", {layout['slots'] / ours:.2f} × the last"
+        bars.append(
+            f"<figure><figcaption><b>{LAYOUTS[layout['name']]}</b> <span class='soft'>{layout['slots']:,} slots, "
+            f"{share(layout['pad_share'])} padding{times}</span></figcaption>"
+            f"{stacked(parts, longest, label)}</figure>"
+        )
+    legend = "".join(
+        f'<span><span class="key {key.replace("_", "-")}"></span>{name}</span>' for key, name in PARTS.items()
+    )
+    whole = cost["attention_pairs"]
+    ways = {"Each sequence by itself": whole, "Prompt once for both answers": cost["attention_pairs_shared"]}
+    attention = "".join(
+        f"<figure><figcaption><b>{name}</b> <span class='soft'>{pairs:,} (query, key) pairs</span></figcaption>"
+        f"{stacked([('pairs', name, pairs)], whole, f'{name}: {pairs:,} pairs')}</figure>"
+        for name, pairs in ways.items()
+    )
+    return (
+        f"<p>One epoch has {cost['tokens']:,} tokens with the prompt once per answer, {cost['unique_tokens']:,} with "
+        f"the prompt once per pair; {cost['counted_tokens']:,} of them count in the loss.</p>"
+        f'<div class="bars">{"".join(bars)}</div><p class="legend">{legend}</p>'
+        f"<h3>Causal attention</h3><p>Sharing prompts saves {share(cost['attention_saved'])} of the (query, key) pairs "
+        f"and {share(cost['tokens_saved'])} of the tokens.</p>"
+        f'<div class="bars">{attention}</div><p class="note">Slots are rows of batches or packs, padding included: '
+        "counts, not measured speed. The padded layout is the mean over all orders of the file; the packed ones are "
+        "really packed, step by step, with the recipe's settings.</p>"
+    )

@@ -1,0 +1,51 @@
+"""Where `tuningfork data` writes: two files in a folder of their own inside the run folder, never over foreign ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tuningfork.errors import RunFolderError
+from tuningfork.files import explained
+from tuningfork.report.data_page import draw_page
+from tuningfork.report.writer import write_json, write_text
+
+FOLDER = "data"  # inside output.dir; a run may begin where there is nothing else
+REPORT, PAGE = "data_report.json", "data_report.html"
+MADE_BY = "tuningfork data"  # stands near the beginning of both files
+_BEGINNING = 1000  # bytes
+
+
+def check(folder: Path) -> None:
+    """Raise RunFolderError where one of the files exists and is not an earlier report, or where no folder can be."""
+    place = next((path for path in (folder, *folder.parents) if path.exists() or path.is_symlink()), None)
+    if place is not None and not place.is_dir():
+        raise RunFolderError(f"{place} is a file, so {folder} cannot be made. Choose another output.dir.")
+    for path in (folder / REPORT, folder / PAGE):
+        if not path.exists() and not path.is_symlink():
+            continue
+        if not _is_ours(path):
+            raise RunFolderError(
+                f"{path} exists and was not made by `{MADE_BY}`, so it is not replaced. Move it away or choose another "
+                "output.dir."
+            )
+
+
+def write(folder: Path, report: Mapping[str, Any], version: str) -> list[Path]:
+    """Write the report and its page, each as a whole, in place of earlier ones; returns their paths.
+
+    Raises RunFolderError as `check`, and where the disk refuses.
+    """
+    check(folder)
+    report = {"made_by": MADE_BY, "version": version, **report}
+    write_json(folder / REPORT, report)
+    write_text(folder / PAGE, draw_page(report))
+    return [folder / REPORT, folder / PAGE]
+
+
+def _is_ours(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with explained(path), path.open("rb") as file:
+        return MADE_BY.encode() in file.read(_BEGINNING)

@@ -1,0 +1,264 @@
+"""The page of `tuningfork data`: what data_report.json says, as one HTML file for a person to look at.
+
+Nothing is counted here, and the page needs nothing but itself: no script, no network. All that comes from the data is
+escaped, and what cannot be seen is made visible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from tuningfork.report.data_charts import draw_bias, draw_cost, draw_lengths, draw_truncation
+from tuningfork.report.html import facts, table, text
+from tuningfork.report.plots import stacked
+from tuningfork.report.tokens_html import examples
+from tuningfork.report.words import by_reason, cut, headline, rows, sentence, share
+
+Tree = Mapping[str, Any]
+
+SECTIONS = {
+    "rows": "Rows",
+    "repeats": "Repeats and leaks",
+    "lengths": "Lengths",
+    "bias": "Which answer is longer",
+    "truncation": "What a limit on length costs",
+    "cost": "Where the tokens go",
+    "run": "The run",
+    "examples": "What the model sees",
+    "tokenizer": "Tokenizer",
+}
+_DETAIL = 300  # characters shown of a row's detail
+
+
+def draw_page(report: Tree) -> str:
+    """The whole page, from the content of data_report.json."""
+    files = _files(report)
+    drawn = {
+        "rows": _rows(report),
+        "repeats": _repeats(report),
+        "lengths": draw_lengths(files),
+        "bias": draw_bias(report["train"]["length_bias"]),
+        "truncation": draw_truncation(report["train"]),
+        "cost": draw_cost(report["cost"]),
+        "run": _run(report),
+        "examples": examples(report["shown"]),
+        "tokenizer": _tokenizer(report["tokenizer"]),
+    }
+    name = text(Path(report["train"]["file"]).name)
+    sections = "".join(_section(key, SECTIONS[key], body) for key, body in drawn.items())
+    links = "".join(f'<a href="#{key}">{title}</a>' for key, title in SECTIONS.items())
+    style = resources.files("tuningfork.report").joinpath("data_page.css").read_text(encoding="utf-8")
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta name="generator" content="{text(report["made_by"])} {text(report["version"])}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{name}: preference data</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
+        f"{_head(report)}\n{_attention(report)}\n{_figures(report)}\n"
+        f'<nav aria-label="Sections">{links}</nav>\n{sections}\n'
+        f"<footer>{_footer(report)}</footer>\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _head(report: Tree) -> str:
+    train, held_out, tokenizer = report["train"], report["eval"], report["tokenizer"]
+    template = "the chat template of" if tokenizer["template"] == "chat" else "plain text, tokenized by"
+    beside = f", held-out pairs from <b>{text(Path(held_out['file']).name)}</b>" if held_out else ""
+    return (
+        f'<header><p class="eyebrow">Preference data</p><h1>{headline(report)}</h1>'
+        f'<p class="lede"><b>{text(Path(train["file"]).name)}</b>{beside}; {template} '
+        f"<b>{text(tokenizer['name'])}</b>; data.max_length {report['max_length']:,}</p></header>"
+    )
+
+
+def _attention(report: Tree) -> str:
+    found = report["findings"]
+    if not found:
+        return (
+            '<section class="attention clear" aria-labelledby="attention"><h2 id="attention">Nothing needs attention'
+            "</h2><p>No row is dropped, repeated, contradicted or leaked.</p></section>"
+        )
+    items = []
+    for finding in found:
+        tag, word = ("tag stop", "stops --strict") if finding["strict"] else ("tag", "worth a look")
+        where = f' <span class="soft">{_few(finding)}</span>' if finding["rows"] else ""
+        items.append(f'<li><span class="{tag}">{word}</span><span>{text(sentence(finding["text"]))}{where}</span></li>')
+    return (
+        '<section class="attention" aria-labelledby="attention"><h2 id="attention">Before you train</h2>'
+        f"<ul>{''.join(items)}</ul></section>"
+    )
+
+
+def _few(finding: Tree) -> str:
+    more = " …" if finding["count"] > len(finding["rows"]) else ""
+    return text(f"({rows(finding['rows'])}{more})")
+
+
+def _figures(report: Tree) -> str:
+    cost, run = report["cost"], report["run"]
+    slots = {layout["name"]: layout["slots"] for layout in cost["layouts"]}
+    ours = slots["shared" if report["share_prompt"] else "packed"]
+    saved = "of the tokens saved by sharing prompts" + ("" if report["share_prompt"] else " (pack.share_prompt is off)")
+    figures = [
+        (f"{cost['unique_tokens']:,}", "tokens an epoch, each prompt once"),
+        (share(cost["tokens_saved"]), saved),
+        (f"{slots['padded'] / ours:.1f} ×", "fewer token slots than padded batches of 8 pairs"),
+        (f"{run['steps']:,}", f"steps of {run['examples_per_step']:,} pairs in the whole run"),
+    ]
+    tiles = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for value, name in figures)
+    return f'<dl class="figures">{tiles}</dl>'
+
+
+def _rows(report: Tree) -> str:
+    parts = []
+    for role, file in _files(report):
+        lost = file["rows_read"] - file["used"]
+        bar = stacked(
+            [("used", "used", file["used"]), ("lost", "dropped", lost)],
+            file["rows_read"],
+            f"{file['used']:,} of {file['rows_read']:,} rows used",
+        )
+        parts.append(
+            f"<h3>{role}</h3><p>{file['rows_read']:,} rows read, {file['used']:,} used, {lost:,} dropped. "
+            f'<span class="soft">{text(file["file"])}</span></p>{bar}'
+        )
+        if file["dropped"]:
+            grouped = by_reason(file["dropped_rows"])
+            body = [
+                [text(reason), f"{n:,}", share(n / file["rows_read"]), _details(grouped[reason])]
+                for reason, n in file["dropped"].items()
+            ]
+            parts.append(table(["Dropped for", "Rows", "Share", "Examples"], body, "reasons", "Dropped rows"))
+    return "".join(parts) + "<p class='note'>Every dropped row is listed in data_report.json.</p>"
+
+
+def _details(dropped: Sequence[Tree]) -> str:
+    """A few dropped rows with what is said of them."""
+    first = "".join(
+        f"<li>row {row['row']}{': ' if row['detail'] else ''}<bdi>{text(cut(row['detail'], _DETAIL))}</bdi></li>"
+        for row in dropped[:3]
+    )
+    more = f"<li>… {len(dropped) - 3:,} more</li>" if len(dropped) > 3 else ""
+    return f'<ul class="details">{first}{more}</ul>'
+
+
+def _repeats(report: Tree) -> str:
+    kinds = {
+        "Rows that repeat an earlier row exactly": lambda f: (
+            f["repeats"]["duplicate_rows"],
+            _groups([rows(group) for group in f["repeats"]["duplicates"]]),
+        ),
+        "Rows that contradict each other": lambda f: (
+            f["repeats"]["conflicting_rows"],
+            _groups([f"{rows(one)} against {rows(other)}" for one, other in f["repeats"]["conflicts"]]),
+        ),
+        "Dropped: chosen equals rejected": lambda f: (f["identical_answers"], ""),
+        "Dropped: an answer is empty": lambda f: (f["empty_answers"], ""),
+        "Different prompts among the used rows": lambda f: (f["repeats"]["distinct_prompts"], ""),
+    }
+    shown = [
+        table(
+            ["What", "Count", "Where"],
+            [[name, f"{count:,}", text(where)] for name, look in kinds.items() for count, where in [look(file)]],
+            "repeats",
+            role,
+        )
+        for role, file in _files(report)
+    ]
+    leaks = report["leaks"]
+    if leaks is None:
+        shown.append("<p>No data.eval is set, so there is nothing that could leak into it.</p>")
+    else:
+        found = {
+            "Held-out rows whose prompt is trained on": (leaks["prompt_rows"], leaks["prompts"]),
+            "… and with an answer that is trained on with it": (leaks["answer_rows"], leaks["answers"]),
+        }
+        body = [
+            [
+                name,
+                f"{count:,}",
+                share(count / report["eval"]["used"]),
+                text(_groups([f"row {pair['eval_row']} = training row {pair['train_row']}" for pair in pairs])),
+            ]
+            for name, (count, pairs) in found.items()
+        ]
+        shown.append(table(["Leak", "Rows", "Share", "Where"], body, "repeats", "From training into held-out data"))
+    note = (
+        "Rows are compared by token ids, as the model meets them. Contradicting rows have the same prompt and the same "
+        "two answers, preferred both ways."
+    )
+    return "".join(shown) + f'<p class="note">{note}</p>'
+
+
+def _groups(named: Sequence[str], most: int = 3) -> str:
+    return "; ".join(named[:most]) + (f"; … {len(named) - most:,} more" if len(named) > most else "")
+
+
+def _run(report: Tree) -> str:
+    run = report["run"]
+    about = "" if run["steps_packed"] >= run["steps_per_epoch"] else "about "
+    in_all = "" if not about and run["epochs"] == 1 else "about "
+    pairs = [
+        ("Pairs per step", f"{run['examples_per_step']:,}"),
+        ("Steps per epoch", f"{run['steps_per_epoch']:,.1f}"),
+        ("Epochs", f"{run['epochs']:,.2f}"),
+        ("Steps in the whole run", f"{run['steps']:,}"),
+        (f"Packs per step, of {report['pack_tokens']:,} rows at most", f"{run['packs_per_step']:,.1f}"),
+        ("Packs per epoch", f"{about}{run['packs_per_epoch']:,}"),
+        ("Packs in the whole run", f"{in_all}{run['packs']:,}"),
+        ("Padding", share(run["pad_share"])),
+        ("Token slots in the whole run", f"{in_all}{run['slots']:,}"),
+        ("Prompts", "stored once per pair" if report["share_prompt"] else "stored once per answer (pack.share_prompt)"),
+    ]
+    note = (
+        f'<p class="note">Packs, padding and slots are counted on the first {run["steps_packed"]:,} steps and scaled '
+        "up.</p>"
+    )
+    return facts(pairs) + (note if about else "")
+
+
+def _tokenizer(tokenizer: Tree) -> str:
+    n = tokenizer["sequences"]
+
+    def special(token: Tree | None) -> str:
+        return "none" if token is None else f"<code>{text(token['text'])}</code> (id {token['id']:,})"
+
+    def of_all(count: int) -> str:
+        return "every sequence" if count == n else f"{count:,} of {n:,} sequences"
+
+    return facts(
+        [
+            ("Name", f"{text(tokenizer['name'])} ({text(tokenizer['kind'])})"),
+            ("Tokens", f"{tokenizer['tokens']:,}, the highest id is {tokenizer['highest_id']:,}"),
+            ("Rows of the model's embedding", f"{tokenizer['model_rows']:,}"),
+            (
+                "Positions that the model knows",
+                f"{tokenizer['model_positions']:,}" if tokenizer["model_positions"] else "not said",
+            ),
+            ("Begin of text (BOS)", special(tokenizer["bos"])),
+            ("End of text (EOS)", special(tokenizer["eos"])),
+            ("Padding", f"{special(tokenizer['pad'])}; not used in training here"),
+            ("Template", "chat template" if tokenizer["template"] == "chat" else "none: text as it is"),
+            ("BOS stands before", of_all(tokenizer["begin_with_bos"])),
+            ("EOS ends", of_all(tokenizer["end_with_eos"])),
+        ]
+    )
+
+
+def _footer(report: Tree) -> str:
+    return (
+        f"Made by {text(report['made_by'])} {text(report['version'])}. All numbers, and the rows behind them, are in "
+        "data_report.json beside this page. Lengths are in tokens; percentiles lie between two lengths by linear "
+        "interpolation."
+    )
+
+
+def _files(report: Tree) -> list[tuple[str, Tree]]:
+    return [("Training", report["train"])] + ([("Held-out", report["eval"])] if report["eval"] else [])
+
+
+def _section(key: str, title: str, body: str) -> str:
+    return f'<section aria-labelledby="{key}"><h2 id="{key}">{title}</h2>{body}</section>'

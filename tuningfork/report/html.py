@@ -1,0 +1,31 @@
+"""The small parts that a page is put together from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+from tuningfork.report.words import visible
+
+
+def text(value: Any) -> str:
+    """Anything as HTML text, or as an attribute's value."""
+    return escape(visible(str(value)), quote=True)
+
+
+def facts(pairs: Iterable[tuple[str, str]]) -> str:
+    """Names and what they stand for, both HTML already, in two columns where there is room."""
+    return f'<dl class="facts">{"".join(f"<div><dt>{a}</dt><dd>{b}</dd></div>" for a, b in pairs)}</dl>'
+
+
+def table(heads: Sequence[str], body: Iterable[Sequence[str]], kind: str, caption: str) -> str:
+    """A table whose cells are HTML already; the first of each row is its heading."""
+    top = "".join(f'<th scope="col">{head}</th>' for head in heads)
+    lines = "".join(
+        f'<tr><th scope="row">{first}</th>{"".join(f"<td>{cell}</td>" for cell in rest)}</tr>' for first, *rest in body
+    )
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table class="{kind}">'
+        f"<caption>{escape(caption)}</caption><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table></div>"
+    )

@@ -1,0 +1,56 @@
+"""Examples token by token, as HTML: borders, special tokens, what counts, and the id of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from tuningfork.report.words import cut, visible
+
+_TEXT = 200  # characters shown of one token
+
+
+def examples(shown: Sequence[Mapping[str, Any]]) -> str:
+    """Every shown example, its prompt first and both answers below."""
+    legend = (
+        '<p class="legend"><span><span class="key prompt"></span>prompt</span>'
+        '<span><span class="key chosen"></span>chosen, counts in the loss</span>'
+        '<span><span class="key rejected"></span>rejected, counts in the loss</span>'
+        '<span><span class="key silent"></span>in an answer, does not count</span>'
+        '<span><span class="key special"></span>special token</span></p>'
+        '<p class="legend"><label><input type="checkbox" id="ids"> show token ids</label> '
+        "Hovering over a token shows its id, too.</p>"
+    )
+    return legend + "".join(_example(example) for example in shown)
+
+
+def _example(example: Mapping[str, Any]) -> str:
+    parts = "".join(_part(example[name], name) for name in ("prompt", "chosen", "rejected"))
+    title = example["title"]
+    return (
+        f"<h3>{escape(title[:1].upper() + title[1:])} <span class='soft'>row {example['row']}</span></h3>"
+        f'<div class="example">{parts}</div>'
+    )
+
+
+def _part(part: Mapping[str, Any], name: str) -> str:
+    counted = "" if name == "prompt" else f", {part['counted']:,} count"
+    pieces = "".join(_piece(piece, name) for piece in part["head"])
+    if part["hidden"]:
+        pieces += f'<span class="hidden">… {part["hidden"]:,} more tokens …</span>'
+        pieces += "".join(_piece(piece, name) for piece in part["tail"])
+    return (
+        f'<div class="said"><h4>{name.capitalize()} <span class="soft">{part["tokens"]:,} tokens{counted}</span></h4>'
+        f'<p class="tokens" tabindex="0" role="group" aria-label="Tokens of the {name}">{pieces.rstrip()}</p></div>'
+    )
+
+
+def _piece(piece: Mapping[str, Any], name: str) -> str:
+    kind = name if piece["counted"] or name == "prompt" else "silent"
+    kind += " special" if piece["special"] else ""
+    ids = " ".join(map(str, piece["ids"]))
+    shown = escape(visible(cut(piece["text"], _TEXT), newline="↵\n"))
+    # A line that a token ends is broken behind it: a border within would stand on the next line.
+    broken = "\n" if shown.endswith("\n") else ""
+    return f'<span class="t {kind}" title="{ids}">{shown.removesuffix(broken)}</span>{broken}'
