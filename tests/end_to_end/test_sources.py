@@ -1,0 +1,55 @@
+"""Training on several sources of several forms, mixed, with what their rows say."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.workbench import Job, make_pairs, write_rows
+
+
+def as_labelled(row: dict[str, str]) -> dict[str, object]:
+    return {"input": row["prompt"], "output_1": row["rejected"], "output_2": row["chosen"], "label": 2}
+
+
+@pytest.fixture
+def files(job: Job) -> tuple[Path, Path]:
+    """Twelve pairs and, in another form, eight others."""
+    pairs, labelled = job.folder / "pairs.jsonl", job.folder / "labelled.jsonl"
+    write_rows(pairs, make_pairs(12))
+    write_rows(labelled, [as_labelled(row) for row in make_pairs(8, seed=3)])
+    return pairs, labelled
+
+
+def test_two_sources_by_shares(job: Job, files: tuple[Path, Path]) -> None:
+    job = job.but(data={"train": list(map(str, files)), "shares": [3, 1]})
+    job.done()
+    found = job.report()
+    assert found["formats"] == {str(files[0]): "pairs", str(files[1]): "labelled"}
+    assert (found["rows_read"], found["used"]) == (20, 16)  # all twelve of the one, four of the other
+    assert found["dropped"] == {"left out of the mix": 4}
+
+
+def test_a_form_does_not_matter(job: Job, files: tuple[Path, Path]) -> None:
+    """The same pairs in another form give the same run, to the last digit of every loss."""
+    again = job.folder / "again.jsonl"
+    write_rows(again, [as_labelled(row) for row in make_pairs(12)])
+    losses = []
+    for name, file in (("a", files[0]), ("b", again)):
+        one = job.elsewhere(name).but({"data.train": file})
+        one.done()
+        losses.append([record["loss"] for record in one.metrics()])
+    assert losses[0] == losses[1] and len(losses[0]) == 3  # four pairs a step
+
+
+def test_weights_change_the_run_and_margins_are_refused_where_they_have_no_place(job: Job) -> None:
+    rows = [{**row, "weight": 0.5, "margin": 1.0} for row in make_pairs(8)]
+    path = job.folder / "said.jsonl"
+    write_rows(path, rows)
+    job = job.but({"data.train": path})
+    job.done()
+    assert job.metrics()[0]["loss"] == pytest.approx(0.5 * math.log1p(math.e), rel=1e-14)  # -log sigmoid(0 - 1), halved
+    message = job.elsewhere("ipo").but({"data.train": path, "objective.name": "ipo"}).refused()
+    assert "said.jsonl:1: has a margin of 1, which objective ipo has no place for" in message
