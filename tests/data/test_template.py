@@ -206,3 +206,17 @@ def test_a_tokenizer_without_a_usable_template_is_refused(template: str | dict[s
         check_template(tokenizer)
     tokenizer.chat_template = {"default": CHATML, "tool_use": "x"}
     check_template(tokenizer)
+
+
+THINKING = "{% for m in messages %}{{ m['content'] }};{% endfor %}{{ 'think' if enable_thinking else '' }}"
+
+
+def test_a_rows_own_arguments_reach_the_template_and_no_further() -> None:
+    def of(arguments: dict[str, object]) -> RenderedExample:
+        example = Example(SOURCE, turns("q"), (answer("a"), answer("b")), template=arguments)
+        return render(example, byte_bpe(chat_template=THINKING))
+
+    assert of({"enable_thinking": True}).texts[0] == "q;a;think" and of({}).texts[0] == "q;a;"
+    for name in ("tokenize", "add_generation_prompt", "continue_final_message", "return_dict", "chat_template"):
+        with pytest.raises(Unusable, match=rf"chat_template_kwargs\.{name} is no argument of a template"):
+            of({name: True})

@@ -9,6 +9,7 @@ turn's content is exchanged for a marker, and what the two whole printings share
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -24,6 +25,8 @@ Span = tuple[int, int]
 
 REWRITES = "the chat template prints earlier turns otherwise"
 REOPENS = "the generation prompt is not how the turn is printed"
+# What apply_chat_template itself takes, and does not hand to the template.
+_HOW_TO_PRINT = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"tools", "documents"}
 _MARKER = "\u2063tuningfork\u2063"  # invisible separators: no template takes it apart, no content has it
 
 
@@ -87,6 +90,8 @@ class _Printer:
     """The chat template, with what an example tells it beside the messages."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any]) -> None:
+        if taken := sorted(_HOW_TO_PRINT & arguments.keys()):
+            raise Unusable("unsupported field", f"chat_template_kwargs.{taken[0]} is no argument of a template")
         self.tokenizer = tokenizer
         self.arguments = arguments
         self.special = [token.content for token in tokenizer.added_tokens_decoder.values()]
