@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiny import limits_of, random_examples, random_pairs
-from tuningfork.data.loader import EpochOrder, PackLoader, build_packs
+from tuningfork.data.loader import EpochOrder, PackLoader, build_packs, packs_in_windows
 from tuningfork.data.pack import PackLimits
 
 
@@ -167,6 +167,15 @@ def test_build_packs_lays_out_what_the_packer_chose():
     assert Counter(e.id for pack in packs for e in pack.examples) == Counter(e.id for e in examples)
     assert all(len(pack.input_ids) == limits.rows(pack.unique_rows) <= 128 for pack in packs)
     assert sum(pack.unique_rows for pack in packs) == sum(e.unique_tokens for e in examples)
+
+
+@pytest.mark.parametrize("window", [4, 30, 1024])
+def test_packs_in_windows_hold_every_example_once(window):
+    examples = random_pairs(100)
+    packs = list(packs_in_windows(examples, limits_of(tokens=128), window))
+    assert Counter(e.id for pack in packs for e in pack.examples) == Counter(e.id for e in examples)
+    assert sum(pack.unique_rows for pack in packs) == sum(e.unique_tokens for e in examples)
+    assert all(len(pack.input_ids) <= 128 for pack in packs)
 
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiny import limits_of, random_examples, random_pairs
-from tuningfork.data.pack import PackLimits, pack, pack_evenly, rows_of, split_fitting
+from tuningfork.data.bins import stream_fit
+from tuningfork.data.pack import PackLimits, pack, pack_evenly, pack_stream, rows_of, split_fitting
 from tuningfork.errors import DataError
 from tuningfork.records import TokenExample
 
@@ -131,6 +132,32 @@ def test_even_packs_by_hand():
     assert bins == [[60], [30, 20, 10]]
 
 
+@settings(max_examples=80, deadline=None)
+@given(shapes=SHAPES, tokens=TOKENS, share=st.booleans(), compiled=st.booleans(), window=st.integers(0, 45))
+def test_a_stream_of_packs_has_every_example_once(shapes, tokens, share, compiled, window):
+    examples, _ = split_fitting(random_examples(shapes), tokens, share)
+    limits = PackLimits.plan(tokens, share, compiled)
+    bins = list(pack_stream(examples, limits, window))
+    assert Counter(id(e) for _, members in bins for e in members) == Counter(map(id, examples))
+    place = {id(e): i for i, e in enumerate(examples)}
+    chosen = [[place[id(e)] for e in members] for _, members in bins]
+    assert chosen == list(stream_fit([content([e], share) for e in examples], tokens, window))
+    for rows, members in bins:
+        assert rows == smallest_shape(content(members, share), tokens, compiled)
+    if len(examples) <= window:
+        assert bins == pack_evenly(examples, limits)
+
+
+def test_a_stream_of_packs_by_hand():
+    examples = random_examples([(0, (n,)) for n in (60, 50, 30, 40, 50, 20)])
+    bins = list(pack_stream(examples, limits_of(100), window=4))
+    assert [(rows, [e.unique_tokens for e in members]) for rows, members in bins] == [
+        (100, [60, 40]),
+        (100, [50, 30]),  # the last four in packs of like size, rather than 50 + 50 and 30 + 20
+        (100, [50, 20]),
+    ]
+
+
 @settings(max_examples=25, deadline=None)
 @given(shapes=SHAPES, tokens=TOKENS, share=st.booleans())
 def test_the_same_examples_give_the_same_packs(shapes, tokens, share):
@@ -199,6 +226,8 @@ def test_an_example_larger_than_a_pack_is_an_error_that_names_it(share, needed):
     large = random_examples([(4, (5, 6)), (30, (20, 20))])
     with pytest.raises(DataError, match=rf"random:2: needs {needed} rows, but a pack has 64\. Raise pack\.tokens or"):
         pack(large, limits_of(64, share))
+    with pytest.raises(DataError, match=rf"random:2: needs {needed} rows"):
+        pack_stream(large, limits_of(64, share), window=1)  # before any pack is asked for
 
 
 def test_any_number_of_answers_fits_that_has_the_rows():

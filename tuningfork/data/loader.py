@@ -14,7 +14,7 @@ from math import ceil
 import numpy as np
 
 from tuningfork.data.layout import build
-from tuningfork.data.pack import PackLimits, pack_evenly
+from tuningfork.data.pack import PackLimits, pack_evenly, pack_stream
 from tuningfork.records import PackedBatch, TokenExample
 
 
@@ -88,10 +88,9 @@ class PackLoader:
 
 
 def packs_in_windows(examples: Sequence[TokenExample], limits: PackLimits, window: int = 1024) -> Iterator[PackedBatch]:
-    """All examples in packs, a window of them packed at a time: enough to fill packs well, few enough to begin at once
-    and to keep in memory."""
-    for start in range(0, len(examples), window):
-        yield from build_packs(examples[start : start + window], limits)
+    """All examples in packs, chosen from a window of them at a time: enough to fill packs well, few enough to begin at
+    once and to keep in memory."""
+    return (build(members, rows, limits.share_prompt) for rows, members in pack_stream(examples, limits, window))
 
 
 def build_packs(examples: Sequence[TokenExample], limits: PackLimits, pin_memory: bool = False) -> list[PackedBatch]:

@@ -1,4 +1,4 @@
-"""Which examples share a pack: best-fit decreasing, in packs of like size.
+"""Which examples share a pack: a step's in packs of like size, a long row of them in full packs.
 
 A pack is always whole examples, and a step always whole packs, so the batch size is exact. A pack has as many rows as
 its content, rounded up a little: an exact batch does not mean padding.
@@ -6,16 +6,19 @@ its content, rounded up a little: an exact batch does not mean padding.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+from tuningfork.data.bins import best_fit, even_fit, members_of, stream_fit
 from tuningfork.errors import DataError
 from tuningfork.records import DroppedRow, TokenExample
 
 COMPILED_QUANTUM = 128  # rows; matrix products of such sizes keep their kernels, and so a row's bits
 SMALLEST_COMPILED = 1024  # below, a compiled graph may add up rows in another order
 EAGER_QUANTUM = 64
+
+Bin = tuple[int, list[TokenExample]]
+"""A pack's rows and its examples, in their given order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,51 +61,50 @@ def split_fitting(
     return fitting, dropped
 
 
-def pack(examples: Sequence[TokenExample], limits: PackLimits) -> list[tuple[int, list[TokenExample]]]:
+def pack(examples: Sequence[TokenExample], limits: PackLimits) -> list[Bin]:
     """Best-fit decreasing: each example, largest first, goes into the fullest bin that still holds it.
 
-    Returns each bin's rows and its examples, in their given order. Deterministic; every example is in exactly one bin.
+    Deterministic; every example is in exactly one bin.
 
     Raises:
         DataError: an example does not fit a pack by itself.
     """
-    rows = [rows_of(example, limits.share_prompt) for example in examples]
-    bins: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # (rows left, bin), sorted
-    for index in sorted(range(len(examples)), key=lambda i: (-rows[i], i)):
-        if rows[index] > limits.tokens:
-            raise DataError(
-                f"{examples[index].id}: needs {rows[index]} rows, but a pack has {limits.tokens}. "
-                "Raise pack.tokens or lower data.max_length."
-            )
-        place = bisect_left(free, (rows[index], 0))
-        left, chosen = free.pop(place) if place < len(free) else (limits.tokens, len(bins))
-        if chosen == len(bins):
-            bins.append([])
-        bins[chosen].append(index)
-        insort(free, (left - rows[index], chosen))
-    return [(limits.rows(sum(rows[i] for i in members)), [examples[i] for i in sorted(members)]) for members in bins]
+    rows = _fitting_rows(examples, limits)
+    return [_bin(examples, rows, members, limits) for members in members_of(best_fit(rows, limits.tokens))]
 
 
-def pack_evenly(examples: Sequence[TokenExample], limits: PackLimits) -> list[tuple[int, list[TokenExample]]]:
-    """As few packs as `pack` makes, and the largest of them as small as that allows.
+def pack_evenly(examples: Sequence[TokenExample], limits: PackLimits) -> list[Bin]:
+    """As few packs as `pack` makes, and the largest of them as small as that allows. Raises DataError as it does.
 
     A small pack takes a GPU nearly as long as one of middle size, so what does not fit one pack is better halved than
     cut into a full pack and a rest.
     """
-    bins = pack(examples, limits)
-    if len(bins) < 2:
-        return bins
+    rows = _fitting_rows(examples, limits)
+    return [_bin(examples, rows, members, limits) for members in members_of(even_fit(rows, limits.tokens))]
+
+
+def pack_stream(examples: Sequence[TokenExample], limits: PackLimits, window: int) -> Iterator[Bin]:
+    """Packs of many examples, one by one and nearly all of them full: see `stream_fit`. Raises DataError as `pack`.
+
+    An example shares a pack with some of the `window` examples behind it; the last `window` lie in packs of like size.
+    """
+    rows = _fitting_rows(examples, limits)
+    return (_bin(examples, rows, members, limits) for members in stream_fit(rows, limits.tokens, window))
+
+
+def _fitting_rows(examples: Sequence[TokenExample], limits: PackLimits) -> list[int]:
     rows = [rows_of(example, limits.share_prompt) for example in examples]
-    low, high = max(*rows, -(-sum(rows) // len(bins))), limits.tokens
-    while low < high:
-        middle = (low + high) // 2
-        tried = pack(examples, replace(limits, tokens=middle))
-        if len(tried) <= len(bins):
-            bins, high = tried, middle
-        else:
-            low = middle + 1
-    return [(limits.rows(sum(rows_of(e, limits.share_prompt) for e in members)), members) for _, members in bins]
+    for example, needed in zip(examples, rows, strict=True):
+        if needed > limits.tokens:
+            raise DataError(
+                f"{example.id}: needs {needed} rows, but a pack has {limits.tokens}. "
+                "Raise pack.tokens or lower data.max_length."
+            )
+    return rows
+
+
+def _bin(examples: Sequence[TokenExample], rows: list[int], members: list[int], limits: PackLimits) -> Bin:
+    return limits.rows(sum(map(rows.__getitem__, members))), list(map(examples.__getitem__, members))
 
 
 def _round_up(value: int, multiple: int) -> int:
