@@ -78,6 +78,16 @@ def test_documents_and_rankings():
     assert counter.forward(ranking) == 2 * 6 + 2 * 4 + 4 * (3 + 3 + 3 + 6) + 4 * (3 + 3 + 3 + 7)
 
 
+def test_work_counts_the_prompt_as_often_as_it_is_laid():
+    """One weight a block and a head, one head of width 1: 2 flops a row, 2 a logit row, 4 a visible pair."""
+    counter = FlopCounter(block_weights=1, head_weights=1, attention=((1, None),))
+    [pair] = random_examples([(3, (2, 1))])
+    assert counter.work(pair, share_prompt=True) == counter.forward(pair) == 2 * 6 + 2 * 3 + 4 * (6 + 9 + 4)
+    assert counter.work(pair, share_prompt=False) == 2 * 9 + 2 * 3 + 4 * (15 + 10)
+    [document] = random_examples([(0, (5,))])
+    assert counter.work(document, True) == counter.work(document, False)
+
+
 def test_training_is_three_forwards_of_every_example():
     counter = tiny_policy("olmo3").flops()
     examples = random_examples([(3, (2, 4)), (0, (7,)), (12, (1, 9))])

@@ -1,9 +1,12 @@
-"""Model flops: only necessary work, on unique tokens. Recomputation, padding and repeated prompts are not counted."""
+"""Model flops: only necessary work, on unique tokens. Recomputation, padding and repeated prompts are not counted.
+
+What an example costs where its prompt is repeated, `work` says: ranks share a step's work by it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tuningfork.records import TokenExample
 
@@ -29,6 +32,12 @@ class FlopCounter:
             width = sum(w for w, layer_window in self.attention if layer_window == window)
             flops += 4 * width * _visible_pairs(example, window)
         return flops
+
+    def work(self, example: TokenExample, share_prompt: bool) -> int:
+        """Flops that a pack's layout makes of one example: without sharing, its prompt again for every answer."""
+        if share_prompt:
+            return self.forward(example)
+        return sum(self.forward(replace(example, answers=(answer,))) for answer in example.answers)
 
     def training(self, examples: Iterable[TokenExample]) -> int:
         """Flops of one forward and backward pass."""

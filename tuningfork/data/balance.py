@@ -1,0 +1,102 @@
+"""Which rank works on which examples of a step, so that all ranks are done at the same time.
+
+A pure function of the examples' costs: every rank computes the whole plan for itself, and all have the same one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapreplace
+
+GOOD_ENOUGH = 1.001  # slowest rank / the least possible; packs round rows up by more than what is left
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """A step's examples, shared out over ranks. Costs are in the unit in which they were given."""
+
+    ranks: tuple[tuple[int, ...], ...]  # each rank's examples as places in the batch, in order
+    costs: tuple[int, ...]  # what each rank's examples cost together
+    largest: int  # cost of the costliest example
+
+    @property
+    def mean(self) -> float:
+        """Cost of a rank if all were alike."""
+        return sum(self.costs) / len(self.costs)
+
+    @property
+    def bound(self) -> float:
+        """No plan has a slowest rank below this: an example is never cut."""
+        return max(self.mean, self.largest)
+
+    @property
+    def imbalance(self) -> float:
+        """Slowest rank / mean: how much longer a step takes than it would on ranks alike; 1 is perfect."""
+        return max(self.costs) / self.mean if self.mean else 1.0
+
+
+def balance(costs: Sequence[int], ranks: int) -> Shares:
+    """Share examples out over ranks so that the slowest rank has as little to do as can be.
+
+    The costliest example first, each to the rank that has least so far; then the slowest rank exchanges examples
+    with others for as long as that helps. Every example is on exactly one rank, and every rank has one where there are
+    enough of them; ranks may have different numbers of examples.
+
+    Args:
+        costs: of each example, in any whole unit, not negative; `FlopCounter.work` gives it in flops.
+        ranks: how many there are.
+
+    Raises:
+        ValueError: there is no rank, or a cost is negative.
+    """
+    if ranks < 1:
+        raise ValueError(f"{ranks} ranks to share examples out over")
+    if any(cost < 0 for cost in costs):
+        raise ValueError(f"example {next(i for i, cost in enumerate(costs) if cost < 0)} of the batch costs below 0")
+    costs = [int(cost) for cost in costs]  # numpy's integers overflow
+    members: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    least = [(0, 0, rank) for rank in range(ranks)]  # a heap: load, examples, rank
+    for example in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        load, count, rank = least[0]
+        members[rank].append(example)
+        loads[rank] = load + costs[example]
+        heapreplace(least, (loads[rank], count + 1, rank))
+    largest = max(costs, default=0)
+    _trade(costs, members, loads, GOOD_ENOUGH * max(sum(costs) / ranks, largest))
+    return Shares(tuple(tuple(sorted(own)) for own in members), tuple(loads), largest)
+
+
+def _trade(costs: Sequence[int], members: list[list[int]], loads: list[int], goal: float) -> None:
+    """Exchange examples of the slowest rank until it is at the goal, or no exchange with any rank makes it faster."""
+    by_load = sorted(range(len(loads)), key=loads.__getitem__)
+    while loads[slowest := by_load[-1]] > goal:
+        for partner in by_load[:-1]:
+            pair = _exchange(costs, members[slowest], members[partner], loads[slowest] - loads[partner])
+            if pair is not None:
+                break
+        else:
+            return
+        for rank, gone, come in ((slowest, *pair), (partner, *reversed(pair))):
+            members[rank].remove(gone)
+            members[rank].append(come)
+            loads[rank] += costs[come] - costs[gone]
+        by_load.sort(key=loads.__getitem__)
+
+
+def _exchange(costs: Sequence[int], slow: Sequence[int], fast: Sequence[int], apart: int) -> tuple[int, int] | None:
+    """The example of each rank that leave the two closest when exchanged.
+
+    `apart` is the difference of the ranks' costs. None: every exchange leaves one of them at least as slow.
+    """
+    offers = sorted((costs[i], i) for i in fast)
+    best, closest = None, apart
+    for example in slow:
+        place = bisect_left(offers, (costs[example] - apart // 2, -1))  # to move half of the difference would be ideal
+        for cost, other in offers[max(place - 1, 0) : place + 1]:
+            after = abs(apart - 2 * (costs[example] - cost))
+            if after < closest:
+                best, closest = (example, other), after
+    return best
