@@ -27,7 +27,9 @@ def test_a_reader_that_leaves_ends_the_command_quietly(arguments):
     assert (done.returncode, done.stderr) == (141, "")
 
 
-@pytest.mark.parametrize(("command", "own"), [("train", ["--resume"]), ("reference", []), ("eval", ["--policy"])])
+@pytest.mark.parametrize(
+    ("command", "own"), [("data", ["--strict"]), ("train", ["--resume"]), ("reference", []), ("eval", ["--policy"])]
+)
 def test_help_of_a_command_shows_all_that_it_takes(command, own, capsys):
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])

@@ -1,0 +1,143 @@
+"""Token slots, attention and steps, against slow counts that follow the definitions."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.tiny import random_examples, random_pairs
+from tuningfork.data.loader import EpochOrder, build_packs
+from tuningfork.data.pack import PackLimits
+from tuningfork.data.summary import cost
+from tuningfork.data.summary.cost import count_cost, padded_slots, plan_run
+from tuningfork.records import TokenExample
+
+
+def order_of(examples: list[TokenExample], per_step: int, epochs: float = 1.0) -> EpochOrder:
+    return EpochOrder.plan(len(examples), per_step, 3, epochs, None)
+
+
+def limits_of(tokens: int = 128, share_prompt: bool = True) -> PackLimits:
+    return PackLimits.plan(tokens, share_prompt, compiled=False)
+
+
+@settings(max_examples=40, deadline=None)
+@given(longest=st.lists(st.integers(1, 30), min_size=1, max_size=6), batch=st.integers(1, 7))
+def test_padding_is_the_mean_over_all_orders(longest: list[int], batch: int) -> None:
+    def slots(order: tuple[int, ...]) -> int:
+        batches = [order[start : start + batch] for start in range(0, len(order), batch)]
+        return sum(2 * len(members) * max(members) for members in batches)
+
+    every = [slots(order) for order in permutations(longest)]
+    assert padded_slots(np.array(longest), batch) == pytest.approx(sum(every) / len(every))
+
+
+def test_padding_by_hand() -> None:
+    # batches of two of 1, 2, 6: {1,2}+{6}, {1,6}+{2}, {2,6}+{1}, each as likely: 8+12, 24+4, 24+2 slots
+    assert padded_slots(np.array([1, 2, 6]), 2) == pytest.approx((20 + 28 + 26) / 3)
+    assert padded_slots(np.array([5, 3]), 8) == 20  # one batch of two pairs
+
+
+def test_padding_of_a_large_file_is_what_shuffling_finds() -> None:
+    rng = np.random.default_rng(0)
+    longest = rng.integers(1, 1000, 40_003)
+    shuffled = []
+    for _ in range(5):
+        rng.shuffle(longest)
+        full = longest[:40_000].reshape(-1, 8).max(axis=1).sum() * 16
+        shuffled.append(full + 2 * 3 * longest[40_000:].max())
+    assert padded_slots(longest, 8) == pytest.approx(np.mean(shuffled), rel=0.002)
+
+
+def test_tokens_and_attention_by_hand() -> None:
+    examples = random_examples([(3, (2, 1)), (0, (1, 4))])
+    found = count_cost(examples, order_of(examples, 2), limits_of())
+    assert (found.tokens, found.unique_tokens) == (6 + 3 + 5, 3 + 3 + 5)
+    assert found.tokens_saved == pytest.approx(3 / 14)
+    assert found.counted_tokens == 3 + 3  # the first token of an answer without a prompt has no predictor
+    # alone: sequences of 5, 4, 1, 4 tokens see 15 + 10 + 1 + 10; shared, the prompt's 6 pairs are there once
+    assert (found.attention_pairs, found.attention_pairs_shared) == (36, 30)
+    assert found.attention_saved == pytest.approx(6 / 36)
+
+
+@settings(max_examples=30, deadline=None)
+@given(shapes=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=8))
+def test_shared_attention_is_what_the_layout_lets_see(shapes: list[tuple[int, int, int]]) -> None:
+    """Counted from the segments of real packs: rows that see themselves causally, and their prompt before."""
+    examples = random_examples([(p, (c, r)) for p, c, r in shapes])
+    order = order_of(examples, 4)
+    seen = {}
+    for share in (True, False):
+        seen[share] = 0
+        for pack in build_packs(examples, limits_of(128, share)):
+            for start, end, before, until, _ in pack.layout.segments.tolist():
+                if start < pack.unique_rows:
+                    rows = end - start
+                    seen[share] += rows * (rows + 1) // 2 + rows * (until - before)
+    found = count_cost(examples, order, limits_of())
+    assert (found.attention_pairs_shared, found.attention_pairs) == (seen[True], seen[False])
+
+
+@pytest.mark.parametrize("share_prompt", [True, False], ids=["shared", "unshared"])
+def test_layouts_and_plan_are_those_of_the_loader(share_prompt: bool) -> None:
+    """Packs of every step of the first epoch, made as the trainer makes them."""
+    examples = random_pairs(23, longest=40)
+    order, limits = order_of(examples, 5, epochs=2.5), limits_of(160, share_prompt)
+    epoch = EpochOrder.plan(23, 5, 3, 1.0, None)
+    steps = [[examples[i] for i in epoch.indices(step)] for step in range(5)]
+    packs = [build_packs(members, limits) for members in steps]
+    rows = sum(len(pack.input_ids) for step in packs for pack in step)
+
+    plan = plan_run(examples, order, limits)
+    assert (plan.examples, plan.steps_per_epoch, plan.steps, plan.steps_packed) == (23, 4.6, 12, 5)  # 58 pairs of 2.5
+    assert plan.epochs == pytest.approx(58 / 23)
+    number = sum(map(len, packs))
+    assert (plan.packs_per_epoch, plan.packs_per_step) == (number, number / 5)
+    assert plan.packs == round(number * 58 / 23) and plan.slots == round(rows * 58 / 23)
+    used = sum(pack.unique_rows for step in packs for pack in step)
+    assert plan.pad_share == pytest.approx(1 - used / rows)
+
+    layouts = {layout.name: layout for layout in count_cost(examples, order, limits).layouts}
+    assert list(layouts) == ["padded", "packed", "shared"]
+    shared = layouts["shared"]
+    if share_prompt:
+        assert (shared.slots, shared.padding) == (rows, rows - used)
+    assert shared.prompt_again == 0 and layouts["packed"].prompt_again == shared.prompt
+    for layout in layouts.values():
+        parts = layout.prompt + layout.prompt_again + layout.chosen + layout.rejected + layout.padding
+        assert parts == layout.slots and layout.pad_share == pytest.approx(layout.padding / layout.slots)
+    longest = np.array([example.longest for example in examples])
+    assert layouts["padded"].slots == round(padded_slots(longest, 8))
+
+
+def test_packed_by_hand() -> None:
+    """Sequences of 70, 60, 61 and 6 rows need two packs; whichever takes the 6, each rounds up to 128 rows."""
+    examples = random_examples([(20, (50, 40)), (5, (56, 1))])
+    layouts = count_cost(examples, order_of(examples, 2), limits_of(128)).layouts
+    assert (layouts[1].slots, layouts[1].padding) == (256, 256 - 197)
+    # the prompts once: 110 and 62 rows, which need a pack each, of 128 and 64 rows
+    assert (layouts[2].slots, layouts[2].padding) == (192, 192 - 172)
+
+
+def test_less_than_an_epoch_and_a_fixed_number_of_steps() -> None:
+    examples = random_pairs(20)
+    half = plan_run(examples, EpochOrder.plan(20, 4, 0, 0.5, None), limits_of())
+    assert (half.steps, half.epochs, half.steps_per_epoch) == (3, 0.5, 5.0)
+    long = plan_run(examples, EpochOrder.plan(20, 4, 0, 1.0, 50), limits_of())
+    assert (long.steps, long.epochs) == (50, 10.0)
+    assert long.tokens == 10 * sum(example.plain_tokens for example in examples)
+
+
+def test_of_very_many_steps_the_first_speak_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    examples = random_pairs(400, longest=30)
+    order = order_of(examples, 4)
+    exact = plan_run(examples, order, limits_of())
+    monkeypatch.setattr(cost, "MOST_PACKED", 101)  # examples: 26 steps of 4
+    some = plan_run(examples, order, limits_of())
+    assert (exact.steps_packed, some.steps_packed) == (100, 26)
+    assert some.packs_per_epoch == pytest.approx(exact.packs_per_epoch, rel=0.1)
+    assert some.slots == pytest.approx(exact.slots, rel=0.1) and some.steps == exact.steps

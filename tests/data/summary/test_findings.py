@@ -1,0 +1,116 @@
+"""What is worth a word, and what `--strict` stops on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.data.summary.workbench import pair, summary_of
+from tests.data.tiny_tokenizers import CHATML, byte_bpe
+from tuningfork.data.summary.findings import Finding
+
+GOOD = [pair("one", "ab", "cde"), pair("two", "fgh", "ij")]
+
+
+def found(folder: Path, *args: object, **options: object) -> dict[str, Finding]:
+    findings = summary_of(folder, *args, **options).findings  # type: ignore[arg-type]
+    assert len({(finding.kind, finding.file) for finding in findings}) == len(findings)
+    return {finding.kind: finding for finding in findings}
+
+
+def test_good_data_needs_no_attention(tmp_path: Path) -> None:
+    assert found(tmp_path, GOOD, [pair("three", "x", "y")]) == {}
+
+
+def test_dropped_rows_with_every_reason(tmp_path: Path) -> None:
+    rows = [*GOOD, pair("x", "", "b"), pair("x", "a", "a"), pair("x", "a", " "), pair("x" * 99, "a", "b")]
+    summary = summary_of(tmp_path, rows)
+    [finding] = summary.findings
+    assert finding.text == (
+        "train.jsonl: 4 rows are dropped: empty answer (2), chosen equals rejected (1), longer than max_length (1)"
+    )
+    assert (finding.kind, finding.strict, finding.count, finding.rows) == ("dropped", True, 4, [3, 4, 5, 6])
+    file = summary.train
+    assert (file.rows_read, file.used, file.empty_answers, file.identical_answers) == (6, 2, 2, 1)
+    assert [(row["row"], row["reason"]) for row in file.dropped_rows][-1] == (6, "longer than max_length")
+    # what is too long counts for the limits all the same: 99 + 2 tokens, and all rows' tokens with prompts twice
+    lost = next(row for row in file.truncation if row.recipe)
+    assert (lost.max_length, lost.pairs_lost, lost.tokens_lost) == (64, 1, 2 * 99 + 4)
+    assert lost.pairs_lost_share == pytest.approx(1 / 3)
+
+
+def test_repeats_contradictions_and_leaks(tmp_path: Path) -> None:
+    rows = [*GOOD, GOOD[0], pair("two", "ij", "fgh"), pair("four", "kl", "m"), pair("five", "kl", "m")]
+    held_out = [pair("one", "x", "y"), pair("two", "ij", "y"), pair("three", "ab", "cde")]
+    findings = found(tmp_path, rows, held_out)
+    assert list(findings) == ["duplicates", "conflicts", "leaks"] and all(f.strict for f in findings.values())
+    assert (findings["duplicates"].count, findings["duplicates"].rows) == (1, [3])
+    assert (findings["conflicts"].count, findings["conflicts"].rows) == (2, [2, 4])
+    assert (findings["leaks"].count, findings["leaks"].rows) == (2, [1, 2])
+    assert findings["leaks"].text == (
+        "eval.jsonl: 2 rows have a prompt that is trained on (66.7%), 1 of them with an answer to it"
+    )
+
+
+def test_the_held_out_file_is_looked_at_as_well(tmp_path: Path) -> None:
+    findings = found(tmp_path, GOOD, [pair("x", "a", "b"), pair("x", "a", "b"), pair("y", "a", "")])
+    assert set(findings) == {"dropped", "duplicates"}
+    assert {Path(finding.file).name for finding in findings.values()} == {"eval.jsonl"}
+
+
+def test_pairs_longer_than_the_model_knows_positions(tmp_path: Path) -> None:
+    rows = [*GOOD, pair("x" * 8, "ab", "c"), pair("x" * 9, "b", "ac")]  # 11 and 12 tokens with </s>
+    findings = found(tmp_path, rows, positions=11)
+    assert (findings["positions"].count, findings["positions"].rows) == (1, [4])
+    assert "11 positions" in findings["positions"].text
+    assert found(tmp_path, rows, positions=None) == {}
+
+
+def test_two_bos(tmp_path: Path) -> None:
+    """A template that puts one, before a text that has one already."""
+    template = (
+        "{{ bos_token }}{% for turn in messages %}{{ turn['content'] }}"
+        "{% if turn['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    tokenizer = byte_bpe(chat_template=template)
+    once = summary_of(tmp_path, [pair("q", "ab", "cd")], tokenizer=tokenizer, template="chat")
+    assert (once.tokenizer.begin_with_bos, once.tokenizer.begin_with_two_bos, once.findings) == (2, 0, [])
+    twice = summary_of(tmp_path, [pair("<s>q", "ab", "cd")], tokenizer=tokenizer, template="chat")
+    assert (twice.tokenizer.begin_with_bos, twice.tokenizer.begin_with_two_bos) == (2, 2)
+    assert [finding.kind for finding in twice.strict] == ["two_bos"]
+    assert "2 sequences begin with <s> twice" in twice.strict[0].text
+
+
+def test_notes_do_not_stop_strict(tmp_path: Path) -> None:
+    """Chosen is longer in 3 of 5 pairs of unequal length; a chat answer ends with <|im_end|>, not with </s>."""
+    rows = [
+        pair(f"q{i}", "a" * chosen, "b" * rejected) for i, (chosen, rejected) in enumerate(((3, 1), (4, 1), (5, 1)))
+    ]
+    rows += [pair("r", "a", "bb"), pair("s", "a", "bb"), pair("t", "a", "b")]
+    summary = summary_of(tmp_path, rows, tokenizer=byte_bpe(chat_template=CHATML), template="chat")
+    assert [(finding.kind, finding.strict, finding.count) for finding in summary.findings] == [
+        ("length", False, 3),
+        ("no_eos", False, 12),
+    ]
+    assert summary.strict == []
+    assert "the chosen answer is the longer one in 3 of 6 pairs (50.0%)" in summary.findings[0].text
+    rows[0] = pair("q0", "a", "bb")  # now as many the one way as the other
+    assert "length" not in found(tmp_path, [*rows[:-2], rows[-1]])
+
+
+def test_the_tokenizers_facts(tmp_path: Path) -> None:
+    facts = summary_of(tmp_path, GOOD, tokenizer=byte_bpe(pad="<|im_end|>", adds_bos=True)).tokenizer
+    assert (facts.tokens, facts.highest_id, facts.model_rows, facts.model_positions) == (260, 259, 260, 1000)
+    assert facts.bos is not None and (facts.bos.text, facts.bos.id) == ("<s>", 0)
+    assert facts.eos is not None and facts.pad is not None and (facts.eos.id, facts.pad.id) == (1, 3)
+    assert (facts.sequences, facts.begin_with_bos, facts.end_with_eos) == (4, 4, 4)
+    bare = summary_of(tmp_path, GOOD, tokenizer=byte_bpe(bos=None, eos=None)).tokenizer
+    assert (bare.bos, bare.eos, bare.pad, bare.begin_with_bos, bare.end_with_eos) == (None, None, None, 0, 0)
+
+
+def test_the_tree_is_plain_data(tmp_path: Path) -> None:
+    """JSON holds it without a loss."""
+    tree = summary_of(tmp_path, GOOD, GOOD[:1]).as_dict()
+    assert json.loads(json.dumps(tree, allow_nan=False)) == tree

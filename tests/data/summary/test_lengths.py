@@ -1,0 +1,85 @@
+"""Lengths: percentiles, histograms, bias and limits, on numbers small enough to count by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.tiny import random_examples
+from tuningfork.data.summary.lengths import Histogram, length_bias, lengths, preview_truncation
+
+SHAPES = st.lists(st.tuples(st.integers(0, 900), st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=60)
+
+
+def test_lengths_by_hand() -> None:
+    some = lengths(random_examples([(4, (1, 3)), (0, (2, 3)), (8, (3, 9))]))
+    assert [some[name].total for name in ("prompt", "chosen", "rejected", "sequence")] == [12, 6, 15, 45]
+    # whole sequences: 5, 2, 11 and 7, 3, 17; in order 2 3 5 7 11 17
+    sequence = some["sequence"]
+    assert (sequence.mean, sequence.p50, sequence.max) == (7.5, 6.0, 17)
+    # 95 % of the way along the five gaps is 0.75 of the last gap, 99 % is 0.95 of it
+    assert sequence.p95 == pytest.approx(11 + 0.75 * 6) and sequence.p99 == pytest.approx(11 + 0.95 * 6)
+    assert some["prompt"].histogram.counts[:9] == [1, 0, 0, 0, 1, 0, 0, 0, 1] and some["prompt"].histogram.width == 1
+
+
+def test_a_histogram_holds_nearly_all_and_says_how_many_lie_beyond() -> None:
+    # 99 of a hundred are below 70, so 40 bars of 2 hold them; the one of 5,000 does not stretch the picture
+    examples = random_examples([(p % 70, (1, 1)) for p in range(99)] + [(5000, (1, 1))])
+    histogram = lengths(examples)["prompt"].histogram
+    assert (histogram.width, len(histogram.counts), histogram.beyond) == (2, 40, 1)
+    # 0 .. 69 once, and 0 .. 28 again
+    assert histogram.counts == [4] * 14 + [3] + [2] * 20 + [0] * 5
+
+
+@settings(max_examples=50, deadline=None)
+@given(shapes=SHAPES)
+def test_no_histogram_loses_or_misplaces_a_value(shapes: list[tuple[int, int, int]]) -> None:
+    examples = random_examples([(p, (c, r)) for p, c, r in shapes])
+    histogram = lengths(examples)["prompt"].histogram
+    edges = [i * histogram.width for i in range(len(histogram.counts) + 1)]
+    for i, count in enumerate(histogram.counts):
+        assert count == sum(edges[i] <= p < edges[i + 1] for p, _, _ in shapes)
+    assert histogram.beyond == sum(p >= edges[-1] for p, _, _ in shapes) <= len(shapes) / 100
+    bias = length_bias(examples)
+    longer = bias.longer_by
+    for i, count in enumerate(longer.counts):
+        assert count == sum(i * longer.width < c - r <= (i + 1) * longer.width for _, c, r in shapes)
+    assert sum(longer.counts) + longer.beyond == bias.longer
+    assert sum(bias.shorter_by.counts) + bias.shorter_by.beyond == bias.shorter == sum(c < r for _, c, r in shapes)
+
+
+def test_which_answer_is_longer() -> None:
+    bias = length_bias(random_examples([(3, (5, 2)), (3, (4, 4)), (3, (1, 3)), (3, (9, 8))]))
+    assert (bias.longer, bias.equal, bias.shorter, bias.longer_share) == (2, 1, 1, 0.5)
+    assert (bias.mean, bias.median) == (0.5, 0.5)  # +3, 0, -2, +1
+    nothing = [0] * 17
+    assert bias.longer_by == Histogram(1, [1, 0, 1, *nothing], 0)
+    assert bias.shorter_by == Histogram(1, [0, 1, 0, *nothing], 0)
+
+
+def test_what_a_limit_costs_to_the_token() -> None:
+    # longest sequences 512, 513, 1024 and 3000; tokens with the prompt twice 1022, 1024, 1624, 5001
+    examples = random_examples([(500, (12, 10)), (500, (11, 13)), (600, (0, 424)), (2000, (1, 1000))])
+    rows = {row.max_length: row for row in preview_truncation(examples, 600)}
+    assert [*rows] == [512, 600, 1024, 2048, 4096, 8192]
+    assert [row.max_length for row in rows.values() if row.recipe] == [600]
+    assert [row.pairs_lost for row in rows.values()] == [3, 2, 1, 1, 0, 0]
+    assert [row.tokens_lost for row in rows.values()] == [7649, 6625, 5001, 5001, 0, 0]
+    assert rows[600].pairs_lost_share == 0.5 and rows[600].tokens_lost_share == pytest.approx(6625 / 8671)
+
+
+def test_limits_go_on_by_doubling_where_that_changes_something() -> None:
+    examples = random_examples([(10_000, (1, 1)), (200_000, (1, 1)), (5, (1, 1))])
+    assert [(row.max_length, row.pairs_lost) for row in preview_truncation(examples, 2048)] == [
+        *((512, 2), (1024, 2), (2048, 2), (4096, 2), (8192, 2)),
+        *((16_384, 1), (262_144, 0)),
+    ]
+    assert preview_truncation(examples, 65_536)[-2].recipe
+
+
+def test_equal_answers_everywhere_have_no_bias_and_a_histogram() -> None:
+    bias = length_bias(random_examples([(1, (2, 2)), (4, (1, 1))]))
+    assert (bias.longer, bias.equal, bias.shorter) == (0, 2, 0)
+    assert np.sum(bias.longer_by.counts) == bias.longer_by.beyond == 0

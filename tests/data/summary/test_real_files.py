@@ -1,0 +1,103 @@
+"""The summary of real files, against statistics of the same files that were counted by other code.
+
+Those were taken of all rows, unusable ones included, so hh's differ a little: 15 of its 2,354 rows are dropped here.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.data.test_real_files import DPO_EN, HH, HH_DROPS, MODEL
+from tuningfork.data.audit import prepare
+from tuningfork.data.config import DataConfig, PackConfig
+from tuningfork.data.loader import EpochOrder
+from tuningfork.data.pack import PackLimits
+from tuningfork.data.summary.file import FileData, read_too_long
+from tuningfork.data.summary.summarize import DataSummary, summarize
+
+pytestmark = [
+    pytest.mark.skipif(not HH.exists(), reason="no real data: set TUNINGFORK_DATA to a folder that has it"),
+    pytest.mark.skipif(not (MODEL / "tokenizer.json").exists(), reason="no demo/model: see demo/model.py"),
+]
+
+
+def summary_of(path: Path, max_length: int) -> DataSummary:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    config = DataConfig(max_length=max_length)
+    examples, report = prepare(path, tokenizer, config, len(tokenizer))
+    data = FileData(str(path), examples, read_too_long(str(path), tokenizer, config, report), report)
+    model = SimpleNamespace(vocab_size=len(tokenizer), max_position_embeddings=8192)
+    order = EpochOrder.plan(len(examples), 32, 0, 1.0, None)
+    limits = PackLimits.plan(2 * max_length, True, compiled=True)
+    return summarize(data, None, tokenizer, model, config, PackConfig(tokens=2 * max_length), order, limits)
+
+
+def published(summary: DataSummary) -> dict[str, list[int]]:
+    """mean, p50, p95 and max of each length, as whole numbers."""
+    return {
+        name: [round(some.mean), round(some.p50), round(some.p95), some.max]
+        for name, some in summary.train.lengths.items()
+    }
+
+
+def test_hh() -> None:
+    summary = summary_of(HH, 4096)
+    assert (summary.train.rows_read, summary.train.used) == (2354, 2339)
+    assert summary.train.dropped == {reason: len(rows) for reason, rows in HH_DROPS.items()}
+    assert (summary.train.empty_answers, summary.train.identical_answers) == (4, 2)
+    expected = {
+        "prompt": [162, 128, 407, 1012],
+        "chosen": [59, 43, 161, 769],
+        "rejected": [45, 32, 127, 511],
+        "sequence": [214, 180, 483, 1083],
+    }
+    for name, numbers in published(summary).items():
+        assert numbers == pytest.approx(expected[name], abs=1), name
+    cost = summary.cost
+    padded, packed, shared = cost.layouts
+    assert cost.tokens == pytest.approx(1_008_662 * 2339 / 2354, rel=0.002)
+    assert 2 * padded.prompt / cost.tokens == pytest.approx(0.757, abs=0.002)
+    assert padded.pad_share == pytest.approx(0.552, abs=0.002)  # of batches of 8 pairs, the mean of 20 shuffles
+    assert cost.tokens_saved == pytest.approx(0.377, abs=0.002)
+    assert cost.attention_saved == pytest.approx(0.326, abs=0.002)
+    assert packed.pad_share < 0.03 and shared.pad_share < 0.03
+    assert padded.slots / packed.slots == pytest.approx(2.2, abs=0.06)
+    assert padded.slots / shared.slots == pytest.approx(3.6, abs=0.1)
+
+
+def test_dpo_en() -> None:
+    """No row of it is dropped at 8192, so every number is that of the whole file."""
+    summary = summary_of(DPO_EN, 8192)
+    assert summary.train.used == 300
+    assert published(summary) == {
+        "prompt": [447, 188, 1378, 4100],
+        "chosen": [311, 317, 646, 1183],
+        "rejected": [341, 342, 673, 1029],
+        "sequence": [773, 576, 1877, 4574],
+    }
+    cost = summary.cost
+    assert cost.tokens == 463_807
+    assert f"{cost.tokens_saved:.3f}" == "0.289" and f"{cost.attention_saved:.3f}" == "0.242"
+    assert cost.layouts[0].pad_share == pytest.approx(0.576, abs=0.006)
+    with gzip.open(DPO_EN, "rt", encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    again = Counter(json.dumps([row["conversations"], row["chosen"], row["rejected"]]) for row in rows)
+    assert summary.train.repeats.duplicate_rows == sum(count - 1 for count in again.values()) == 5
+
+
+def test_rows_that_are_too_long_count_for_the_limits_and_nowhere_else() -> None:
+    """At 2048, 12 pairs of dpo_en are dropped; what the limits would cost is the same as when all are used."""
+    short, whole = summary_of(DPO_EN, 2048), summary_of(DPO_EN, 8192)
+    assert (short.train.used, short.train.lengths["sequence"].max < 2049) == (288, True)
+    lost = [
+        {row.max_length: (row.pairs_lost, row.tokens_lost) for row in summary.train.truncation}
+        for summary in (short, whole)
+    ]
+    assert lost[0] == lost[1] and lost[0][2048][0] == 12 and lost[0][8192] == (0, 0)

@@ -1,0 +1,69 @@
+"""Rows that say the same, the opposite, or what the other file says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from tuningfork.data.summary.repeats import SharedRow, find_leaks, find_repeats
+from tuningfork.records import Source, TokenAnswer, TokenExample
+
+
+def pairs(*rows: tuple[Sequence[int], Sequence[int], Sequence[int]]) -> list[TokenExample]:
+    """Rows of (prompt, chosen, rejected) ids, numbered from 10 in steps of 10."""
+
+    def ids(values: Sequence[int]) -> np.ndarray:
+        return np.array(values, dtype=np.int32)
+
+    return [
+        TokenExample(
+            Source("f", 10 * place), ids(p), tuple(TokenAnswer(ids(a), np.ones(len(a), dtype=bool)) for a in (c, r))
+        )
+        for place, (p, c, r) in enumerate(rows, 1)
+    ]
+
+
+def test_repeats_and_contradictions() -> None:
+    found = find_repeats(
+        pairs(
+            ([1], [2], [3]),  # 10
+            ([1], [2], [3]),  # 20: again
+            ([1], [3], [2]),  # 30: the opposite of both
+            ([1], [2], [4]),  # 40: another answer
+            ([9], [2], [3]),  # 50: another prompt
+            ([1], [2], [3]),  # 60: again
+            ([9], [3], [2]),  # 70: the opposite of 50
+        )
+    )
+    assert found.duplicates == [[10, 20, 60]] and found.duplicate_rows == 2
+    assert found.conflicts == [[[10, 20, 60], [30]], [[50], [70]]] and found.conflicting_rows == 6
+    assert found.distinct_prompts == 2
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [([1, 2], [3], [4]), ([1], [2, 3], [4])],  # the same ids, cut elsewhere
+        [([1], [2], [3]), ([1], [3], [4])],  # an answer on the other side, against another one
+        [([], [2], [3]), ([1], [2], [3])],
+        [([1], [256], [3]), ([1], [1], [3])],  # ids that begin with the same byte
+    ],
+)
+def test_what_only_looks_alike_is_no_repeat(rows: list[tuple[list[int], list[int], list[int]]]) -> None:
+    found = find_repeats(pairs(*rows))
+    assert (found.duplicates, found.conflicts) == ([], [])
+
+
+def test_leaks_name_the_first_row_with_the_same_prompt_and_with_the_same_answer() -> None:
+    train = pairs(([1], [2], [3]), ([1], [4], [5]), ([6], [2], [3]))
+    held_out = pairs(
+        ([1], [7], [8]),  # 10: the prompt of 10 and 20
+        ([1], [8], [4]),  # 20: with an answer of 20, there the chosen one
+        ([2], [2], [3]),  # 30: no prompt of theirs, though answers are
+        ([6], [3], [2]),  # 40: everything of 30, the other way round
+    )
+    found = find_leaks(train, held_out)
+    assert found.prompts == [SharedRow(10, 10), SharedRow(20, 10), SharedRow(40, 30)] and found.prompt_rows == 3
+    assert found.answers == [SharedRow(20, 20), SharedRow(40, 30)] and found.answer_rows == 2

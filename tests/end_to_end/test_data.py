@@ -1,0 +1,106 @@
+"""`tuningfork data`: a report on a recipe's data, from a tokenizer and a config alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.workbench import Job, make_pairs, write_rows
+
+
+def report_of(job: Job) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((job.run / "data" / "data_report.json").read_text())
+    return report
+
+
+def with_rows(job: Job, *rows: dict[str, Any]) -> Job:
+    return job.but({"data.train": write_rows(job.folder / "rows.jsonl", [*make_pairs(8, seed=3), *rows])})
+
+
+def test_the_report_needs_no_weights_and_tells_what_training_then_does(job: Job, shelf: Path) -> None:
+    bare = job.folder / "bare"
+    shutil.copytree(shelf / "model", bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    job = job.but({"data.eval": shelf / "held_out.jsonl"})
+    outcome = job.but({"model.path": bare}).done("data")
+    assert outcome.err == "" and "All 40 pairs can be trained on" in outcome.out
+    files = [job.run / "data" / "data_report.json", job.run / "data" / "data_report.html"]
+    assert outcome.out.splitlines()[-2:] == [str(path) for path in files] and all(path.is_file() for path in files)
+
+    report = report_of(job)
+    before = [path.read_bytes() for path in files]
+    job.done()  # where the report lies, a run may begin
+    lines = job.metrics()
+    assert report["run"]["steps"] == len(lines) == 10 and report["train"]["used"] == job.report()["used"] == 40
+    assert report["eval"]["used"] == 11
+    assert report["cost"]["tokens"] == sum(line["tokens"] for line in lines)
+    assert report["cost"]["unique_tokens"] == sum(line["unique_tokens"] for line in lines)
+    assert report["cost"]["counted_tokens"] == sum(line["answer_tokens"] for line in lines)
+    assert report["run"]["slots"] == sum(round(line["unique_tokens"] / (1 - line["pad_share"])) for line in lines)
+    assert [path.read_bytes() for path in files] == before
+
+
+def test_a_report_on_a_run_that_is_done_leaves_it_as_it_is(job: Job) -> None:
+    job.but({"train.max_steps": 2}).done()
+    before = {path: path.stat().st_mtime_ns for path in job.run.rglob("*") if path.is_file()}
+    job.done("data")
+    assert before.items() <= {path: path.stat().st_mtime_ns for path in job.run.rglob("*") if path.is_file()}.items()
+    job.but({"train.max_steps": 2}).done("train", "--resume")
+    first = report_of(job)
+    job.done("data")  # its own earlier report is replaced
+    assert report_of(job) == first
+
+
+STRICT: dict[str, tuple[dict[str, Any], ...]] = {
+    "dropped": ({"prompt": "p", "chosen": "", "rejected": "b"},),
+    "duplicates": ({"prompt": "p", "chosen": "a", "rejected": "b"},) * 2,
+    "conflicts": ({"prompt": "p", "chosen": "a", "rejected": "b"}, {"prompt": "p", "chosen": "b", "rejected": "a"}),
+}
+
+
+@pytest.mark.parametrize("kind", STRICT)
+def test_strict_fails_and_says_why(job: Job, kind: str) -> None:
+    job = with_rows(job, *STRICT[kind])
+    outcome = job("data", "--strict")
+    assert outcome.status == 1 and f"--strict would fail because of: {kind} in rows.jsonl" in outcome.out
+    assert [finding["kind"] for finding in report_of(job)["findings"] if finding["strict"]] == [kind]
+    # Without it the report is the same, only the status is not; the first line tells how fast the file was read.
+    assert job.done("data").out.splitlines()[1:] == outcome.out.splitlines()[1:]
+
+
+def test_strict_fails_for_a_leak(job: Job, shelf: Path) -> None:
+    rows = [{"prompt": make_pairs(40)[7]["prompt"], "chosen": "x", "rejected": "y"}]
+    job = job.but({"data.eval": write_rows(job.folder / "eval.jsonl", rows)})
+    outcome = job("data", "--strict")
+    assert outcome.status == 1 and "leaks in eval.jsonl (1)" in outcome.out
+    assert report_of(job)["leaks"]["prompts"] == [{"eval_row": 1, "train_row": 8}]
+
+
+def test_strict_fails_where_training_would_refuse_the_length(job: Job) -> None:
+    """The model knows 256 positions; `data` reports what `train` stops at."""
+    job = with_rows(job, {"prompt": "7" * 300, "chosen": "a", "rejected": "b"})
+    job = job.but({"data.max_length": 1000, "pack.tokens": 2000})
+    outcome = job("data", "--strict")
+    assert outcome.status == 1 and "positions in rows.jsonl (1)" in outcome.out
+    assert "256 positions" in job.refused()
+
+
+def test_strict_passes_good_data(job: Job) -> None:
+    assert "--strict would pass" in with_rows(job).done("data", "--strict").out
+
+
+def test_foreign_files_are_found_before_anything_is_read(job: Job) -> None:
+    (job.run / "data").mkdir(parents=True)
+    (job.run / "data" / "data_report.json").write_text("{}")
+    message = job.but({"data.train": job.folder / "missing.jsonl"}).refused("data")
+    assert "data_report.json exists and was not made by `tuningfork data`" in message
+    assert [path.name for path in (job.run / "data").iterdir()] == ["data_report.json"]
+
+
+def test_a_file_that_cannot_be_used_is_an_error_and_leaves_nothing(job: Job) -> None:
+    rows = [{"prompt": "p", "chosen": "", "rejected": "b"}]
+    message = job.but({"data.train": write_rows(job.folder / "rows.jsonl", rows)}).refused("data")
+    assert "none of its 1 rows can be used: 1 x empty answer" in message and not job.run.exists()

@@ -1,0 +1,54 @@
+"""The two files of `tuningfork data`: earlier ones of its own are replaced, foreign ones never."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data.summary.workbench import pair, summary_of
+from tuningfork.errors import RunFolderError
+from tuningfork.report.data_files import PAGE, REPORT, check, write
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("rows")
+    return summary_of(folder, [pair("one", "ab", "cde"), pair("two", "fgh", "ij")]).as_dict()
+
+
+def test_an_earlier_report_is_replaced(tmp_path: Path, report: dict[str, Any]) -> None:
+    folder = tmp_path / "run" / "data"
+    check(folder)
+    assert not folder.exists()
+    assert write(folder, report, "1.0") == [folder / REPORT, folder / PAGE]
+    assert json.loads((folder / REPORT).read_text()) == {"made_by": "tuningfork data", "version": "1.0", **report}
+    write(folder, report, "1.1")
+    assert json.loads((folder / REPORT).read_text())["version"] == "1.1"
+    assert "tuningfork data 1.1" in (folder / PAGE).read_text()
+    assert sorted(path.name for path in folder.iterdir()) == [PAGE, REPORT]
+
+
+@pytest.mark.parametrize("name", [REPORT, PAGE])
+def test_what_somebody_else_made_stays(tmp_path: Path, report: dict[str, Any], name: str) -> None:
+    """The account that a run writes has the same name as the report."""
+    write(tmp_path, report, "1.0")
+    (tmp_path / name).write_text('{"rows_read": 3}')
+    other = PAGE if name == REPORT else REPORT
+    before = (tmp_path / other).read_bytes()
+    with pytest.raises(RunFolderError, match=rf"{name} exists and was not made by `tuningfork data`.*Move it away"):
+        write(tmp_path, report, "1.1")
+    assert (tmp_path / name).read_text() == '{"rows_read": 3}'
+    assert (tmp_path / other).read_bytes() == before
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    with pytest.raises(RunFolderError, match=name):
+        check(tmp_path)
+
+
+def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(RunFolderError, match=r"run is a file.*Choose another output\.dir"):
+        check(tmp_path / "run" / "data")

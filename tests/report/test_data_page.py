@@ -1,0 +1,186 @@
+"""The page of `tuningfork data`: whole, harmless whatever the data says, and fit to be looked at."""
+
+from __future__ import annotations
+
+import re
+from html import unescape
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data.summary.workbench import pair, summary_of
+from tests.data.tiny_tokenizers import CHATML, byte_bpe
+from tests.report.browser import browser, find_browser
+from tuningfork.report.data_page import SECTIONS, draw_page
+
+EVIL = "</script></style><img src=http://example.invalid/x.png onerror=alert(1)><b>\"'&amp;"
+SEVERAL = [
+    {"role": "assistant", "content": "one"},
+    {"role": "user", "content": "and?"},
+    {"role": "assistant", "content": "two"},
+]
+VOID = {"meta", "input"}
+
+
+def report_of(folder: Path) -> dict[str, Any]:
+    """Everything that a page may have to show: drops, repeats, leaks, several turns, and rows that mean harm."""
+    rows = [
+        pair(EVIL, f"{EVIL} \u202eback\u200f \x00\x07 tab\there", "no"),
+        pair("שלום عالم", "نعم 👩‍👩‍👧 日本", "لا"),
+        pair("several", SEVERAL, "no"),
+        *[pair("twice", "a", "b"), pair("twice", "a", "b"), pair("twice", "b", "a")],
+        pair("empty", "", "b"),
+        pair("role", "k", [{"role": EVIL + "q" * 100_000, "content": "x"}]),
+        pair("broken", "k", "half \ud800"),
+        pair("x" * 5000, "long", "er"),
+        *(pair(f"question {i}", "good " * (i % 9 + 1), "bad " * (i % 5 + 1)) for i in range(60)),
+    ]
+    held_out = [pair("twice", "a", "x"), pair("question 7", "x", "y"), pair("new", "x", "y")]
+    tokenizer = byte_bpe(chat_template=CHATML)
+    tokenizer.name_or_path = f"folder {EVIL}"
+    summary = summary_of(folder, rows, held_out, tokenizer=tokenizer, template="chat", max_length=900)
+    return {"made_by": "tuningfork data", "version": "1", **summary.as_dict()}
+
+
+class Outline(HTMLParser):
+    """Checks that every element is closed in its turn; collects tags, headings and text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        assert len(dict(attributes)) == len(attributes), tag
+        self.tags.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return report_of(tmp_path_factory.mktemp("report"))
+
+
+@pytest.fixture(scope="module")
+def page(report: dict[str, Any]) -> str:
+    return draw_page(report)
+
+
+@pytest.fixture(scope="module")
+def outline(page: str) -> Outline:
+    outline = Outline()
+    outline.feed(page)
+    outline.close()
+    assert outline.open == []
+    return outline
+
+
+def test_what_the_data_says_stays_text(page: str, outline: Outline) -> None:
+    assert {tag for tag, _ in outline.tags} & {"script", "img", "link", "iframe", "object", "base"} == set()
+    assert not any(key.startswith("on") for _, attributes in outline.tags for key in attributes)
+    assert "http:" not in re.sub(r"http://example\.invalid", "", unescape(page)) and "url(" not in page
+    assert outline.text.count("</script></style><img") >= 2  # a tokenizer's name and a row's detail
+    page.encode("utf-8")
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f\u200e\u200f\u202a-\u202e\u2066-\u2069]", page)
+    assert "⟨U+202E⟩" in outline.text and "⟨U+0000⟩" in outline.text
+
+
+def test_a_long_row_is_cut_with_the_number_of_what_is_left_out(page: str, outline: Outline) -> None:
+    assert len(page) < 400_000
+    [left_out] = re.findall(r"… (\d+,\d+) more characters", outline.text)
+    detail = f"rejected[0].role is {EVIL + 'q' * 100_000!r}; known are system, user, assistant, human, gpt"
+    assert int(left_out.replace(",", "")) == len(detail) - 300
+
+
+def test_headings_links_and_labels(outline: Outline) -> None:
+    assert [tag for tag, _ in outline.tags].count("h1") == 1
+    levels = [int(tag[1]) for tag, _ in outline.tags if re.fullmatch("h[1-6]", tag)]
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+    ids = [attributes["id"] for _, attributes in outline.tags if "id" in attributes]
+    assert len(set(ids)) == len(ids) and set(SECTIONS) <= set(ids)
+    named = [a[key] for _, a in outline.tags for key in ("aria-labelledby",) if key in a]
+    targets = [str(attributes["href"])[1:] for tag, attributes in outline.tags if tag == "a"]
+    assert set(named) | set(targets) <= set(ids)
+    pictures = [attributes for tag, attributes in outline.tags if tag == "svg" or attributes.get("role") == "img"]
+    assert len(pictures) == 5 + 2 + 3 + 2 and all(picture.get("aria-label") for picture in pictures)
+
+
+def test_the_numbers_are_those_of_the_report(report: dict[str, Any], outline: Outline) -> None:
+    text = re.sub(r"\s+", " ", outline.text)
+    assert "66 of 70 pairs can be trained on" in text
+    for finding in report["findings"]:
+        assert finding["text"][1:].split(EVIL)[0] in text
+    assert text.count("stops --strict") == 4 and text.count("worth a look") == 2
+    cost, run = report["cost"], report["run"]
+    for number in (cost["tokens"], cost["unique_tokens"], cost["attention_pairs"], cost["attention_pairs_shared"]):
+        assert f"{number:,}" in text
+    assert all(f"{layout['slots']:,} slots" in text for layout in cost["layouts"])
+    assert f"steps of 2 pairs in the whole run{run['steps']:,}" in text and run["steps"] == 33
+    assert "row 1 = training row 4; row 2 = training row 18" in text
+    for some in report["train"]["lengths"].values():
+        assert f"median {some['p50']:,.0f}, 95% at most {some['p95']:,.0f}, longest {some['max']:,}" in text
+
+
+def test_every_token_of_an_example_is_there_with_its_id(report: dict[str, Any], outline: Outline) -> None:
+    shown = [
+        (attributes["class"], attributes["title"])
+        for tag, attributes in outline.tags
+        if tag == "span" and str(attributes.get("class", "")).startswith("t ")
+    ]
+    expected = []
+    for example in report["shown"]:
+        for name in ("prompt", "chosen", "rejected"):
+            for piece in (*example[name]["head"], *example[name]["tail"]):
+                kind = name if name == "prompt" or piece["counted"] else "silent"
+                expected.append((f"t {kind}{' special' * piece['special']}", " ".join(map(str, piece["ids"]))))
+    assert shown == expected
+
+
+def test_a_file_without_faults(tmp_path: Path) -> None:
+    summary = summary_of(tmp_path, [pair("one", "ab", "cde"), pair("two", "fgh", "ij")])
+    outline = Outline()
+    outline.feed(draw_page({"made_by": "tuningfork data", "version": "1", **summary.as_dict()}))
+    assert "All 2 pairs can be trained on" in outline.text and "Nothing needs attention" in outline.text
+    assert "No data.eval is set" in outline.text and "--strict" not in outline.text
+
+
+@pytest.mark.skipif(find_browser() is None, reason="no Chromium: put one on PATH, or name it in TUNINGFORK_CHROMIUM")
+def test_in_a_browser(page: str, tmp_path: Path) -> None:
+    """Nothing is logged or asked for, every plot is to be seen, and nothing is wider than the screen."""
+    path = tmp_path / "data_report.html"
+    path.write_text(page, encoding="utf-8")
+    boxes = "[...document.querySelectorAll('svg, [role=img]')].map(e => e.getBoundingClientRect())"
+    paper = "getComputedStyle(document.body).backgroundColor"
+    executable = find_browser()
+    assert executable is not None
+    with browser(executable) as tab:
+        colours = set()
+        for width in (390, 1280):
+            for dark in (False, True):
+                tab.open(path, width, dark)
+                assert (tab.said, tab.requests) == ([], [])
+                assert tab.value("document.documentElement.scrollWidth") <= tab.value("window.innerWidth") == width
+                plots = tab.value(f"{boxes}.map(box => [box.width, box.height])")
+                assert len(plots) == 12 and all(w > 250 and h >= 20 for w, h in plots)
+                colours.add(tab.value(paper))
+        assert len(colours) == 2  # light and dark
+        assert tab.value("getComputedStyle(document.querySelector('.t'), '::after').content") == "none"
+        tab.value("document.getElementById('ids').click()")
+        assert tab.value("getComputedStyle(document.querySelector('.t'), '::after').content").strip('"') == "2"
+        # The guard's guard: what this test looks for, it would see.
+        tab.value("console.error('seen'); new Image().src = 'http://localhost:1/x.png'; 1")
+        assert any("seen" in said for said in tab.said) and tab.requests == ["http://localhost:1/x.png"]
