@@ -14,6 +14,7 @@ import pytest
 from tests.data.summary.workbench import pair, summary_of
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
 from tests.report.browser import browser, find_browser
+from tuningfork.data.turns import ROLES
 from tuningfork.report.data_page import SECTIONS, draw_page
 
 EVIL = "</script></style><img src=http://example.invalid/x.png onerror=alert(1)><b>\"'&amp;"
@@ -102,7 +103,7 @@ def test_what_the_data_says_stays_text(page: str, outline: Outline) -> None:
 def test_a_long_row_is_cut_with_the_number_of_what_is_left_out(page: str, outline: Outline) -> None:
     assert len(page) < 400_000
     [left_out] = re.findall(r"… (\d+,\d+) more characters", outline.text)
-    detail = f"rejected[0].role is {EVIL + 'q' * 100_000!r}; known are system, user, assistant, human, gpt"
+    detail = f"rejected[0].role is {EVIL + 'q' * 100_000!r}; known are {', '.join(ROLES)}"
     assert int(left_out.replace(",", "")) == len(detail) - 300
 
 
