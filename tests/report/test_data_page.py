@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from html import unescape
 from html.parser import HTMLParser
@@ -11,11 +12,14 @@ from typing import Any
 
 import pytest
 
-from tests.data.summary.workbench import pair, summary_of
+from tests.data.summary.workbench import pair, summary_of, summary_of_examples
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
 from tests.report.browser import browser, find_browser
+from tests.tiny import random_examples
 from tuningfork.data.turns import ROLES
+from tuningfork.report.console import Console
 from tuningfork.report.data_page import SECTIONS, draw_page
+from tuningfork.report.data_terminal import draw_report
 
 EVIL = "</script></style><img src=http://example.invalid/x.png onerror=alert(1)><b>\"'&amp;"
 SEVERAL = [
@@ -144,8 +148,9 @@ def test_every_token_of_an_example_is_there_with_its_id(report: dict[str, Any], 
     ]
     expected = []
     for example in report["shown"]:
-        for name in ("prompt", "chosen", "rejected"):
-            for piece in (*example[name]["head"], *example[name]["tail"]):
+        for part in (example["prompt"], *example["answers"]):
+            name = part["name"]
+            for piece in (*part["head"], *part["tail"]):
                 kind = name if name == "prompt" or piece["counted"] else "silent"
                 expected.append((f"t {kind}{' special' * piece['special']}", " ".join(map(str, piece["ids"]))))
     assert shown == expected
@@ -157,6 +162,22 @@ def test_a_file_without_faults(tmp_path: Path) -> None:
     outline.feed(draw_page({"made_by": "tuningfork data", "version": "1", **summary.as_dict()}))
     assert "All 2 pairs can be trained on" in outline.text and "Nothing needs attention" in outline.text
     assert "No data.eval is set" in outline.text and "--strict" not in outline.text
+
+
+@pytest.mark.parametrize("answers", [(5,), (5, 3, 4)], ids=["single", "ranking"])
+def test_examples_that_are_no_pairs(answers: tuple[int, ...]) -> None:
+    """The page and the terminal take them, call them by their name, and leave out what only pairs have."""
+    summary = summary_of_examples(random_examples([(3, answers), (4, answers[::-1])]))
+    report = {"made_by": "tuningfork data", "version": "1", **summary.as_dict()}
+    outline = Outline()
+    outline.feed(draw_page(report))
+    assert "All 2 examples can be trained on" in outline.text and "batches of 8 examples" in outline.text
+    printed = io.StringIO()
+    Console(printed).draw(draw_report(report))
+    last = "answer 3" if len(answers) == 3 else "answer"
+    for text in (outline.text.lower(), printed.getvalue()):
+        assert f"{last}, " in text or f"{last} {answers[-1]} tokens" in text
+        assert ("chosen is longer" in text or "chosen answer is longer" in text) == (len(answers) == 3)
 
 
 @pytest.mark.skipif(find_browser() is None, reason="no Chromium: put one on PATH, or name it in TUNINGFORK_CHROMIUM")

@@ -47,8 +47,13 @@ def test_sentences_and_differences() -> None:
 
 
 def test_the_headline() -> None:
-    assert headline({"train": {"used": 2339, "rows_read": 2354}}) == "2,339 of 2,354 pairs can be trained on"
-    assert headline({"train": {"used": 300, "rows_read": 300}}) == "All 300 pairs can be trained on"
+    assert (
+        headline({"train": {"used": 2339, "rows_read": 2354}, "unit": "pairs"})
+        == "2,339 of 2,354 pairs can be trained on"
+    )
+    assert (
+        headline({"train": {"used": 300, "rows_read": 300}, "unit": "examples"}) == "All 300 examples can be trained on"
+    )
 
 
 def test_dropped_rows_by_reason() -> None:

@@ -12,25 +12,31 @@ from tuningfork.report.words import share, signed
 Tree = Mapping[str, Any]
 
 LAYOUTS = {
-    "padded": "Padded: batches of 8 pairs, all 16 sequences as long as the longest",
-    "packed": "Packed: each sequence by itself, prompts twice",
-    "shared": "Packed and shared: the prompt once for both answers",
+    "padded": "Padded: batches of 8, all sequences as long as the longest",
+    "packed": "Packed: each sequence by itself, with a prompt of its own",
+    "shared": "Packed and shared: the prompt once for all of its answers",
 }
 PARTS = {
     "prompt": "prompt",
-    "prompt_again": "prompt, a second time",
-    "chosen": "chosen answer",
-    "rejected": "rejected answer",
+    "prompt_again": "prompt again",
+    "chosen": "chosen answers",
+    "rejected": "rejected answers",
     "padding": "padding",
 }
-LENGTHS = {"prompt": "Prompt", "chosen": "Chosen answer", "rejected": "Rejected answer", "sequence": "Whole sequence"}
+LENGTHS = {
+    "prompt": "Prompt",
+    "chosen": "Chosen answer",
+    "rejected": "Rejected answer",
+    "answer": "Answer",
+    "sequence": "Whole sequence",
+}
 
 
 def draw_lengths(files: Sequence[tuple[str, Tree]]) -> str:
     """Histograms of the training file's lengths, and the numbers of every file."""
     plots = []
-    for key, name in LENGTHS.items():
-        some = files[0][1]["lengths"][key]
+    for key, some in files[0][1]["lengths"].items():
+        name = LENGTHS[key]
         words = f"median {some['p50']:,.0f}, 95% at most {some['p95']:,.0f}, longest {some['max']:,}"
         what = {"prompt": "prompts", "sequence": "sequences"}.get(key, "answers")
         marks = {"median": some["p50"], "p95": some["p95"]}
@@ -46,7 +52,7 @@ def draw_lengths(files: Sequence[tuple[str, Tree]]) -> str:
             f"{some['total']:,}",
         ]
         for role, file in files
-        for name, some in ((LENGTHS[key], file["lengths"][key]) for key in LENGTHS)
+        for name, some in ((LENGTHS[key], some) for key, some in file["lengths"].items())
     ]
     numbers = table(["Tokens", "Mean", "p50", "p95", "p99", "Max", "Total"], body, "numbers", "Lengths in tokens")
     keys = {"median": "median", "p95": "95% are at most this long"}
@@ -54,8 +60,10 @@ def draw_lengths(files: Sequence[tuple[str, Tree]]) -> str:
     return f'<div class="grid">{"".join(plots)}</div><p class="legend">{legend}</p>{numbers}'
 
 
-def draw_bias(bias: Tree) -> str:
+def draw_bias(bias: Tree | None) -> str:
     """Which answer is longer, and by how much."""
+    if bias is None:
+        return "<p>No row has several answers, so none is the longer one.</p>"
     n = bias["longer"] + bias["equal"] + bias["shorter"]
     words = (
         f"The chosen answer is longer in {share(bias['longer'] / n)} of the pairs, shorter in "
@@ -75,16 +83,16 @@ def draw_truncation(file: Tree) -> str:
     body = [
         [
             f"{row['max_length']:,}" + (' <span class="tag">recipe</span>' if row["recipe"] else ""),
-            f"{row['pairs_lost']:,}",
-            _meter(row["pairs_lost_share"]),
+            f"{row['rows_lost']:,}",
+            _meter(row["rows_lost_share"]),
             f"{row['tokens_lost']:,}",
             _meter(row["tokens_lost_share"]),
         ]
         for row in file["truncation"]
     ]
-    heads = ["max_length", "Pairs lost", "Share", "Tokens lost", "Share"]
-    note = "A pair with a longer sequence is dropped whole. Tokens count the prompt once per answer."
-    return table(heads, body, "limits", "Pairs and tokens lost at a limit") + f'<p class="note">{note}</p>'
+    heads = ["max_length", "Rows lost", "Share", "Tokens lost", "Share"]
+    note = "A row with a longer sequence is dropped whole. Tokens count the prompt once per answer."
+    return table(heads, body, "limits", "Rows and tokens lost at a limit") + f'<p class="note">{note}</p>'
 
 
 def _meter(value: float) -> str:
@@ -95,9 +103,12 @@ def draw_cost(cost: Tree) -> str:
     """Token slots by layout, and attention."""
     longest = max(layout["slots"] for layout in cost["layouts"])
     ours = cost["layouts"][-1]["slots"]
+    names = {key: name for key, name in PARTS.items() if any(layout[key] for layout in cost["layouts"])}
+    if "rejected" not in names:
+        names["chosen"] = "answers"
     bars = []
     for layout in cost["layouts"]:
-        parts = [(key.replace("_", "-"), name, layout[key]) for key, name in PARTS.items()]
+        parts = [(key.replace("_", "-"), name, layout[key]) for key, name in names.items()]
         words = ", ".join(f"{name} {share(amount / layout['slots'])}" for _, name, amount in parts if amount)
         label = f"{layout['slots']:,} slots: {words}"
         times = "" if layout["slots"] == ours else f", {layout['slots'] / ours:.2f} × the last"
@@ -107,10 +118,10 @@ def draw_cost(cost: Tree) -> str:
             f"{stacked(parts, longest, label)}</figure>"
         )
     legend = "".join(
-        f'<span><span class="key {key.replace("_", "-")}"></span>{name}</span>' for key, name in PARTS.items()
+        f'<span><span class="key {key.replace("_", "-")}"></span>{name}</span>' for key, name in names.items()
     )
     whole = cost["attention_pairs"]
-    ways = {"Each sequence by itself": whole, "Prompt once for both answers": cost["attention_pairs_shared"]}
+    ways = {"Each sequence by itself": whole, "Prompt once for all of its answers": cost["attention_pairs_shared"]}
     attention = "".join(
         f"<figure><figcaption><b>{name}</b> <span class='soft'>{pairs:,} (query, key) pairs</span></figcaption>"
         f"{stacked([('pairs', name, pairs)], whole, f'{name}: {pairs:,} pairs')}</figure>"
@@ -118,7 +129,7 @@ def draw_cost(cost: Tree) -> str:
     )
     return (
         f"<p>One epoch has {cost['tokens']:,} tokens with the prompt once per answer, {cost['unique_tokens']:,} with "
-        f"the prompt once per pair; {cost['counted_tokens']:,} of them count in the loss.</p>"
+        f"the prompt once per example; {cost['counted_tokens']:,} of them count in the loss.</p>"
         f'<div class="bars">{"".join(bars)}</div><p class="legend">{legend}</p>'
         f"<h3>Causal attention</h3><p>Sharing prompts saves {share(cost['attention_saved'])} of the (query, key) pairs "
         f"and {share(cost['tokens_saved'])} of the tokens.</p>"

@@ -98,15 +98,15 @@ def _few(finding: Tree) -> str:
 
 
 def _figures(report: Tree) -> str:
-    cost, run = report["cost"], report["run"]
+    cost, run, unit = report["cost"], report["run"], report["unit"]
     slots = {layout["name"]: layout["slots"] for layout in cost["layouts"]}
     ours = slots["shared" if report["share_prompt"] else "packed"]
     saved = "of the tokens saved by sharing prompts" + ("" if report["share_prompt"] else " (pack.share_prompt is off)")
     figures = [
         (f"{cost['unique_tokens']:,}", "tokens an epoch, each prompt once"),
         (share(cost["tokens_saved"]), saved),
-        (f"{slots['padded'] / ours:.1f} ×", "fewer token slots than padded batches of 8 pairs"),
-        (f"{run['steps']:,}", f"steps of {run['examples_per_step']:,} pairs in the whole run"),
+        (f"{slots['padded'] / ours:.1f} ×", f"fewer token slots than padded batches of 8 {unit}"),
+        (f"{run['steps']:,}", f"steps of {run['examples_per_step']:,} {unit} in the whole run"),
     ]
     tiles = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for value, name in figures)
     return f'<dl class="figures">{tiles}</dl>'
@@ -153,7 +153,7 @@ def _repeats(report: Tree) -> str:
         ),
         "Rows that contradict each other": lambda f: (
             f["repeats"]["conflicting_rows"],
-            _groups([f"{rows(one)} against {rows(other)}" for one, other in f["repeats"]["conflicts"]]),
+            _groups([" against ".join(map(rows, sides)) for sides in f["repeats"]["conflicts"]]),
         ),
         "Dropped: chosen equals rejected": lambda f: (f["identical_answers"], ""),
         "Dropped: an answer is empty": lambda f: (f["empty_answers"], ""),
@@ -188,7 +188,7 @@ def _repeats(report: Tree) -> str:
         shown.append(table(["Leak", "Rows", "Share", "Where"], body, "repeats", "From training into held-out data"))
     note = (
         "Rows are compared by token ids, as the model meets them. Contradicting rows have the same prompt and the same "
-        "two answers, preferred both ways."
+        "answers, and prefer another of them."
     )
     return "".join(shown) + f'<p class="note">{note}</p>'
 
@@ -201,8 +201,8 @@ def _run(report: Tree) -> str:
     run = report["run"]
     about = "" if run["steps_packed"] >= run["steps_per_epoch"] else "about "
     in_all = "" if not about and run["epochs"] == 1 else "about "
-    pairs = [
-        ("Pairs per step", f"{run['examples_per_step']:,}"),
+    named = [
+        (f"{report['unit'].capitalize()} per step", f"{run['examples_per_step']:,}"),
         ("Steps per epoch", f"{run['steps_per_epoch']:,.1f}"),
         ("Epochs", f"{run['epochs']:,.2f}"),
         ("Steps in the whole run", f"{run['steps']:,}"),
@@ -211,13 +211,18 @@ def _run(report: Tree) -> str:
         ("Packs in the whole run", f"{in_all}{run['packs']:,}"),
         ("Padding", share(run["pad_share"])),
         ("Token slots in the whole run", f"{in_all}{run['slots']:,}"),
-        ("Prompts", "stored once per pair" if report["share_prompt"] else "stored once per answer (pack.share_prompt)"),
+        (
+            "Prompts",
+            "stored once for all of their answers"
+            if report["share_prompt"]
+            else "stored once per answer (pack.share_prompt is off)",
+        ),
     ]
     note = (
         f'<p class="note">Packs, padding and slots are counted on the first {run["steps_packed"]:,} steps and scaled '
         "up.</p>"
     )
-    return facts(pairs) + (note if about else "")
+    return facts(named) + (note if about else "")
 
 
 def _tokenizer(tokenizer: Tree) -> str:

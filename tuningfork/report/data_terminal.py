@@ -16,9 +16,9 @@ from tuningfork.report.words import by_reason, cut, headline, rows, sentence, sh
 Tree = Mapping[str, Any]
 
 LAYOUTS = {
-    "padded": "padded, batches of 8 pairs",
-    "packed": "packed, prompts twice",
-    "shared": "packed, prompts once",
+    "padded": "padded, batches of 8",
+    "packed": "packed, a prompt for each answer",
+    "shared": "packed, prompts shared",
 }
 _COLORS = {"prompt": "cyan", "chosen": "green", "rejected": "yellow"}
 _PARTS = {"prompt": "█", "prompt_again": "▓", "chosen": "█", "rejected": "█", "padding": "░"}
@@ -94,7 +94,9 @@ def _lengths(files: Sequence[tuple[str, Tree]]) -> Table:
     return grid
 
 
-def _bias(bias: Tree) -> Iterator[RenderableType]:
+def _bias(bias: Tree | None) -> Iterator[RenderableType]:
+    if bias is None:
+        return
     n = bias["longer"] + bias["equal"] + bias["shorter"]
     yield _indented(
         f"chosen is longer in {share(bias['longer'] / n)} of the pairs, shorter in {share(bias['shorter'] / n)}; "
@@ -103,12 +105,12 @@ def _bias(bias: Tree) -> Iterator[RenderableType]:
 
 
 def _truncation(limits: Sequence[Tree]) -> Table:
-    grid = _grid("lost at data.max_length", "pairs", "", "tokens", "")
+    grid = _grid("lost at data.max_length", "rows", "", "tokens", "")
     for row in limits:
         style = "bold" if row["recipe"] else ""
         name = f"{row['max_length']:,}{' (recipe)' if row['recipe'] else ''}"
         lost = [
-            *(f"{row['pairs_lost']:,}", share(row["pairs_lost_share"])),
+            *(f"{row['rows_lost']:,}", share(row["rows_lost_share"])),
             *(f"{row['tokens_lost']:,}", share(row["tokens_lost_share"])),
         ]
         grid.add_row(name, *lost, style=style)
@@ -131,7 +133,7 @@ def _cost(cost: Tree) -> Iterator[RenderableType]:
     yield Text.assemble(
         "  ",
         ("█ prompt  ", "cyan"),
-        ("▓ prompt, a second time  ", "cyan"),
+        ("▓ prompt again  ", "cyan"),
         ("█ chosen  ", "green"),
         ("█ rejected  ", "yellow"),
         ("░ padding", "dim"),
@@ -145,7 +147,7 @@ def _cost(cost: Tree) -> Iterator[RenderableType]:
 def _run(report: Tree) -> RenderableType:
     run = report["run"]
     return Text(
-        f"run: {run['steps']:,} steps of {run['examples_per_step']:,} pairs, {run['epochs']:,.2f} epochs of "
+        f"run: {run['steps']:,} steps of {run['examples_per_step']:,} {report['unit']}, {run['epochs']:,.2f} epochs of "
         f"{run['steps_per_epoch']:,.1f} steps; {run['packs_per_step']:.1f} packs a step, about "
         f"{run['packs']:,} in all, {share(run['pad_share'])} padding"
     )
@@ -153,11 +155,14 @@ def _run(report: Tree) -> RenderableType:
 
 def _example(shown: Tree) -> Iterator[RenderableType]:
     yield Text.assemble((f"row {shown['row']} as the model sees it", "bold"), ", a │ after each token")
-    for name in ("prompt", "chosen", "rejected"):
-        part = shown[name]
+    parts = [
+        ("prompt", shown["prompt"]),
+        *(("rejected" if i else "chosen", part) for i, part in enumerate(shown["answers"])),
+    ]
+    for kind, part in parts:
         pieces, hidden = [*part["head"], *part["tail"]], part["hidden"]
-        line = Text(f"{name}, {part['tokens']:,} tokens", style="bold")
-        line.append("" if name == "prompt" else f", {part['counted']:,} count", style="not bold")
+        line = Text(f"{part['name']}, {part['tokens']:,} tokens", style="bold")
+        line.append("" if kind == "prompt" else f", {part['counted']:,} count", style="not bold")
         yield _indented(line)
         first, last = pieces, []
         if len(pieces) > _HEAD + _TAIL or hidden:
@@ -165,18 +170,18 @@ def _example(shown: Tree) -> Iterator[RenderableType]:
             hidden = part["tokens"] - sum(len(piece["ids"]) for piece in [*first, *last])
         text = Text(overflow="fold")
         for piece in first:
-            _piece(text, piece, name)
+            _piece(text, piece, kind)
         if last:
             text.append(f" … {hidden:,} more tokens … ", style="dim italic")
         for piece in last:
-            _piece(text, piece, name)
+            _piece(text, piece, kind)
         yield _indented(text)
 
 
-def _piece(text: Text, piece: Tree, name: str) -> None:
-    counts = name == "prompt" or piece["counted"]
+def _piece(text: Text, piece: Tree, kind: str) -> None:
+    counts = kind == "prompt" or piece["counted"]
     shown = visible(cut(piece["text"], 40))
-    style = f"{_COLORS[name]}{' bold' if piece['special'] else ''}" if counts else "dim strike"
+    style = f"{_COLORS[kind]}{' bold' if piece['special'] else ''}" if counts else "dim strike"
     text.append(shown if counts else f"({shown})", style=style)
     text.append("│", style="dim")
 

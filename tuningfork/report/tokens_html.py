@@ -12,10 +12,10 @@ _TEXT = 200  # characters shown of one token
 
 
 def examples(shown: Sequence[Mapping[str, Any]]) -> str:
-    """Every shown example, its prompt first and both answers below."""
+    """Every shown example, its prompt first and its answers below."""
     legend = (
         '<p class="legend"><span><span class="key prompt"></span>prompt</span>'
-        '<span><span class="key chosen"></span>chosen, counts in the loss</span>'
+        '<span><span class="key chosen"></span>chosen or only answer, counts in the loss</span>'
         '<span><span class="key rejected"></span>rejected, counts in the loss</span>'
         '<span><span class="key silent"></span>in an answer, does not count</span>'
         '<span><span class="key special"></span>special token</span></p>'
@@ -26,7 +26,8 @@ def examples(shown: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _example(example: Mapping[str, Any]) -> str:
-    parts = "".join(_part(example[name], name) for name in ("prompt", "chosen", "rejected"))
+    answers = [_part(part, "rejected" if place else "chosen") for place, part in enumerate(example["answers"])]
+    parts = "".join([_part(example["prompt"], "prompt"), *answers])
     title = example["title"]
     return (
         f"<h3>{escape(title[:1].upper() + title[1:])} <span class='soft'>row {example['row']}</span></h3>"
@@ -34,20 +35,21 @@ def _example(example: Mapping[str, Any]) -> str:
     )
 
 
-def _part(part: Mapping[str, Any], name: str) -> str:
-    counted = "" if name == "prompt" else f", {part['counted']:,} count"
-    pieces = "".join(_piece(piece, name) for piece in part["head"])
+def _part(part: Mapping[str, Any], kind: str) -> str:
+    name = part["name"]
+    counted = "" if kind == "prompt" else f", {part['counted']:,} count"
+    pieces = "".join(_piece(piece, kind) for piece in part["head"])
     if part["hidden"]:
         pieces += f'<span class="hidden">… {part["hidden"]:,} more tokens …</span>'
-        pieces += "".join(_piece(piece, name) for piece in part["tail"])
+        pieces += "".join(_piece(piece, kind) for piece in part["tail"])
     return (
         f'<div class="said"><h4>{name.capitalize()} <span class="soft">{part["tokens"]:,} tokens{counted}</span></h4>'
         f'<p class="tokens" tabindex="0" role="group" aria-label="Tokens of the {name}">{pieces.rstrip()}</p></div>'
     )
 
 
-def _piece(piece: Mapping[str, Any], name: str) -> str:
-    kind = name if piece["counted"] or name == "prompt" else "silent"
+def _piece(piece: Mapping[str, Any], kind: str) -> str:
+    kind = kind if piece["counted"] or kind == "prompt" else "silent"
     kind += " special" if piece["special"] else ""
     ids = " ".join(map(str, piece["ids"]))
     shown = escape(visible(cut(piece["text"], _TEXT), newline="↵\n"))

@@ -11,8 +11,8 @@ def headline(report: Mapping[str, Any]) -> str:
     """data_report.json in one line."""
     used, read = report["train"]["used"], report["train"]["rows_read"]
     if used == read:
-        return f"All {read:,} pairs can be trained on"
-    return f"{used:,} of {read:,} pairs can be trained on"
+        return f"All {read:,} {report['unit']} can be trained on"
+    return f"{used:,} of {read:,} {report['unit']} can be trained on"
 
 
 def sentence(text: str) -> str:

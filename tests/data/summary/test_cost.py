@@ -26,20 +26,26 @@ def limits_of(tokens: int = 128, share_prompt: bool = True) -> PackLimits:
 
 
 @settings(max_examples=40, deadline=None)
-@given(longest=st.lists(st.integers(1, 30), min_size=1, max_size=6), batch=st.integers(1, 7))
-def test_padding_is_the_mean_over_all_orders(longest: list[int], batch: int) -> None:
-    def slots(order: tuple[int, ...]) -> int:
-        batches = [order[start : start + batch] for start in range(0, len(order), batch)]
-        return sum(2 * len(members) * max(members) for members in batches)
+@given(
+    examples=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 4)), min_size=1, max_size=6),
+    batch=st.integers(1, 7),
+)
+def test_padding_is_the_mean_over_all_orders(examples: list[tuple[int, int]], batch: int) -> None:
+    """Of examples with any longest sequence and number of sequences."""
 
-    every = [slots(order) for order in permutations(longest)]
-    assert padded_slots(np.array(longest), batch) == pytest.approx(sum(every) / len(every))
+    def slots(order: tuple[tuple[int, int], ...]) -> int:
+        batches = [order[start : start + batch] for start in range(0, len(order), batch)]
+        return sum(sum(n for _, n in members) * max(length for length, _ in members) for members in batches)
+
+    every = [slots(order) for order in permutations(examples)]
+    longest, sequences = np.array(examples).T
+    assert padded_slots(longest, sequences, batch) == pytest.approx(sum(every) / len(every))
 
 
 def test_padding_by_hand() -> None:
     # batches of two of 1, 2, 6: {1,2}+{6}, {1,6}+{2}, {2,6}+{1}, each as likely: 8+12, 24+4, 24+2 slots
-    assert padded_slots(np.array([1, 2, 6]), 2) == pytest.approx((20 + 28 + 26) / 3)
-    assert padded_slots(np.array([5, 3]), 8) == 20  # one batch of two pairs
+    assert padded_slots(np.array([1, 2, 6]), np.array([2, 2, 2]), 2) == pytest.approx((20 + 28 + 26) / 3)
+    assert padded_slots(np.array([5, 3]), np.array([2, 2]), 8) == 20  # one batch of two pairs
 
 
 def test_padding_of_a_large_file_is_what_shuffling_finds() -> None:
@@ -50,7 +56,7 @@ def test_padding_of_a_large_file_is_what_shuffling_finds() -> None:
         rng.shuffle(longest)
         full = longest[:40_000].reshape(-1, 8).max(axis=1).sum() * 16
         shuffled.append(full + 2 * 3 * longest[40_000:].max())
-    assert padded_slots(longest, 8) == pytest.approx(np.mean(shuffled), rel=0.002)
+    assert padded_slots(longest, np.full(40_003, 2), 8) == pytest.approx(np.mean(shuffled), rel=0.002)
 
 
 def test_tokens_and_attention_by_hand() -> None:
@@ -65,10 +71,14 @@ def test_tokens_and_attention_by_hand() -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(shapes=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=8))
-def test_shared_attention_is_what_the_layout_lets_see(shapes: list[tuple[int, int, int]]) -> None:
+@given(
+    shapes=st.lists(
+        st.tuples(st.integers(0, 20), st.lists(st.integers(1, 12), min_size=1, max_size=3)), min_size=1, max_size=8
+    )
+)
+def test_shared_attention_is_what_the_layout_lets_see(shapes: list[tuple[int, list[int]]]) -> None:
     """Counted from the segments of real packs: rows that see themselves causally, and their prompt before."""
-    examples = random_examples([(p, (c, r)) for p, c, r in shapes])
+    examples = random_examples(shapes)
     order = order_of(examples, 4)
     seen = {}
     for share in (True, False):
@@ -111,7 +121,7 @@ def test_layouts_and_plan_are_those_of_the_loader(share_prompt: bool) -> None:
         parts = layout.prompt + layout.prompt_again + layout.chosen + layout.rejected + layout.padding
         assert parts == layout.slots and layout.pad_share == pytest.approx(layout.padding / layout.slots)
     longest = np.array([example.longest for example in examples])
-    assert layouts["padded"].slots == round(padded_slots(longest, 8))
+    assert layouts["padded"].slots == round(padded_slots(longest, np.full(23, 2), 8))
 
 
 def test_packed_by_hand() -> None:

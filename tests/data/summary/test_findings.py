@@ -37,8 +37,8 @@ def test_dropped_rows_with_every_reason(tmp_path: Path) -> None:
     assert [(row["row"], row["reason"]) for row in file.dropped_rows][-1] == (6, "longer than max_length")
     # what is too long counts for the limits all the same: 99 + 2 tokens, and all rows' tokens with prompts twice
     lost = next(row for row in file.truncation if row.recipe)
-    assert (lost.max_length, lost.pairs_lost, lost.tokens_lost) == (64, 1, 2 * 99 + 4)
-    assert lost.pairs_lost_share == pytest.approx(1 / 3)
+    assert (lost.max_length, lost.rows_lost, lost.tokens_lost) == (64, 1, 2 * 99 + 4)
+    assert lost.rows_lost_share == pytest.approx(1 / 3)
 
 
 def test_repeats_contradictions_and_leaks(tmp_path: Path) -> None:

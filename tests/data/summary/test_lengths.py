@@ -43,6 +43,7 @@ def test_no_histogram_loses_or_misplaces_a_value(shapes: list[tuple[int, int, in
         assert count == sum(edges[i] <= p < edges[i + 1] for p, _, _ in shapes)
     assert histogram.beyond == sum(p >= edges[-1] for p, _, _ in shapes) <= len(shapes) / 100
     bias = length_bias(examples)
+    assert bias is not None
     longer = bias.longer_by
     for i, count in enumerate(longer.counts):
         assert count == sum(i * longer.width < c - r <= (i + 1) * longer.width for _, c, r in shapes)
@@ -52,6 +53,7 @@ def test_no_histogram_loses_or_misplaces_a_value(shapes: list[tuple[int, int, in
 
 def test_which_answer_is_longer() -> None:
     bias = length_bias(random_examples([(3, (5, 2)), (3, (4, 4)), (3, (1, 3)), (3, (9, 8))]))
+    assert bias is not None
     assert (bias.longer, bias.equal, bias.shorter, bias.longer_share) == (2, 1, 1, 0.5)
     assert (bias.mean, bias.median) == (0.5, 0.5)  # +3, 0, -2, +1
     nothing = [0] * 17
@@ -65,14 +67,14 @@ def test_what_a_limit_costs_to_the_token() -> None:
     rows = {row.max_length: row for row in preview_truncation(examples, 600)}
     assert [*rows] == [512, 600, 1024, 2048, 4096, 8192]
     assert [row.max_length for row in rows.values() if row.recipe] == [600]
-    assert [row.pairs_lost for row in rows.values()] == [3, 2, 1, 1, 0, 0]
+    assert [row.rows_lost for row in rows.values()] == [3, 2, 1, 1, 0, 0]
     assert [row.tokens_lost for row in rows.values()] == [7649, 6625, 5001, 5001, 0, 0]
-    assert rows[600].pairs_lost_share == 0.5 and rows[600].tokens_lost_share == pytest.approx(6625 / 8671)
+    assert rows[600].rows_lost_share == 0.5 and rows[600].tokens_lost_share == pytest.approx(6625 / 8671)
 
 
 def test_limits_go_on_by_doubling_where_that_changes_something() -> None:
     examples = random_examples([(10_000, (1, 1)), (200_000, (1, 1)), (5, (1, 1))])
-    assert [(row.max_length, row.pairs_lost) for row in preview_truncation(examples, 2048)] == [
+    assert [(row.max_length, row.rows_lost) for row in preview_truncation(examples, 2048)] == [
         *((512, 2), (1024, 2), (2048, 2), (4096, 2), (8192, 2)),
         *((16_384, 1), (262_144, 0)),
     ]
@@ -81,5 +83,21 @@ def test_limits_go_on_by_doubling_where_that_changes_something() -> None:
 
 def test_equal_answers_everywhere_have_no_bias_and_a_histogram() -> None:
     bias = length_bias(random_examples([(1, (2, 2)), (4, (1, 1))]))
+    assert bias is not None
     assert (bias.longer, bias.equal, bias.shorter) == (0, 2, 0)
     assert np.sum(bias.longer_by.counts) == bias.longer_by.beyond == 0
+
+
+def test_rankings_and_single_answers() -> None:
+    """The first of several is the chosen one and is compared with each of the others; a single one has no rival."""
+    examples = random_examples([(4, (7, 2, 9)), (6, (5,)), (0, (3, 3))])
+    some = lengths(examples)
+    assert {name: found.total for name, found in some.items()} == {
+        **{"prompt": 10, "chosen": 7 + 3, "rejected": 2 + 9 + 3, "answer": 5},
+        "sequence": 3 * 4 + 18 + 6 + 5 + 6,
+    }
+    bias = length_bias(examples)
+    assert bias is not None and (bias.longer, bias.equal, bias.shorter, bias.mean) == (1, 1, 1, 1.0)  # +5, -2, 0
+    assert preview_truncation(examples, 12)[0].tokens_lost == 3 * 4 + 18  # 4 + 9 tokens are too many
+    single = random_examples([(6, (5,)), (0, (3,))])
+    assert length_bias(single) is None and set(lengths(single)) == {"prompt", "answer", "sequence"}

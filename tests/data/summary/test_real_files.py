@@ -97,7 +97,7 @@ def test_rows_that_are_too_long_count_for_the_limits_and_nowhere_else() -> None:
     short, whole = summary_of(DPO_EN, 2048), summary_of(DPO_EN, 8192)
     assert (short.train.used, short.train.lengths["sequence"].max < 2049) == (288, True)
     lost = [
-        {row.max_length: (row.pairs_lost, row.tokens_lost) for row in summary.train.truncation}
+        {row.max_length: (row.rows_lost, row.tokens_lost) for row in summary.train.truncation}
         for summary in (short, whole)
     ]
     assert lost[0] == lost[1] and lost[0][2048][0] == 12 and lost[0][8192] == (0, 0)

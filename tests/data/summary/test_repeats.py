@@ -11,17 +11,17 @@ from tuningfork.data.summary.repeats import SharedRow, find_leaks, find_repeats
 from tuningfork.records import Source, TokenAnswer, TokenExample
 
 
-def pairs(*rows: tuple[Sequence[int], Sequence[int], Sequence[int]]) -> list[TokenExample]:
-    """Rows of (prompt, chosen, rejected) ids, numbered from 10 in steps of 10."""
+def pairs(*rows: Sequence[Sequence[int]]) -> list[TokenExample]:
+    """Rows of prompt ids and those of the answers, the best first; numbered from 10 in steps of 10."""
 
     def ids(values: Sequence[int]) -> np.ndarray:
         return np.array(values, dtype=np.int32)
 
     return [
         TokenExample(
-            Source("f", 10 * place), ids(p), tuple(TokenAnswer(ids(a), np.ones(len(a), dtype=bool)) for a in (c, r))
+            Source("f", 10 * place), ids(p), tuple(TokenAnswer(ids(a), np.ones(len(a), dtype=bool)) for a in answers)
         )
-        for place, (p, c, r) in enumerate(rows, 1)
+        for place, (p, *answers) in enumerate(rows, 1)
     ]
 
 
@@ -40,6 +40,23 @@ def test_repeats_and_contradictions() -> None:
     assert found.duplicates == [[10, 20, 60]] and found.duplicate_rows == 2
     assert found.conflicts == [[[10, 20, 60], [30]], [[50], [70]]] and found.conflicting_rows == 6
     assert found.distinct_prompts == 2
+
+
+def test_rankings_contradict_each_other_in_any_other_order_and_single_answers_never_do() -> None:
+    found = find_repeats(
+        pairs(
+            ([1], [2], [3], [4]),  # 10
+            ([1], [2], [4], [3]),  # 20
+            ([1], [4], [3], [2]),  # 30
+            ([1], [2], [3], [4]),  # 40
+            ([1], [2], [3], [5]),  # 50
+            ([1], [2]),  # 60
+            ([1], [3]),  # 70
+            ([1], [2]),  # 80
+        )
+    )
+    assert found.conflicts == [[[10, 40], [20], [30]]] and found.conflicting_rows == 4
+    assert found.duplicates == [[10, 40], [60, 80]]
 
 
 @pytest.mark.parametrize(
@@ -65,5 +82,6 @@ def test_leaks_name_the_first_row_with_the_same_prompt_and_with_the_same_answer(
         ([6], [3], [2]),  # 40: everything of 30, the other way round
     )
     found = find_leaks(train, held_out)
+    assert find_leaks(pairs(([], [2], [3])), pairs(([], [4], [5]), ([], [1], [2]))).prompts == [SharedRow(20, 10)]
     assert found.prompts == [SharedRow(10, 10), SharedRow(20, 10), SharedRow(40, 30)] and found.prompt_rows == 3
     assert found.answers == [SharedRow(20, 20), SharedRow(40, 30)] and found.answer_rows == 2

@@ -34,34 +34,34 @@ def test_a_chat_with_two_answers_turn_by_turn(tmp_path) -> None:
         *("<|im_start|>", *"assistant\n"),
     ]
     assert not any(piece.counted for piece in shown.prompt.head) and shown.prompt.counted == 0
-    answer = [(piece.text, piece.counted, piece.special) for piece in shown.chosen.head]
+    answer = [(piece.text, piece.counted, piece.special) for piece in shown.answers[0].head]
     assert answer == [
         *(("a", True, False), ("<|im_end|>", True, True), ("\n", False, False)),
         *(("<|im_start|>", False, True), *((c, False, False) for c in "user\nu"), ("<|im_end|>", False, True)),
         *(("\n", False, False), ("<|im_start|>", False, True), *((c, False, False) for c in "assistant\n")),
         *(("b", True, False), ("<|im_end|>", True, True)),
     ]
-    assert (shown.chosen.counted, shown.chosen.tokens) == (4, len(answer))
-    assert [piece.ids for piece in shown.rejected.head] == [[81], [82], [3]]  # n, o: places in the sorted alphabet
+    assert (shown.answers[0].counted, shown.answers[0].tokens) == (4, len(answer))
+    assert [piece.ids for piece in shown.answers[1].head] == [[81], [82], [3]]  # n, o: places in the sorted alphabet
 
 
 def test_tokens_that_make_up_one_character_are_one_piece(tmp_path) -> None:
     """A byte a token: two of them for é, four for the face."""
     [shown] = summary_of(tmp_path, [pair("é", "a🙂", "日b")]).shown
     assert [(piece.text, len(piece.ids)) for piece in shown.prompt.head] == [("é", 2)]
-    assert [(p.text, len(p.ids), p.counted) for p in shown.chosen.head] == [
+    assert [(p.text, len(p.ids), p.counted) for p in shown.answers[0].head] == [
         ("a", 1, True),
         ("🙂", 4, True),
         ("</s>", 1, True),
     ]
-    assert (shown.chosen.tokens, shown.chosen.counted, shown.prompt.tokens) == (6, 6, 2)
-    assert texts(shown.rejected.head) == ["日", "b", "</s>"]
+    assert (shown.answers[0].tokens, shown.answers[0].counted, shown.prompt.tokens) == (6, 6, 2)
+    assert texts(shown.answers[1].head) == ["日", "b", "</s>"]
 
 
 def test_without_a_prompt_the_first_token_does_not_count(tmp_path) -> None:
     [shown] = summary_of(tmp_path, [pair("", "ab", "c")]).shown
     assert (shown.prompt.head, shown.prompt.tokens) == ([], 0)
-    assert [piece.counted for piece in shown.chosen.head] == [False, True, True] and shown.chosen.counted == 2
+    assert [piece.counted for piece in shown.answers[0].head] == [False, True, True] and shown.answers[0].counted == 2
 
 
 def test_the_first_the_median_and_the_longest_each_once(tmp_path) -> None:
@@ -83,8 +83,12 @@ def test_a_long_part_keeps_its_ends_and_says_how_much_is_hidden(tmp_path) -> Non
     [shown] = summary_of(tmp_path, [pair(text, "a" * (HEAD + TAIL - 1), "b" * (HEAD + TAIL))], max_length=5000).shown
     assert (shown.prompt.tokens, shown.prompt.hidden) == (1000, 1000 - HEAD - TAIL)
     assert "".join(texts(shown.prompt.head)) == text[:HEAD] and "".join(texts(shown.prompt.tail)) == text[-TAIL:]
-    assert (shown.chosen.hidden, len(shown.chosen.head), shown.chosen.tail) == (0, HEAD + TAIL, [])  # with its </s>
-    assert (shown.rejected.hidden, shown.rejected.counted) == (1, HEAD + TAIL + 1)
+    assert (shown.answers[0].hidden, len(shown.answers[0].head), shown.answers[0].tail) == (
+        0,
+        HEAD + TAIL,
+        [],
+    )  # with its </s>
+    assert (shown.answers[1].hidden, shown.answers[1].counted) == (1, HEAD + TAIL + 1)
 
 
 @pytest.mark.parametrize("broken", [[131], [131, 131]])
@@ -93,8 +97,8 @@ def test_bytes_that_never_become_a_character(broken: list[int]) -> None:
     mask = np.ones(len(broken), dtype=bool)
     answers = tuple(TokenAnswer(np.array(ids, np.int32), mask[: len(ids)]) for ids in (broken, [70]))
     [shown] = show_examples([TokenExample(Source("f", 1), np.array([70], np.int32), answers)], byte_bpe())
-    assert sum(len(piece.ids) for piece in shown.chosen.head) == len(broken)
-    assert "�" in shown.chosen.head[-1].text
+    assert sum(len(piece.ids) for piece in shown.answers[0].head) == len(broken)
+    assert "�" in shown.answers[0].head[-1].text
 
 
 def test_words_keep_their_spaces_where_decoding_a_token_alone_would_lose_them() -> None:
@@ -110,5 +114,15 @@ def test_words_keep_their_spaces_where_decoding_a_token_alone_would_lose_them() 
     ones = np.ones(3, dtype=bool)
     answers = (TokenAnswer(np.array([2, 3, 1], np.int32), ones), TokenAnswer(np.array([4, 5, 1], np.int32), ones))
     [shown] = show_examples([TokenExample(Source("f", 1), np.array([1], np.int32), answers)], tokenizer)
-    assert texts(shown.chosen.head) == [" wor", "ld", " Hello"]
-    assert texts(shown.rejected.head) == ["é", " Hello"]
+    assert texts(shown.answers[0].head) == [" wor", "ld", " Hello"]
+    assert texts(shown.answers[1].head) == ["é", " Hello"]
+
+
+def test_single_answers_and_rankings_have_names_of_their_own() -> None:
+    def parts(number: int) -> list[str]:
+        answers = tuple(TokenAnswer(np.array([70 + i], np.int32), np.ones(1, dtype=bool)) for i in range(number))
+        [shown] = show_examples([TokenExample(Source("f", 1), np.array([70], np.int32), answers)], byte_bpe())
+        return [shown.prompt.name, *(part.name for part in shown.answers)]
+
+    assert parts(1) == ["prompt", "answer"] and parts(2) == ["prompt", "chosen", "rejected"]
+    assert parts(3) == ["prompt", "answer 1", "answer 2", "answer 3"]

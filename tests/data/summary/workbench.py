@@ -17,6 +17,7 @@ from tuningfork.data.loader import EpochOrder
 from tuningfork.data.pack import PackLimits
 from tuningfork.data.summary.file import FileData, read_too_long
 from tuningfork.data.summary.summarize import DataSummary, summarize
+from tuningfork.records import DataReport, TokenExample
 
 
 def pair(prompt: Any, chosen: Any, rejected: Any) -> dict[str, Any]:
@@ -51,13 +52,27 @@ def summary_of(
     config = DataConfig(template=template, max_length=max_length)  # type: ignore[arg-type]
     train = read(write(folder / "train.jsonl", rows), tokenizer, config)
     other = None if held_out is None else read(write(folder / "eval.jsonl", held_out), tokenizer, config)
-    return summarize(
-        train,
-        other,
-        tokenizer,
-        SimpleNamespace(vocab_size=260, max_position_embeddings=positions),
-        config,
-        PackConfig(tokens=2 * max_length, share_prompt=share_prompt),
-        EpochOrder.plan(len(train.examples), per_step, 0, epochs, None),
-        PackLimits.plan(2 * max_length, share_prompt, compiled=False),
-    )
+    order = EpochOrder.plan(len(train.examples), per_step, 0, epochs, None)
+    return _summary(train, other, tokenizer, config, positions, order, share_prompt)
+
+
+def summary_of_examples(examples: Sequence[TokenExample]) -> DataSummary:
+    """The summary of examples of any number of answers."""
+    data = FileData("random", examples, [], DataReport(len(examples), len(examples), []))
+    order = EpochOrder.plan(len(examples), 2, 0, 1.0, None)
+    return _summary(data, data, byte_bpe(), DataConfig(template="none", max_length=64), None, order, True)
+
+
+def _summary(
+    train: FileData,
+    held_out: FileData | None,
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+    positions: int | None,
+    order: EpochOrder,
+    share_prompt: bool,
+) -> DataSummary:
+    model = SimpleNamespace(vocab_size=260, max_position_embeddings=positions)
+    pack = PackConfig(tokens=2 * config.max_length, share_prompt=share_prompt)
+    limits = PackLimits.plan(pack.tokens, share_prompt, compiled=False)
+    return summarize(train, held_out, tokenizer, model, config, pack, order, limits)

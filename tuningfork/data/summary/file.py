@@ -32,8 +32,8 @@ class FileSummary:
     identical_answers: int  # of the dropped rows
     empty_answers: int
     repeats: Repeats
-    lengths: dict[str, Lengths]  # of prompt, chosen, rejected and sequence
-    length_bias: LengthBias
+    lengths: dict[str, Lengths]  # of prompt, chosen, rejected, answer and sequence, as there are
+    length_bias: LengthBias | None  # of examples with several answers
     truncation: list[Truncation]
     over_positions: list[int]  # rows in use with a sequence longer than the model knows positions
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tuningfork.data.summary.file import FileSummary
+from tuningfork.data.summary.lengths import LengthBias
 from tuningfork.data.summary.repeats import Leaks
 from tuningfork.data.summary.tokenizer import TokenizerFacts
 
@@ -57,16 +58,16 @@ def _of_file(file: FileSummary, positions: int | None) -> Iterator[Finding]:
         yield Finding("dropped", True, text, count, file.file, [row["row"] for row in file.dropped_rows[:FEW]])
     repeats = file.repeats
     if n := repeats.duplicate_rows:
-        text = f"{name}: {_count(n, 'row repeats', 'rows repeat')} an earlier row: same prompt, same two answers"
+        text = f"{name}: {_count(n, 'row repeats', 'rows repeat')} an earlier row: same prompt, same answers"
         again = sorted(row for rows in repeats.duplicates for row in rows[1:])
         yield Finding("duplicates", True, text, n, file.file, again[:FEW])
     if n := repeats.conflicting_rows:
-        text = f"{name}: {n:,} rows contradict each other: same prompt, same two answers, preferred both ways"
+        text = f"{name}: {n:,} rows contradict each other: same prompt, same answers, other preference"
         opposed = sorted(row for sides in repeats.conflicts for rows in sides for row in rows)
         yield Finding("conflicts", True, text, n, file.file, opposed[:FEW])
     if n := len(file.over_positions):
         text = (
-            f"{name}: {_count(n, 'pair is', 'pairs are')} longer than the {positions:,} positions that the model "
+            f"{name}: {_count(n, 'row is', 'rows are')} longer than the {positions:,} positions that the model "
             "knows, so training would refuse to start; lower data.max_length"
         )
         yield Finding("positions", True, text, n, file.file, file.over_positions[:FEW])
@@ -81,18 +82,23 @@ def _leaks(leaks: Leaks, held_out: FileSummary) -> Finding:
 
 
 def _notes(train: FileSummary, tokenizer: TokenizerFacts) -> Iterator[Finding]:
-    bias = train.length_bias
-    sides = {"chosen": bias.longer, "rejected": bias.shorter}
-    side, n = max(sides.items(), key=lambda item: item[1])
-    if n and n / (bias.longer + bias.shorter) >= LOPSIDED:
-        text = f"the {side} answer is the longer one in {n:,} of {train.used:,} pairs ({n / train.used:.1%})"
-        yield Finding("length", False, f"{text}; a model may learn just that", n, train.file, [])
+    if train.length_bias is not None:
+        yield from _length(train, train.length_bias)
     if tokenizer.eos is not None and (n := tokenizer.sequences - tokenizer.end_with_eos):
         text = (
             f"{_count(n, 'answer does', 'answers do')} not end with the tokenizer's end token {tokenizer.eos.text}; "
             "what ends them must be known to whatever generates with the model"
         )
         yield Finding("no_eos", False, text, n, train.file, [])
+
+
+def _length(train: FileSummary, bias: LengthBias) -> Iterator[Finding]:
+    sides = {"chosen": bias.longer, "rejected": bias.shorter}
+    side, n = max(sides.items(), key=lambda item: item[1])
+    pairs = bias.longer + bias.equal + bias.shorter
+    if n and n / (bias.longer + bias.shorter) >= LOPSIDED:
+        text = f"the {side} answer is the longer one in {n:,} of {pairs:,} pairs ({n / pairs:.1%})"
+        yield Finding("length", False, f"{text}; a model may learn just that", n, train.file, [])
 
 
 def _count(n: int, one: str, many: str) -> str:

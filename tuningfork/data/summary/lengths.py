@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tuningfork.data.summary.cost import sizes
+from tuningfork.data.summary.cost import Sizes
 from tuningfork.records import TokenExample
 
 BARS = 40  # of a histogram, about: enough to show a shape, few enough to hover over
@@ -38,7 +38,10 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class LengthBias:
-    """Which answer of a pair is the longer one; differences are tokens of chosen - tokens of rejected."""
+    """Which answer of a pair is the longer one; differences are tokens of chosen - tokens of rejected.
+
+    An example of more answers makes a pair of its first with each of the others.
+    """
 
     longer: int  # pairs whose chosen answer is longer
     equal: int
@@ -52,28 +55,42 @@ class LengthBias:
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """What a value of data.max_length costs: pairs with a longer sequence are dropped whole."""
+    """What a value of data.max_length costs: examples with a longer sequence are dropped whole."""
 
     max_length: int
     recipe: bool  # it is the recipe's
-    pairs_lost: int
-    pairs_lost_share: float
-    tokens_lost: int  # of those pairs, the prompt once per answer
+    rows_lost: int
+    rows_lost_share: float
+    tokens_lost: int  # of those rows, the prompt once per answer
     tokens_lost_share: float
 
 
 def lengths(examples: Sequence[TokenExample]) -> dict[str, Lengths]:
-    """Lengths of prompts, of either answer, and of whole sequences (prompt + answer, two per pair)."""
-    prompt, chosen, rejected = sizes(examples)
-    sequence = np.concatenate([prompt + chosen, prompt + rejected])
-    values = {"prompt": prompt, "chosen": chosen, "rejected": rejected, "sequence": sequence}
-    return {name: _describe(some) for name, some in values.items()}
+    """Lengths of prompts, answers and whole sequences (prompt + one answer).
+
+    Answers are "chosen", the first of several, and "rejected", all others; "answer" is one without a rival.
+    """
+    sizes = Sizes.of(examples)
+    rivals = (sizes.answers > 1)[sizes.owner]
+    values = {
+        "prompt": sizes.prompt,
+        "chosen": sizes.answer[sizes.first & rivals],
+        "rejected": sizes.answer[~sizes.first],
+        "answer": sizes.answer[~rivals],
+        "sequence": sizes.sequence,
+    }
+    return {name: _describe(some) for name, some in values.items() if len(some)}
 
 
-def length_bias(examples: Sequence[TokenExample]) -> LengthBias:
-    """Whether the chosen answers are the longer ones, which a model may learn instead of what makes them better."""
-    _, chosen, rejected = sizes(examples)
-    difference = chosen - rejected
+def length_bias(examples: Sequence[TokenExample]) -> LengthBias | None:
+    """Whether the chosen answers are the longer ones, which a model may learn instead of what makes them better.
+
+    None where no example has two answers.
+    """
+    sizes = Sizes.of(examples)
+    difference = (sizes.answer[sizes.first][sizes.owner] - sizes.answer)[~sizes.first]
+    if not len(difference):
+        return None
     longer, shorter = difference[difference > 0], -difference[difference < 0]
     width = _width(np.abs(difference[difference != 0]) - 1, BARS // 2)
     return LengthBias(
@@ -90,21 +107,21 @@ def length_bias(examples: Sequence[TokenExample]) -> LengthBias:
 
 def preview_truncation(examples: Sequence[TokenExample], recipe: int) -> list[Truncation]:
     """What several values of max_length would cost, the recipe's among them; `examples` are of any length."""
-    prompt, chosen, rejected = sizes(examples)
-    longest = prompt + np.maximum(chosen, rejected)
-    tokens = 2 * prompt + chosen + rejected
+    sizes = Sizes.of(examples)
+    longest = sizes.longest
+    tokens = np.bincount(sizes.owner, weights=sizes.sequence).astype(np.int64)
     limits = [*LIMITS]
     while limits[-1] < longest.max():
         limits.append(2 * limits[-1])
     found: list[Truncation] = []
     for limit in sorted({*limits, recipe}):
         lost = longest > limit
-        pairs, share = int(lost.sum()), float(lost.mean())
+        rows, share = int(lost.sum()), float(lost.mean())
         lost_tokens = int(tokens[lost].sum())
-        if limit > LIMITS[-1] and limit != recipe and found[-1].pairs_lost == pairs:
+        if limit > LIMITS[-1] and limit != recipe and found[-1].rows_lost == rows:
             continue  # one endless row would draw a table of equal lines
         found.append(
-            Truncation(limit, limit == recipe, pairs, share, lost_tokens, lost_tokens / max(1, int(tokens.sum())))
+            Truncation(limit, limit == recipe, rows, share, lost_tokens, lost_tokens / max(1, int(tokens.sum())))
         )
     return found
 

@@ -24,9 +24,9 @@ class Repeats:
 
     distinct_prompts: int
     duplicate_rows: int  # rows that say again what an earlier row says
-    duplicates: list[list[int]]  # groups of rows with the same prompt, the same chosen and the same rejected answer
+    duplicates: list[list[int]]  # groups of rows with the same prompt and the same answers in the same order
     conflicting_rows: int
-    conflicts: list[list[list[int]]]  # [rows that prefer one answer, rows that prefer the other], same two answers
+    conflicts: list[list[list[int]]]  # groups of rows with the same prompt and answers, parted by their preference
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,28 +49,24 @@ class Leaks:
 
 def find_repeats(examples: Sequence[TokenExample]) -> Repeats:
     """Look for repeated and for contradicting rows among the examples of one file."""
-    rows_of_pair: dict[tuple[Key, ...], list[int]] = defaultdict(list)
+    # (prompt, answers in any order) -> answers in their order -> rows
+    orders: dict[tuple[Key, ...], dict[tuple[Key, ...], list[int]]] = defaultdict(lambda: defaultdict(list))
     for example in examples:
-        rows_of_pair[(_key(example.prompt_ids), *(_key(answer.ids) for answer in example.answers))].append(
-            example.source.row
-        )
-    duplicates = [rows for rows in rows_of_pair.values() if len(rows) > 1]
-    conflicts = []
-    for (prompt, *answers), rows in rows_of_pair.items():
-        other = rows_of_pair.get((prompt, *reversed(answers)), [])
-        if other and rows[0] < other[0]:  # each conflict once, from its first row
-            conflicts.append([rows, other])
+        prompt, answers = _key(example.prompt_ids), tuple(_key(answer.ids) for answer in example.answers)
+        orders[(prompt, *sorted(answers))][answers].append(example.source.row)
+    duplicates = [rows for sides in orders.values() for rows in sides.values() if len(rows) > 1]
+    conflicts = [list(sides.values()) for sides in orders.values() if len(sides) > 1]
     return Repeats(
-        distinct_prompts=len({prompt for prompt, *_ in rows_of_pair}),
+        distinct_prompts=len({prompt for prompt, *_ in orders}),
         duplicate_rows=sum(len(rows) - 1 for rows in duplicates),
-        duplicates=duplicates,
+        duplicates=sorted(duplicates),
         conflicting_rows=sum(len(rows) for sides in conflicts for rows in sides),
         conflicts=conflicts,
     )
 
 
 def find_leaks(train: Sequence[TokenExample], held_out: Sequence[TokenExample]) -> Leaks:
-    """Look for what the eval file shares with the training file. An answer is looked for on either side of a pair."""
+    """Look for what the eval file shares with the training file. An answer is looked for in any place."""
     first_prompt: dict[Key, int] = {}
     first_answer: dict[tuple[Key, Key], int] = {}
     for example in train:
@@ -80,14 +76,14 @@ def find_leaks(train: Sequence[TokenExample], held_out: Sequence[TokenExample]) 
             first_answer.setdefault((prompt, _key(answer.ids)), row)
     prompts, answers = [], []
     for example in held_out:
-        prompt = _key(example.prompt_ids)
-        if prompt not in first_prompt:
-            continue
-        prompts.append(SharedRow(example.source.row, first_prompt[prompt]))
+        prompt, row = _key(example.prompt_ids), example.source.row
         found = [first_answer.get((prompt, _key(answer.ids))) for answer in example.answers]
         shared = [row for row in found if row is not None]
+        # Having no prompt is nothing to have in common.
+        if prompt in first_prompt and (shared or len(example.prompt_ids)):
+            prompts.append(SharedRow(row, first_prompt[prompt]))
         if shared:
-            answers.append(SharedRow(example.source.row, min(shared)))
+            answers.append(SharedRow(row, min(shared)))
     return Leaks(len(prompts), prompts, len(answers), answers)
 
 

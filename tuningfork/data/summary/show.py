@@ -29,6 +29,7 @@ class Piece:
 class Part:
     """A prompt or an answer. Of a long one only `head` and `tail` are kept, without `hidden` tokens between them."""
 
+    name: str  # prompt, chosen or rejected; answer, or answer 2 and so on where there are one or many
     tokens: int
     counted: int
     head: list[Piece]
@@ -38,18 +39,17 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class ShownExample:
-    """One pair, and why it was picked: "first", "median length" or "longest"."""
+    """One example, and why it was picked: "first", "median length" or "longest"."""
 
     title: str
     file: str
     row: int
     prompt: Part
-    chosen: Part
-    rejected: Part
+    answers: list[Part]
 
 
 def show_examples(examples: Sequence[TokenExample], tokenizer: PreTrainedTokenizerBase) -> list[ShownExample]:
-    """The first pair, the one of median length and the longest; each once where they are the same."""
+    """The first example, the one of median length and the longest; each once where they are the same."""
     by_length = sorted(range(len(examples)), key=lambda i: (examples[i].longest, i))
     picked = {"first": 0, "median length": by_length[(len(by_length) - 1) // 2], "longest": by_length[-1]}
     titles: dict[int, list[str]] = {}
@@ -60,10 +60,8 @@ def show_examples(examples: Sequence[TokenExample], tokenizer: PreTrainedTokeniz
 
 def _show(title: str, example: TokenExample, tokenizer: PreTrainedTokenizerBase) -> ShownExample:
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-    (prompt, chosen), (_, rejected) = (
-        _parts(example, place, tokenizer.backend_tokenizer, special) for place in range(len(example.answers))
-    )
-    return ShownExample(title, example.source.file, example.source.row, prompt, chosen, rejected)
+    parts = [_parts(example, place, tokenizer.backend_tokenizer, special) for place in range(len(example.answers))]
+    return ShownExample(title, example.source.file, example.source.row, parts[0][0], [answer for _, answer in parts])
 
 
 def _parts(example: TokenExample, place: int, backend: Tokenizer, special: set[int]) -> tuple[Part, Part]:
@@ -79,7 +77,9 @@ def _parts(example: TokenExample, place: int, backend: Tokenizer, special: set[i
         piece = Piece(ids[start:stop], text, any(counts[start:stop]), any(i in special for i in ids[start:stop]))
         (prompt if stop <= p else rest).append(piece)
         start = stop
-    return _part(prompt, p, 0), _part(rest, len(answer.ids), example.answer_tokens(place))
+    names = {1: ("answer",), 2: ("chosen", "rejected")}.get(len(example.answers))
+    name = names[place] if names else f"answer {place + 1}"
+    return _part("prompt", prompt, p, 0), _part(name, rest, len(answer.ids), example.answer_tokens(place))
 
 
 def _texts(ids: Sequence[int], backend: Tokenizer) -> list[tuple[int, str]]:
@@ -96,8 +96,8 @@ def _texts(ids: Sequence[int], backend: Tokenizer) -> list[tuple[int, str]]:
     return found
 
 
-def _part(pieces: list[Piece], tokens: int, counted: int) -> Part:
+def _part(name: str, pieces: list[Piece], tokens: int, counted: int) -> Part:
     if len(pieces) <= HEAD + TAIL:
-        return Part(tokens, counted, pieces, 0, [])
+        return Part(name, tokens, counted, pieces, 0, [])
     hidden = sum(len(piece.ids) for piece in pieces[HEAD:-TAIL])
-    return Part(tokens, counted, pieces[:HEAD], hidden, pieces[-TAIL:])
+    return Part(name, tokens, counted, pieces[:HEAD], hidden, pieces[-TAIL:])

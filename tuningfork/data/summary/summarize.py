@@ -26,6 +26,7 @@ from tuningfork.data.summary.tokenizer import TokenizerFacts, tokenizer_facts
 class DataSummary:
     """All of it. `eval` and `leaks` are None where the recipe names no eval file; cost is of the training file."""
 
+    unit: str  # what the rows are: "pairs", or "examples" of any number of answers
     findings: list[Finding]
     max_length: int
     pack_tokens: int
@@ -70,7 +71,9 @@ def summarize(
     train_file = summarize_file(train, data.max_length, positions)
     eval_file = None if held_out is None else summarize_file(held_out, data.max_length, positions)
     leaks = None if held_out is None else find_leaks(train.examples, held_out.examples)
+    pairs = all(len(example.answers) == 2 for example in train.examples)
     return DataSummary(
+        unit="pairs" if pairs else "examples",
         findings=findings(train_file, eval_file, leaks, facts),
         max_length=data.max_length,
         pack_tokens=pack.tokens,

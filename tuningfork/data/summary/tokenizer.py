@@ -20,7 +20,7 @@ class SpecialToken:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFacts:
-    """The tokenizer beside the model, and how the training file's `sequences`, two per pair, begin and end."""
+    """The tokenizer beside the model, and how the training file's `sequences`, one per answer, begin and end."""
 
     name: str
     kind: str
