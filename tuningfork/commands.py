@@ -18,7 +18,6 @@ from tuningfork.errors import ConfigError, ModelError
 from tuningfork.files import exclusive
 from tuningfork.models.config import ModelConfig
 from tuningfork.models.load import comparable, load, load_config, load_tokenizer
-from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import DataReport
 from tuningfork.report import data_files
 from tuningfork.report.console import Console, table
@@ -72,11 +71,9 @@ def data(config: RunConfig, strict: bool) -> int:
     train_table = _one_table("data.train", config.data.train)
     eval_table = None if config.data.eval is None else _one_table("data.eval", config.data.eval)
     tokenizer, model = load_tokenizer(config.model.path), load_config(config.model.path)
-    objective = PreferenceObjective(config.objective)
 
     def read(table: str, mixed: bool) -> FileData:
         examples, report = read_sources(table, tokenizer, config.data, config.pack, model.vocab_size, console, mixed)
-        objective.check(examples)
         return FileData(table, examples, read_too_long(table, tokenizer, config.data, report), report)
 
     train = read(train_table, mixed=True)

@@ -130,14 +130,13 @@ def _cost(cost: Tree) -> Iterator[RenderableType]:
         grid.add_row(LAYOUTS[layout["name"]], f"{layout['slots']:,}", share(layout["pad_share"]), bar)
     grid.columns[-1].justify = "left"
     yield grid
-    yield Text.assemble(
-        "  ",
-        ("█ prompt  ", "cyan"),
-        ("▓ prompt again  ", "cyan"),
-        ("█ chosen  ", "green"),
-        ("█ rejected  ", "yellow"),
-        ("░ padding", "dim"),
-    )
+    names = {"prompt": "prompt", "prompt_again": "prompt again", "chosen": "chosen", "rejected": "rejected"}
+    if not any(layout["rejected"] for layout in cost["layouts"]):
+        names = {"prompt": "prompt", "chosen": "answers"}
+    legend = Text()
+    for key, name in (names | {"padding": "padding"}).items():
+        legend.append(f"{_PARTS[key]} {name}  ", style=_COLORS.get(key.removesuffix("_again"), "dim"))
+    yield _indented(legend)
     yield _indented(
         f"sharing prompts saves {share(cost['tokens_saved'])} of {cost['tokens']:,} tokens and "
         f"{share(cost['attention_saved'])} of {cost['attention_pairs']:,} attention (query, key) pairs"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -85,3 +86,11 @@ def test_leaks_name_the_first_row_with_the_same_prompt_and_with_the_same_answer(
     assert find_leaks(pairs(([], [2], [3])), pairs(([], [4], [5]), ([], [1], [2]))).prompts == [SharedRow(20, 10)]
     assert found.prompts == [SharedRow(10, 10), SharedRow(20, 10), SharedRow(40, 30)] and found.prompt_rows == 3
     assert found.answers == [SharedRow(20, 20), SharedRow(40, 30)] and found.answer_rows == 2
+
+
+def test_one_answer_wanted_and_not_wanted_is_a_conflict() -> None:
+    same = pairs(*[[[1, 2], [3]]] * 3)
+    rows = [replace(example, label=label) for example, label in zip(same, (True, False, True), strict=True)]
+    found = find_repeats(rows)
+    assert found.duplicates == [[10, 30]] and found.conflicts == [[[10, 30], [20]]]
+    assert (found.conflicting_rows, found.duplicate_rows) == (3, 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -49,11 +50,11 @@ class Leaks:
 
 def find_repeats(examples: Sequence[TokenExample]) -> Repeats:
     """Look for repeated and for contradicting rows among the examples of one file."""
-    # (prompt, answers in any order) -> answers in their order -> rows
-    orders: dict[tuple[Key, ...], dict[tuple[Key, ...], list[int]]] = defaultdict(lambda: defaultdict(list))
+    # (prompt, answers in any order) -> answers in their order, and whether a single one is wanted -> rows
+    orders: dict[tuple[Key, ...], dict[tuple[Any, ...], list[int]]] = defaultdict(lambda: defaultdict(list))
     for example in examples:
         prompt, answers = _key(example.prompt_ids), tuple(_key(answer.ids) for answer in example.answers)
-        orders[(prompt, *sorted(answers))][answers].append(example.source.row)
+        orders[(prompt, *sorted(answers))][(answers, example.label)].append(example.source.row)
     duplicates = [rows for sides in orders.values() for rows in sides.values() if len(rows) > 1]
     conflicts = [list(sides.values()) for sides in orders.values() if len(sides) > 1]
     return Repeats(
