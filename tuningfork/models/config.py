@@ -24,6 +24,7 @@ class ModelConfig:
     small updates away."""
     float8: bool = False
     """Matrix products of the decoder blocks in float8, a scale for each row. Needs torchao, an H100 or newer, and
-    model.compile. Gradients become coarser; log-probs stay independent of the pack."""
+    model.compile. Gradients become coarser; log-probs stay independent of the pack. Slower for models of a billion
+    parameters, by measurement (docs/log.md)."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile, one decoder block at a time. auto: on for a GPU."""
