@@ -238,7 +238,9 @@ def test_a_labelled_row_puts_the_better_output_first(tmp_path: Path) -> None:
     assert (example.prompt, example.answers) == (turns(user("q")), (turns(assistant("b")), turns(assistant("a"))))
     assert other(tmp_path, {**row, "label": 1}, "labelled").answers[0] == turns(assistant("a"))
     assert other(tmp_path, row, "labelled", as_text=True).answers == ("b", "a")
-    for label in (0, "2", True, None):
+    with pytest.raises(DataError, match="row 2 has label 0, so labels count from 0"):
+        read_examples(write(tmp_path, [{**row, "label": 1}, {**row, "label": 0}]), False)
+    for label in (3, "2", True, None):
         (dropped,) = read_examples(write(tmp_path, [{**row, "label": label}]), False).dropped
         assert dropped.reason in ("unknown label", "null field"), label
 
@@ -290,6 +292,7 @@ def test_rankings(tmp_path: Path) -> None:
     assert other(tmp_path, row, "ranking").answers == tuple(turns(assistant(text)) for text in "abc")
     assert other(tmp_path, {**row, "scores": [1, 3.5, 2]}, "ranking", as_text=True).answers == ("b", "c", "a")
     bad: dict[str, dict[str, Any]] = {
+        "unsupported field": {"ranks": [2, 1, 3]},
         "answers tie": {"scores": [1, 1, 2]},
         "wrong type": {"scores": [1, 2]},
         "answers are equal": {"answers": ["a", "b", "a"]},

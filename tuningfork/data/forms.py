@@ -123,6 +123,9 @@ def _ranking(row: Row) -> Parts:
     if not isinstance(answers, list) or len(answers) < 2:
         found = f"a list of {len(answers)}" if isinstance(answers, list) else kind_of(answers)
         raise Unusable("wrong type", f"answers is {found}, expected a list of at least two, the best first")
+    for key in ("rank", "ranks"):
+        if row.get(key) not in NEUTRAL:
+            raise Unusable("unsupported field", f"{key} is filled; give answers from best to worst, or scores")
     named = [(f"answers[{i}]", answer) for i, answer in enumerate(answers)]
     if row.get("scores") is not None:
         scores = row["scores"]
@@ -182,6 +185,8 @@ def read_examples(path: str | Path, as_text: bool, form: str = "auto") -> ReadRe
     """
     rows = read_rows(path)
     name = _form(path, [row for _, row in rows], form)
+    if name == "labelled":
+        _check_labels(path, rows)
     result = ReadResult(name, [], [], len(rows))
     for row_number, row in rows:
         source = Source(str(path), row_number)
@@ -209,6 +214,16 @@ def _form(path: str | Path, rows: Sequence[Row], asked: str) -> str:
         supported = "; ".join(f"{', '.join(form.keys)} ({name})" for name, form in FORMS.items())
         raise DataError(f"{path}: no known form of data. {_found(rows)} Supported: {supported}.")
     return counts.most_common(1)[0][0]
+
+
+def _check_labels(path: str | Path, rows: Sequence[tuple[int, Row]]) -> None:
+    """Raise DataError where labels count from 0: a 1 would then name the other output."""
+    for place, row in rows:
+        if row.get("label") == 0 and not isinstance(row["label"], bool):
+            raise DataError(
+                f"{path}: row {place} has label 0, so labels count from 0 here and a 1 would name the second output. "
+                "Write 1 for output_1 and 2 for output_2."
+            )
 
 
 def _found(rows: Sequence[Row]) -> str:
