@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -68,6 +69,13 @@ class Shape(NamedTuple):
         return "x".join(map(str, self))
 
 
+def visible_pairs(examples: Sequence[TokenExample]) -> tuple[int, int]:
+    """(query, key) pairs that attention must see: with each prompt once, and with it before every answer."""
+    count = FlopCounter(0, 0, ((1, None),))  # attention of width 1 alone: 4 flops a pair
+    once, repeated = (sum(count.work(example, share) for example in examples) for share in (True, False))
+    return once // 4, repeated // 4
+
+
 @dataclass(frozen=True)
 class Layouts:
     """The same whole pairs, laid with shared and with repeated prompts."""
@@ -87,12 +95,6 @@ class Layouts:
     def _lay(chosen: list[TokenExample], share: bool) -> PackedBatch:
         rows = sum(rows_of(example, share) for example in chosen)
         return build(chosen, -(-rows // 128) * 128, share)
-
-    def visible_pairs(self) -> tuple[int, int]:
-        """(query, key) pairs that attention must see: with each prompt once, and with it before every answer."""
-        count = FlopCounter(0, 0, ((1, None),))
-        alone = (TokenExample(e.source, e.prompt_ids, (answer,)) for e in self.examples for answer in e.answers)
-        return sum(map(count.forward, self.examples)) // 4, sum(map(count.forward, alone)) // 4
 
 
 def kernels(names: list[str] | None, where: torch.device) -> dict[str, Any]:
@@ -133,7 +135,7 @@ def compare(layouts: Layouts, kernel: Any, shape: Shape, repeats: int, layers: i
     """A line for the shared layout, with what it saves, and one for the unshared."""
     where = device()
     lines: dict[bool, dict[str, Any]] = {}
-    pairs_once, pairs_repeated = layouts.visible_pairs()
+    pairs_once, pairs_repeated = visible_pairs(layouts.examples)
     needed = 4 * shape.heads * shape.width * pairs_once
     for shared, batch in ((True, layouts.shared), (False, layouts.unshared)):
         line: dict[str, Any] = {"shared": "shared" if shared else "unshared", "rows": len(batch.input_ids)}
@@ -155,10 +157,10 @@ def compare(layouts: Layouts, kernel: Any, shape: Shape, repeats: int, layers: i
     return [{k: round(v, 4) if k.endswith("_ms") else v for k, v in line.items()} for line in lines.values()]
 
 
-def pairs_of_ratio(ratio: float, answer: int, tokens: int, vocabulary: int = 1000) -> list[TokenExample]:
+def pairs_of_ratio(ratio: float, answer: int, tokens: int) -> list[TokenExample]:
     """Pairs of equal lengths, enough to fill a pack: a prompt of `ratio` answers' length, two answers."""
     lengths = (round(ratio * answer), answer, answer)
-    return random_pairs([lengths] * max(1, (tokens - 1) // sum(lengths)), vocabulary)
+    return random_pairs([lengths] * max(1, (tokens - 1) // sum(lengths)), vocabulary=1000)
 
 
 def main(argv: list[str] | None = None) -> None:

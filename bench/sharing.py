@@ -26,19 +26,18 @@ slows both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from bench import shapes
-from bench.attention import RATIOS
+from bench.attention import RATIOS, visible_pairs
 from bench.device_time import DeviceProfile
 from bench.output import device, emit, environment, parser, rounded, table
 from bench.timing import free_memory
 from tuningfork.data.layout import build
 from tuningfork.data.pack import rows_of
-from tuningfork.models.flops import FlopCounter
 from tuningfork.models.policy import Policy
 from tuningfork.records import PackedBatch, TokenExample
 
@@ -71,7 +70,7 @@ def fill(examples: list[TokenExample], rows: int, share_prompt: bool) -> PackedB
     return build(chosen, rows, share_prompt)
 
 
-def pairs_of_ratio(ratio: float, answer: int, rows: int, vocabulary: int) -> list[TokenExample]:
+def pairs_that_fill(ratio: float, answer: int, rows: int, vocabulary: int) -> list[TokenExample]:
     """Pairs of one prompt and two answers, the prompt `ratio` times as long: enough to fill `rows`, then ever shorter
     ones."""
     sizes = [answer] * (rows // answer) + [answer >> halvings for halvings in range(1, answer.bit_length())]
@@ -109,17 +108,19 @@ def compare(policy: Policy, examples: list[TokenExample], rows: int, repeats: in
     packs = {name: fill(examples, rows, share) for name, share in SHARE.items()}
     times = measure(policy, {name: pack.to(policy.device) for name, pack in packs.items()}, repeats)
     free_memory()
-    work = {name: _work(pack.examples) for name, pack in packs.items()}
-    once, repeated = work["shared"], work["unshared"]
+    plain = {name: sum(example.plain_tokens for example in pack.examples) for name, pack in packs.items()}
+    unique = sum(example.unique_tokens for example in packs["shared"].examples)
+    once, _ = visible_pairs(packs["shared"].examples)
+    _, repeated = visible_pairs(packs["unshared"].examples)
 
     def saved(what: Callable[[str], float]) -> float:
         """1 - what a plain token costs shared / unshared."""
-        costs = {name: what(name) / work[name].plain_tokens for name in SHARE}
+        costs = {name: what(name) / plain[name] for name in SHARE}
         return 1 - costs["shared"] / costs["unshared"] if costs["unshared"] else float("nan")
 
     found = {
-        "saved_tokens": 1 - once.unique_tokens / once.plain_tokens,
-        "saved_pairs": 1 - (once.pairs / once.plain_tokens) / (repeated.plain_pairs / repeated.plain_tokens),
+        "saved_tokens": 1 - unique / plain["shared"],
+        "saved_pairs": 1 - (once / plain["shared"]) / (repeated / plain["unshared"]),
         "saved": saved(lambda name: times[f"{name}_ms"]),
         "saved_rest": saved(lambda name: times[f"{name}_ms"] - times[f"{name}_attention_ms"]),
         "saved_attention": saved(lambda name: times[f"{name}_attention_ms"]),
@@ -130,24 +131,8 @@ def compare(policy: Policy, examples: list[TokenExample], rows: int, repeats: in
         "reached_attention": found["saved_attention"] / found["saved_pairs"],
     }
     about = {"rows": rows} | {f"{name}_pairs": len(pack.examples) for name, pack in packs.items()}
-    tokens = {f"{name}_plain_tokens": work[name].plain_tokens for name in SHARE}
+    tokens = {f"{name}_plain_tokens": plain[name] for name in SHARE}
     return about | tokens | times | {name: rounded(value, 4) for name, value in found.items()}
-
-
-class _Work(NamedTuple):
-    """What examples hold: tokens and visible (query, key) pairs, with each prompt once and before every answer."""
-
-    unique_tokens: int
-    plain_tokens: int
-    pairs: float
-    plain_pairs: float
-
-
-def _work(examples: Sequence[TokenExample]) -> _Work:
-    alone = [TokenExample(e.source, e.prompt_ids, (answer,)) for e in examples for answer in e.answers]
-    count = FlopCounter(0, 0, ((1, None),))  # attention of width 1 alone: 4 flops a pair
-    tokens = (sum(example.unique_tokens for example in each) for each in (examples, alone))
-    return _Work(*tokens, *(sum(map(count.forward, each)) / 4 for each in (examples, alone)))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -167,7 +152,7 @@ def main(argv: list[str] | None = None) -> None:
     vocabulary = policy.config.vocab_size
     cases: list[tuple[dict[str, Any], Any]] = [({"pairs": "yardstick"}, shapes.yardstick(args.pairs, vocabulary))]
     for ratio in args.ratios:
-        pairs = pairs_of_ratio(ratio, args.answer, args.rows, vocabulary)
+        pairs = pairs_that_fill(ratio, args.answer, args.rows, vocabulary)
         cases.append(({"pairs": "equal", "ratio": ratio}, pairs))
     lines = []
     for about, examples in cases:

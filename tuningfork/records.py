@@ -108,6 +108,10 @@ class TokenExample:
         """Tokens with the prompt counted once."""
         return len(self.prompt_ids) + sum(len(a.ids) for a in self.answers)
 
+    def alone(self) -> list[TokenExample]:
+        """Each answer as an example of its own, with the whole prompt: how a plain trainer has it."""
+        return [replace(self, answers=(answer,)) for answer in self.answers]
+
     def answer_tokens(self, answer: int) -> int:
         """Tokens of one answer whose log-prob counts. The first token of a document has no predictor, so none."""
         mask = self.answers[answer].mask

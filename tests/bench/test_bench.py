@@ -214,7 +214,7 @@ def test_sharing_fills_a_pack_with_what_fits():
 
 def test_attention_counts_visible_pairs():
     layouts = attention.Layouts.of(shapes.random_pairs([(3, 2, 1)], 10), 1024)
-    assert layouts.visible_pairs() == (6 + (15 - 6) + (10 - 6), 15 + 10)
+    assert attention.visible_pairs(layouts.examples) == (6 + (15 - 6) + (10 - 6), 15 + 10)
     assert attention.kernels(None, torch.device("cpu")) == {"plain": PlainAttention}
 
 

@@ -68,7 +68,7 @@ def _alone(policy, examples, weights, autocast):
 
 def _one_by_one(policy, examples, weights):
     """Each answer with its prompt in a pack of its own: padded, as float8's products need it."""
-    singles = [TokenExample(e.source, e.prompt_ids, (answer,)) for e in examples for answer in e.answers]
+    singles = [single for example in examples for single in example.alone()]
     found = [_packed(policy, [single], weight[None], True) for single, weight in zip(singles, weights, strict=True)]
     sums, grads = zip(*found, strict=True)
     return torch.cat(sums), {name: sum(each[name] for each in grads) for name in grads[0]}

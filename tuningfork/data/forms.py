@@ -50,25 +50,22 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One way to write examples down: the fields that a row must have, and what they are."""
+    """One way to write examples down: the fields that a row must have, what they are, and a look at the whole file."""
 
     keys: tuple[str, ...]
     parts: Callable[[Row], Parts]
-    help: str
+    check: Callable[[str | Path, Sequence[tuple[int, Row]]], None] = lambda path, rows: None
 
+    @classmethod
+    def of(cls, prompt: str | None, *answers: str, document: bool = False) -> Form:
+        """A form whose prompt, if it has one of its own, and answers are the fields of these names."""
+        keys = answers if prompt is None else (prompt, *answers)
 
-def _pair(row: Row) -> Parts:
-    prompt, *answers = fields(row, ("prompt", "chosen", "rejected"))
-    return Parts(("prompt", prompt), list(zip(("chosen", "rejected"), answers, strict=True)))
+        def parts(row: Row) -> Parts:
+            named = list(zip(keys, fields(row, keys), strict=True))
+            return Parts(None if prompt is None else named.pop(0), named, document=document)
 
-
-def _implicit(row: Row) -> Parts:
-    return Parts(None, list(zip(("chosen", "rejected"), fields(row, ("chosen", "rejected")), strict=True)))
-
-
-def _conversations(row: Row) -> Parts:
-    prompt, *answers = fields(row, ("conversations", "chosen", "rejected"))
-    return Parts(("conversations", prompt), list(zip(("chosen", "rejected"), answers, strict=True)))
+        return cls(keys, parts)
 
 
 def _instruction(row: Row) -> Parts:
@@ -79,11 +76,6 @@ def _instruction(row: Row) -> Parts:
     if row.get("history") not in NEUTRAL:
         raise Unusable("unsupported field", "history is filled; write the turns as messages instead")
     return Parts(("instruction", prompt), list(zip(keys[1:], answers, strict=True)))
-
-
-def _message_lists(row: Row) -> Parts:
-    keys = ("chosen_messages", "rejected_messages")
-    return Parts(None, list(zip(keys, fields(row, keys), strict=True)))
 
 
 def _openai(row: Row) -> Parts:
@@ -113,11 +105,6 @@ def _unpaired(row: Row) -> Parts:
     return Parts(("prompt", prompt), [("completion", completion)], label=label)
 
 
-def _completion(row: Row) -> Parts:
-    prompt, completion = fields(row, ("prompt", "completion"))
-    return Parts(("prompt", prompt), [("completion", completion)])
-
-
 def _ranking(row: Row) -> Parts:
     prompt, answers = fields(row, ("prompt", "answers"))
     if not isinstance(answers, list) or len(answers) < 2:
@@ -139,29 +126,29 @@ def _ranking(row: Row) -> Parts:
     return Parts(("prompt", prompt), named)
 
 
-def _messages(row: Row) -> Parts:
-    return Parts(None, [("messages", fields(row, ("messages",))[0])])
-
-
-def _text(row: Row) -> Parts:
-    return Parts(None, [("text", fields(row, ("text",))[0])], document=True)
+def _check_labels(path: str | Path, rows: Sequence[tuple[int, Row]]) -> None:
+    """Raise DataError where labels count from 0: a 1 would then name the other output."""
+    for place, row in rows:
+        if row.get("label") == 0 and not isinstance(row["label"], bool):
+            raise DataError(
+                f"{path}: row {place} has label 0, so labels count from 0 here and a 1 would name the second output. "
+                "Write 1 for output_1 and 2 for output_2."
+            )
 
 
 FORMS: dict[str, Form] = {
-    "sharegpt": Form(("conversations", "chosen", "rejected"), _conversations, "messages {from, value}"),
-    "pairs": Form(("prompt", "chosen", "rejected"), _pair, "strings, messages, or whole conversations as answers"),
-    "instruction": Form(
-        ("instruction", "chosen", "rejected"), _instruction, "strings, an input beside the instruction"
-    ),
-    "message_lists": Form(("chosen_messages", "rejected_messages"), _message_lists, "two whole conversations"),
-    "openai": Form(("input", "preferred_output", "non_preferred_output"), _openai, "input holds messages and tools"),
-    "labelled": Form(("input", "output_1", "output_2", "label"), _labelled, "label 1 or 2 names the better output"),
-    "conversations": Form(("chosen", "rejected"), _implicit, "two whole conversations or Human/Assistant transcripts"),
-    "ranking": Form(("prompt", "answers"), _ranking, "answers from best to worst, or with scores"),
-    "unpaired": Form(("prompt", "completion", "label"), _unpaired, "label true or false: is the completion wanted?"),
-    "completion": Form(("prompt", "completion"), _completion, "one answer to imitate"),
-    "messages": Form(("messages",), _messages, "one conversation to imitate"),
-    "text": Form(("text",), _text, "a plain document"),
+    "sharegpt": Form.of("conversations", "chosen", "rejected"),  # messages {from, value}
+    "pairs": Form.of("prompt", "chosen", "rejected"),  # strings, messages, or whole conversations as answers
+    "instruction": Form(("instruction", "chosen", "rejected"), _instruction),  # an input may stand beside it
+    "message_lists": Form.of(None, "chosen_messages", "rejected_messages"),  # two whole conversations
+    "openai": Form(("input", "preferred_output", "non_preferred_output"), _openai),  # input: messages and tools
+    "labelled": Form(("input", "output_1", "output_2", "label"), _labelled, _check_labels),  # 1 or 2: the better one
+    "conversations": Form.of(None, "chosen", "rejected"),  # two whole conversations or Human/Assistant transcripts
+    "ranking": Form(("prompt", "answers"), _ranking),  # from best to worst, or with scores
+    "unpaired": Form(("prompt", "completion", "label"), _unpaired),  # true or false: is the completion wanted?
+    "completion": Form.of("prompt", "completion"),  # one answer to imitate
+    "messages": Form.of(None, "messages"),  # one conversation to imitate
+    "text": Form.of(None, "text", document=True),
 }
 
 
@@ -185,8 +172,7 @@ def read_examples(path: str | Path, as_text: bool, form: str = "auto") -> ReadRe
     """
     rows = read_rows(path)
     name = _form(path, [row for _, row in rows], form)
-    if name == "labelled":
-        _check_labels(path, rows)
+    FORMS[name].check(path, rows)
     result = ReadResult(name, [], [], len(rows))
     for row_number, row in rows:
         source = Source(str(path), row_number)
@@ -214,16 +200,6 @@ def _form(path: str | Path, rows: Sequence[Row], asked: str) -> str:
         supported = "; ".join(f"{', '.join(form.keys)} ({name})" for name, form in FORMS.items())
         raise DataError(f"{path}: no known form of data. {_found(rows)} Supported: {supported}.")
     return counts.most_common(1)[0][0]
-
-
-def _check_labels(path: str | Path, rows: Sequence[tuple[int, Row]]) -> None:
-    """Raise DataError where labels count from 0: a 1 would then name the other output."""
-    for place, row in rows:
-        if row.get("label") == 0 and not isinstance(row["label"], bool):
-            raise DataError(
-                f"{path}: row {place} has label 0, so labels count from 0 here and a 1 would name the second output. "
-                "Write 1 for output_1 and 2 for output_2."
-            )
 
 
 def _found(rows: Sequence[Row]) -> str:

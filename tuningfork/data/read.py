@@ -48,6 +48,11 @@ def read_rows(path: str | Path) -> list[tuple[int, Row]]:
     return rows
 
 
+def suffix_of(path: Path) -> str:
+    """What kind of file this is by its name, behind a .gz or not."""
+    return (Path(path.stem) if path.suffix == ".gz" else path).suffix
+
+
 def is_saved_dataset(folder: Path) -> bool:
     """Whether this is one table as `datasets` saves it."""
     return (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
@@ -91,7 +96,7 @@ def _checked_suffix(path: Path) -> str:
         hint = f"did you mean {path.parent / near[0]}?" if near else "check the path in the recipe."
         where = "no such file" if path.parent.is_dir() else f"no such file, there is no folder {path.parent}"
         raise DataError(f"{path}: {where}; {hint}")
-    suffix = (Path(path.stem) if path.suffix == ".gz" else path).suffix
+    suffix = suffix_of(path)
     if suffix not in SUFFIXES:
         raise DataError(f"{path}: unknown suffix {suffix!r}. Give {', '.join(SUFFIXES)}, plain or with .gz.")
     return suffix

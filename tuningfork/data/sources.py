@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tuningfork.data.read import HUB, SUFFIXES, is_saved_dataset, read_names
+from tuningfork.data.read import HUB, SUFFIXES, is_saved_dataset, read_names, suffix_of
 from tuningfork.errors import DataError
 
 
@@ -27,7 +27,9 @@ def expand(source: str) -> list[str]:
         splits = read_names(path)
         if splits:
             return [str(path / split) for split in splits]
-        files = sorted(p for p in path.rglob("*") if p.is_file() and _known(p) and not _hidden(p.relative_to(path)))
+        files = sorted(
+            p for p in path.rglob("*") if p.is_file() and suffix_of(p) in SUFFIXES and not _hidden(p.relative_to(path))
+        )
         if not files:
             raise DataError(f"{source}: this folder has no {', '.join(SUFFIXES)} file, plain or with .gz.")
         return list(map(str, files))
@@ -78,10 +80,6 @@ def mix(
         np.sort(np.random.default_rng([seed, place]).permutation(size)[:count])
         for place, (size, count) in enumerate(zip(sizes, wanted, strict=True))
     ]
-
-
-def _known(path: Path) -> bool:
-    return (Path(path.stem) if path.suffix == ".gz" else path).suffix in SUFFIXES
 
 
 def _hidden(path: Path) -> bool:

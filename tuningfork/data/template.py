@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, cast
 
 import jinja2
@@ -94,7 +95,6 @@ class _Printer:
             raise Unusable("unsupported field", f"chat_template_kwargs.{taken[0]} is no argument of a template")
         self.tokenizer = tokenizer
         self.arguments = arguments
-        self.special = [token.content for token in tokenizer.added_tokens_decoder.values()]
         self.printed: dict[tuple[Turns, bool], str] = {}  # one turn's end is often another's beginning
 
     def __call__(self, turns: Turns, open_turn: bool = False) -> str:
@@ -102,6 +102,11 @@ class _Printer:
         if (turns, open_turn) not in self.printed:
             self.printed[turns, open_turn] = self._print(turns, open_turn)
         return self.printed[turns, open_turn]
+
+    @cached_property
+    def special(self) -> list[str]:
+        """The texts of the tokenizer's added tokens: thousands for some, so not asked for where they do not matter."""
+        return [token.content for token in self.tokenizer.added_tokens_decoder.values()]
 
     def _print(self, turns: Turns, open_turn: bool) -> str:
         messages = [{"role": turn.role, "content": turn.content, **turn.extra} for turn in turns]
@@ -138,9 +143,7 @@ class _Printer:
         alike = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(opened), len(closed)))
         end = closed[len(closed) - alike :]
         role = end.rfind("assistant")
-        marks = [
-            t.content for t in self.tokenizer.added_tokens_decoder.values() if end[: max(role, 0)].endswith(t.content)
-        ]
+        marks = [token for token in self.special if end[:role].endswith(token)] if role > 0 else []
         return len(end) - role + len(max(marks, key=len)) if marks else 0
 
     def check_nothing_is_left_out(self, conversations: list[Turns]) -> None:
@@ -202,10 +205,8 @@ def _turn(turns: Turns, place: int, whole: str, printer: _Printer) -> _Turn:
     # How the turn begins and ends where it is the last, of which the whole printing may have less.
     head, tail = _around((*before, turn), place, printer)
     shared, unopened = _common(opened, closed), printer(before)
-    inside = closed.startswith(unopened) and shared >= len(
-        unopened
-    )  # the two part in the generation prompt, or nowhere
-    lead = head[shared:] if inside else ""
+    parted_late = closed.startswith(unopened) and shared >= len(unopened)  # in the generation prompt, or nowhere
+    lead = head[shared:] if parted_late else ""
     start, stop = _content(turns, place, whole, printer)
     stop += printer.marker(tail[: len(tail) - printer.header(opened, closed)], whole[stop:])
     if whole[:start].endswith(lead):

@@ -6,7 +6,7 @@ What an example costs where its prompt is repeated, `work` says: ranks share a s
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tuningfork.records import TokenExample
 
@@ -37,7 +37,7 @@ class FlopCounter:
         """Flops that a pack's layout makes of one example: without sharing, its prompt again for every answer."""
         if share_prompt:
             return self.forward(example)
-        return sum(self.forward(replace(example, answers=(answer,))) for answer in example.answers)
+        return sum(map(self.forward, example.alone()))
 
     def training(self, examples: Iterable[TokenExample]) -> int:
         """Flops of one forward and backward pass."""

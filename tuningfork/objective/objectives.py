@@ -50,6 +50,10 @@ class PairTerms(NamedTuple):
         margins = [example.margin or 0.0 for example in examples]
         return cls(torch.tensor(weights, dtype=torch.float64), torch.tensor(margins, dtype=torch.float64))
 
+    def of_answers(self, first: int, last: int) -> PairTerms:
+        """Those of the pairs whose answers are numbered from `first` to before `last`."""
+        return PairTerms(*(term[first // 2 : last // 2] for term in self))
+
 
 class PreferenceObjective:
     """A loss on preference pairs, answer 0 chosen and answer 1 rejected, with an optional SFT term on the chosen."""

@@ -57,8 +57,9 @@ def train_step(
 
         def share(first: int, last: int, chunk_logps: Tensor, ref=ref, lengths=lengths, terms=terms) -> Tensor:  # type: ignore[no-untyped-def]
             of_chunk = None if ref is None else ref[first:last]
-            said = terms and PairTerms(*(term[first // 2 : last // 2] for term in terms))
-            return objective.loss(chunk_logps, of_chunk, lengths[first:last], scale, said)
+            return objective.loss(
+                chunk_logps, of_chunk, lengths[first:last], scale, terms and terms.of_answers(first, last)
+            )
 
         hidden = policy.hidden_rows(pack)
         loss, answer_logps = head.backward(hidden, policy.head_weight, pack, share)

@@ -118,7 +118,8 @@ def count_cost(examples: Sequence[TokenExample], order: EpochOrder, limits: Pack
     shared = int(_causal(prompt).sum() + (answer * prompt[sizes.owner] + _causal(answer)).sum())
     steps = first_steps(examples, order)
     padded = round(padded_slots(sizes.longest, sizes.answers, PLAIN_BATCH))
-    packed = round(tokens * _slots_per_token(map(_each_sequence, steps), replace(limits, share_prompt=False)))
+    sequences = ([alone for example in members for alone in example.alone()] for members in steps)
+    packed = round(tokens * _slots_per_token(sequences, replace(limits, share_prompt=False)))
     ours = round(unique * _slots_per_token(steps, replace(limits, share_prompt=True)))
     layouts = [
         Layout("padded", padded, p, again, c, r, padded - tokens, 1 - tokens / padded),
@@ -200,11 +201,6 @@ def _mean_slots(longest: np.ndarray, sequences: np.ndarray, drawn: int) -> float
 def _causal(length: np.ndarray) -> np.ndarray:
     """(query, key) pairs of causal attention over so many tokens."""
     return length * (length + 1) // 2
-
-
-def _each_sequence(members: Sequence[TokenExample]) -> list[TokenExample]:
-    """Every answer as an example of its own, with its own copy of the prompt."""
-    return [TokenExample(e.source, e.prompt_ids, (answer,)) for e in members for answer in e.answers]
 
 
 def _slots_per_token(steps: Iterable[Sequence[TokenExample]], limits: PackLimits) -> float:
