@@ -4,7 +4,6 @@ The same random model learns the same pairs for a few epochs, in several orders 
 
     float32     float32 weights and moments, products in bfloat16: what a run does by default
     bfloat16    bfloat16 matrices, 8-bit AdamW with rounding by chance (model.weights, train.optimizer)
-    float8      float32 weights and moments, the blocks' products in float8 (model.float8)
 
 One line a run, as bench.step prints it, and one line a way and epoch:
 
@@ -29,7 +28,6 @@ from bench.step import measure
 WAYS: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"weights": "bfloat16", "optimizer": "adamw_8bit"},
-    "float8": {"float8": True},
 }
 COLUMNS = {name: name for name in ("way", "epoch", "loss", "noise", "apart", "in_noise")}
 

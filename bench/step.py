@@ -78,7 +78,6 @@ def measure(
     activation_memory: str = "none",
     weights: str = "float32",
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw",
-    float8: bool = False,
     learning_rate: float = 1e-6,
     seed: int = 0,
     profile: Path | None = None,
@@ -127,7 +126,7 @@ def measure(
     )
     begun = time.perf_counter()
     limits = PackLimits.plan(pack_tokens, share_prompt, compiled=device().type == "cuda")
-    start = _start(model, train, head_chunk_rows, limits, DTYPES[weights], float8)
+    start = _start(model, train, head_chunk_rows, limits, DTYPES[weights])
     build_s = time.perf_counter() - begun
     print(f"{model}: weights made in {build_s:.1f} s; scoring the reference", file=sys.stderr, flush=True)
 
@@ -246,23 +245,19 @@ class _Timed:
         }
 
 
-def _start(
-    model: str, train: TrainConfig, head_chunk_rows: int, limits: PackLimits, weights: torch.dtype, float8: bool
-) -> Start:
+def _start(model: str, train: TrainConfig, head_chunk_rows: int, limits: PackLimits, weights: torch.dtype) -> Start:
     """The starting model as a run has it: on a GPU bfloat16 over float32 weights, compiled; on a CPU plain float32."""
     where = device()
     compiled = where.type == "cuda"
     built = shapes.build(model, where, train.seed)
     hold_weights(built, weights)
     policy = Policy.fast(built, torch.bfloat16 if compiled else torch.float32)
-    if float8:
-        policy.use_float8()
     if compiled:
         policy.compile()
         torch.cuda.synchronize()
     head = Head(policy.kernels, policy.transform, head_chunk_rows)
     objective, loaded = PreferenceObjective(ObjectiveConfig()), Loaded(built, torch.float32)
-    start = Start(policy, head, objective, loaded, compiled, float8)
+    start = Start(policy, head, objective, loaded, compiled)
     if train.activation_memory != "auto":
         policy.keep_activations(train.activation_memory)
     settle_activations(start, train, limits, None, Console())
@@ -281,14 +276,12 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--activation_memory", default="none", help=ACTIVATION_MEMORY_FORMS)
     options.add_argument("--weights", default="float32", choices=DTYPES, help="model.weights")
     options.add_argument("--optimizer", default="adamw", choices=("adamw", "adamw_8bit"))
-    options.add_argument("--float8", type=int, choices=(0, 1), default=0)
     options.add_argument("--learning_rate", type=float, default=1e-6)
     options.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the pairs")
     options.add_argument("--profile", type=Path, help="write where the device time of three more steps goes")
     settings = vars(options.parse_args(argv))
     out = settings.pop("out")
-    for name in ("share_prompt", "float8"):
-        settings[name] = bool(settings[name])
+    settings["share_prompt"] = bool(settings["share_prompt"])
     line = measure(**settings)
     emit(line, out)
     print(table([line], COLUMNS))

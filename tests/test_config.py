@@ -105,8 +105,6 @@ def test_every_setting_can_be_given_in_a_recipe_and_as_a_flag_which_wins(key: st
             "--model.weights bfloat16 --train.optimizer adamw_8bit --model.dtype float32",
             ("model.weights is bfloat16, but model.dtype is float32", "bfloat16, or auto"),
         ),
-        ("--model.float8 true --model.dtype float32", ("model.float8 is true, but model.dtype is float32",)),
-        ("--model.float8 true --model.compile off", ("model.float8 is true, but model.compile is off",)),
     ],
 )
 def test_precisions_that_contradict_each_other_are_refused(flags: str, words: tuple[str, ...]) -> None:

@@ -83,11 +83,8 @@ def check(config: RunConfig) -> None:
             "smaller than the spacing of bfloat16, most of them at usual learning rates, would be lost. Set "
             "train.optimizer: adamw_8bit, which rounds by chance, or model.weights: float32."
         )
-    if config.model.dtype == "float32" and (config.model.weights == "bfloat16" or config.model.float8):
-        key = "model.float8 is true" if config.model.float8 else "model.weights is bfloat16"
-        raise ConfigError(f"{key}, but model.dtype is float32. Set model.dtype: bfloat16, or auto.")
-    if config.model.float8 and config.model.compile == "off":
-        raise ConfigError("model.float8 is true, but model.compile is off: casts to float8 must be fused. Remove one.")
+    if config.model.dtype == "float32" and config.model.weights == "bfloat16":
+        raise ConfigError("model.weights is bfloat16, but model.dtype is float32. Set model.dtype: bfloat16, or auto.")
     if config.reference != defaults.reference and name == "simpo":
         raise ConfigError(
             f"reference.cache is {config.reference.cache}, but objective.name simpo has no reference. Remove it."

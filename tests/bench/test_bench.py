@@ -185,7 +185,7 @@ def test_attention_says_what_sharing_saves(capsys):
 
 
 def test_sharing_compares_packs_of_the_same_rows(capsys):
-    sharing.main(["--ratios", "0.5", "6", "--pairs", "16", "--repeats", "1"])
+    sharing.main(["--ratios", "0.5", "6", "--pairs", "16", "--repeats", "2"])
     yardstick, short, long = json_lines(capsys.readouterr().out)
     assert yardstick["pairs"] == "yardstick" and (short["ratio"], long["ratio"]) == (0.5, 6.0)
     # a prompt of half an answer, laid once of twice, and one of six answers

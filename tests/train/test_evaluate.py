@@ -232,7 +232,7 @@ def test_the_fingerprint_of_a_run_names_all_that_decides_a_bit(tmp_path):
     assert {"weights", "config", "dtype", "attention kernel", "row_logps kernel", "compiled", "share_prompt"} < set(
         facts
     )
-    assert {"device", "torch", "transformers", "layout", "float8"} < set(facts)
+    assert {"device", "torch", "transformers", "layout"} < set(facts)
 
     def refused(other: Start, fact: str) -> None:
         with pytest.raises(ReferenceMismatch, match=f"  {fact}: "):
@@ -244,7 +244,6 @@ def test_the_fingerprint_of_a_run_names_all_that_decides_a_bit(tmp_path):
     refused(start_of(moved), "weights")
     refused(start_of(_in(torch.bfloat16, start.policy)), "dtype")
     refused(replace(start, compiled=True), "compiled")
-    refused(replace(start, float8=True), "float8")
     other_kernels = replace(start.policy.kernels, names={"attention": "fork", "row_logps": "plain"})
     refused(start_of(Policy(start.policy.model, other_kernels, torch.float32)), "attention kernel")
     scaled = copy.deepcopy(start.policy)

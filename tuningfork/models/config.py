@@ -22,9 +22,5 @@ class ModelConfig:
     """Precision in which matrices are kept and updated; norms and biases are always float32. With bfloat16, weights,
     gradients and moments take 6 bytes a weight instead of 16. It needs train.optimizer adamw_8bit, which does not round
     small updates away."""
-    float8: bool = False
-    """Matrix products of the decoder blocks in float8, a scale for each row. Needs torchao, an H100 or newer, and
-    model.compile. Gradients become coarser; log-probs stay independent of the pack. Slower for models of a billion
-    parameters, by measurement (docs/log.md)."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile, one decoder block at a time. auto: on for a GPU."""

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from tuningfork.errors import ModelError
 from tuningfork.kernels.select import Kernels, plain, select
 from tuningfork.models import activations, compiler
-from tuningfork.models.float8 import use_float8
 from tuningfork.models.flops import FlopCounter
 from tuningfork.records import LogitTransform, PackedBatch
 
@@ -79,10 +78,6 @@ class Policy:
                 fork=fork,
             ).last_hidden_state[0]
         return hidden.index_select(0, batch.logit_rows).to(self.dtype)
-
-    def use_float8(self) -> int:
-        """Let the decoder blocks' linear layers multiply in float8; the number of layers. Raises ConfigError."""
-        return use_float8(self.blocks, self.device)
 
     def compile(self) -> None:
         """Compile the decoder blocks, one by one: blocks of a kind share their code, so each kind compiles once.

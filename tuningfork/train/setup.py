@@ -18,7 +18,7 @@ from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.loader import packs_in_windows
 from tuningfork.data.pack import PackLimits, split_fitting
 from tuningfork.errors import ConfigError, DataError, enough_memory
-from tuningfork.models import activations, float8
+from tuningfork.models import activations
 from tuningfork.models.config import ModelConfig
 from tuningfork.models.load import Loaded, comparable, load, load_config
 from tuningfork.models.policy import Policy
@@ -59,7 +59,6 @@ class Start:
     objective: PreferenceObjective
     loaded: Loaded
     compiled: bool
-    float8: bool = False
 
     def score(self, batch: PackedBatch) -> Tensor:
         """Summed log-probs of a pack's answers under the policy as it is now, float64 [A] on its device.
@@ -167,8 +166,6 @@ def start_model(
     compiled = choose_compile(model.compile, device)
     # What cannot be had is said now, before minutes of reading and scoring.
     activations.check(train.activation_memory, compiled)
-    if model.float8:
-        float8.check(device)
     with console.startup.time("device"):
         torch.zeros(1, device=device)  # the first use of a GPU sets it up, which is no part of what follows
     with console.startup.time("weights"):
@@ -177,20 +174,17 @@ def start_model(
     with console.startup.time("self-check"):
         check_packed_equals_alone(loaded.model, model.path)
     policy = Policy.fast(loaded.model, dtype)
-    precision = dtype_name(dtype)
-    if model.float8:
-        precision += f", {policy.use_float8()} linear layers in float8"
     if compiled:
         policy.compile()
     console.print(
         f"{model.path}: {sum(p.numel() for p in loaded.model.parameters()):,} parameters on {device_name(device)}, "
-        f"kept in {model.weights}, computing in {precision}, "
+        f"kept in {model.weights}, computing in {dtype_name(dtype)}, "
         + ", ".join(f"{kind} kernel {name}" for kind, name in policy.kernels.names.items())
         + (", blocks compiled" if compiled else "")
     )
     head = Head(policy.kernels, policy.transform, objective.head_chunk_rows)
     policy.keep_activations("block" if train.activation_memory == "auto" else train.activation_memory)
-    return Start(policy, head, PreferenceObjective(objective), loaded, compiled, model.float8)
+    return Start(policy, head, PreferenceObjective(objective), loaded, compiled)
 
 
 def settle_activations(
@@ -243,7 +237,6 @@ def open_reference(
         dtype=dtype_name(policy.dtype),
         **{f"{kind} kernel": name for kind, name in policy.kernels.names.items()},
         compiled=str(start.compiled),
-        float8=str(start.float8),
         share_prompt=str(share_prompt),
         device=device_name(policy.device),
         threads=str(torch.get_num_threads() if policy.device.type == "cpu" else "any"),
