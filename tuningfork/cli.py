@@ -38,8 +38,8 @@ examples:
 _OWN: dict[str, dict[str, str]] = {
     "data": {
         "--strict": "exit with status 1 if rows are dropped, repeat each other or contradict each other, if held-out "
-        "rows have a prompt that is trained on, if a pair is longer than the model's positions, or if a sequence "
-        "begins with BOS twice"
+        "rows have a prompt that is trained on, if a row is longer than the model's positions, or if a sequence "
+        "begins with BOS twice; not for rows that a mix or their own weight of 0 leaves out, nor for rows that are cut"
     },
     "train": {"--resume": "continue the run in output.dir if there is one"},
     "reference": {},

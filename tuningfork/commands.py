@@ -11,8 +11,8 @@ from tuningfork import __version__
 from tuningfork.config import RunConfig, differences, from_yaml, to_yaml
 from tuningfork.data.loader import EpochOrder, packs_in_windows
 from tuningfork.data.pack import PackLimits
-from tuningfork.data.sources import expand_all
-from tuningfork.data.summary.file import FileData, read_too_long
+from tuningfork.data.sources import Use
+from tuningfork.data.summary.sets import SetData
 from tuningfork.data.summary.summarize import summarize
 from tuningfork.errors import ConfigError, ModelError
 from tuningfork.files import exclusive
@@ -68,16 +68,14 @@ def data(config: RunConfig, strict: bool) -> int:
     console = Console()
     folder = Path(config.output.dir) / data_files.FOLDER
     data_files.check(folder)  # before minutes of reading
-    train_table = _one_table("data.train", config.data.train)
-    eval_table = None if config.data.eval is None else _one_table("data.eval", config.data.eval)
     tokenizer, model = load_tokenizer(config.model.path), load_config(config.model.path)
 
-    def read(table: str, mixed: bool) -> FileData:
-        examples, report = read_sources(table, tokenizer, config.data, config.pack, model.vocab_size, console, mixed)
-        return FileData(table, examples, read_too_long(table, tokenizer, config.data, report), report)
+    def read(sources: str | list[str], use: Use) -> SetData:
+        examples, report = read_sources(sources, tokenizer, config.data, config.pack, model.vocab_size, console, use)
+        return SetData.of(examples, report, tokenizer.bos_token_id)
 
-    train = read(train_table, mixed=True)
-    held_out = None if eval_table is None else read(eval_table, mixed=False)
+    train = read(config.data.train, "train")
+    held_out = None if config.data.eval is None else read(config.data.eval, "eval")
     per_step, epochs, most = config.train.examples_per_step, config.train.epochs, config.train.max_steps
     # The run's packs, not this machine's: a recipe that leaves the device open is for a GPU.
     device = torch.device("cpu" if config.train.device == "cpu" else "cuda")
@@ -98,17 +96,6 @@ def data(config: RunConfig, strict: bool) -> int:
     for path in data_files.write(folder, report, __version__):
         console.print(str(path))
     return 1 if strict and summary.strict else 0
-
-
-def _one_table(key: str, sources: str | list[str]) -> str:
-    """The one table that the sources stand for. Raises ConfigError where there are several: rows are told by number."""
-    tables = [table for found in expand_all(sources) for table in found]
-    if len(tables) != 1:
-        raise ConfigError(
-            f"{key} stands for {len(tables)} tables, and `tuningfork data` reports on one. Name one of them, "
-            f"for example: --{key} {tables[0]}"
-        )
-    return tables[0]
 
 
 def reference(config: RunConfig) -> int:

@@ -85,3 +85,8 @@ def enough_memory(doing: str) -> Iterator[None]:
 def first_line(error: BaseException) -> str:
     """What an exception says, on one line; the name of its type if it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def counted(n: int, one: str, many: str = "") -> str:
+    """A number of things in words: ``1 row``, ``2,354 rows``; `many` where it is not `one` with an s."""
+    return f"{n:,} {one if n == 1 else many or one + 's'}"

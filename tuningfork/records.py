@@ -128,6 +128,15 @@ class DroppedRow:
     detail: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Tokens of an example: of its prompt and of each answer. `opening` of the prompt's are a BOS that no cut takes."""
+
+    prompt: int
+    answers: tuple[int, ...]
+    opening: int = 0
+
+
 @dataclass(slots=True)
 class DataReport:
     """What became of every row of a file set: rows_read = used + the sum of dropped."""
@@ -135,7 +144,10 @@ class DataReport:
     rows_read: int = 0
     used: int = 0
     dropped_rows: list[DroppedRow] = field(default_factory=list)
+    sources: dict[str, list[str]] = field(default_factory=dict)  # source, as the recipe names it -> its files
+    passed_over: list[str] = field(default_factory=list)  # files and splits beside them that are for another use
     forms: dict[str, str] = field(default_factory=dict)  # file -> what form it has, a name of data/forms.py
+    sizes: dict[Source, Size] = field(default_factory=dict)  # of examples that were cut, or left out though readable
     notes: dict[str, list[Source]] = field(default_factory=dict)  # what is worth knowing of rows that are used -> which
 
     @property

@@ -16,7 +16,7 @@ from tuningfork.data.config import DataConfig
 from tuningfork.data.shorten import CUT_ANSWERS, CUT_ONE_SIDE, CUT_PROMPT
 from tuningfork.data.template import REWRITES
 from tuningfork.errors import DataError
-from tuningfork.records import DataReport, Source, TokenAnswer, TokenExample
+from tuningfork.records import DataReport, Size, Source, TokenAnswer, TokenExample
 
 NONE = DataConfig(template="none")
 
@@ -156,6 +156,8 @@ def test_the_report_is_plain_data(tmp_path: Path) -> None:
     path = write(tmp_path, [pair("q", "a", "b"), pair("q", "a", "")])
     _, report = prepare(path, byte_bpe(chat_template=CHATML), DataConfig(), 260)
     expected = {
+        "sources": {str(path): [str(path)]},
+        "passed_over": [],
         "formats": {str(path): "pairs"},
         "rows_read": 2,
         "used": 1,
@@ -250,5 +252,40 @@ def test_what_a_mix_leaves_out_is_listed(tmp_path: Path) -> None:
     again, _ = prepare(list(map(str, files)), byte_bpe(), config, 260)
     other, _ = prepare(list(map(str, files)), byte_bpe(), replace(config, mix_seed=4), 260)
     assert [e.id for e in again] == [e.id for e in examples] != [e.id for e in other]
-    every, _ = prepare(list(map(str, files)), byte_bpe(), config, 260, mixed=False)
+    every, _ = prepare(list(map(str, files)), byte_bpe(), config, 260, use="eval")
     assert len(every) == 16
+
+
+@pytest.mark.parametrize(("settings", "key"), [({"shares": [1.0, 3.0]}, "shares"), ({"counts": [1, 1]}, "counts")])
+def test_a_source_of_a_mix_without_a_usable_row_is_named_with_the_reasons(
+    tmp_path: Path, settings: dict[str, Any], key: str
+) -> None:
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    write(tmp_path, [pair("q", "a", "b")]).rename(good)
+    write(tmp_path, [pair("q", "a", ""), pair("q", "a", "b" * 99)]).rename(bad)
+    config = replace(NONE, max_length=20, **settings)
+    with pytest.raises(DataError) as caught:
+        prepare([str(good), str(bad)], byte_bpe(), config, 260)
+    assert str(caught.value) == (
+        f"{bad}: none of its 2 rows can be used: 1 x empty answer (first: row 1, rejected); 1 x longer than max_length "
+        "(first: row 2, prompt 1, answers 2 and 100 tokens; data.max_length is 20). Mend the rows or change the "
+        f"settings named here. data.{key} takes a part of every source."
+    )
+    examples, _ = prepare([str(good), str(bad)], byte_bpe(), replace(NONE, max_length=20), 260)
+    assert [e.id for e in examples] == [f"{good}:1"]  # without a mix it is a list of files like any other
+
+
+def test_the_report_knows_which_splits_were_taken_and_how_long_rows_were_before_a_cut(tmp_path: Path) -> None:
+    for name, rows in {
+        "train": [pair("12345", "abc", "d"), pair("1", "a", "b")],
+        "test": [pair("1", "a", "b")],
+    }.items():
+        write(tmp_path, rows).rename(tmp_path / f"{name}.jsonl")
+    train, test = str(tmp_path / "train.jsonl"), str(tmp_path / "test.jsonl")
+    config = replace(NONE, max_length=7, over_length="truncate_answers")
+    examples, report = prepare(tmp_path, byte_bpe(), config, 260)
+    assert (report.sources, report.passed_over) == ({str(tmp_path): [train]}, [test])
+    assert [len(a.ids) for a in examples[0].answers] == [2, 2]
+    assert report.sizes == {Source(train, 1): Size(5, (4, 2))}  # with </s> behind each answer
+    _, held_out = prepare(tmp_path, byte_bpe(), config, 260, use="eval")
+    assert (held_out.sources, held_out.passed_over) == ({str(tmp_path): [test]}, [train])

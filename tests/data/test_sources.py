@@ -13,21 +13,21 @@ from hypothesis import strategies as st
 from tests.data.rows import PAIR, write
 from tuningfork.data.forms import read_examples
 from tuningfork.data.read import read_rows
-from tuningfork.data.sources import expand, expand_all, mix
+from tuningfork.data.sources import Tables, expand, expand_all, mix
 from tuningfork.errors import DataError
 
 ROWS = [PAIR, {**PAIR, "chosen": "c"}]
 
 
-def names(found: list[str], folder: Path) -> list[str]:
-    return [str(Path(name).relative_to(folder)) for name in found]
+def names(found: Tables, folder: Path) -> list[str]:
+    return [str(Path(name).relative_to(folder)) for name in found.taken]
 
 
 def test_a_file_stands_for_itself_also_one_named_like_a_pattern(tmp_path: Path) -> None:
     for name in ("a.jsonl", "a[1].jsonl", "what?.jsonl"):
         path = str(write(tmp_path, ROWS, name))
-        assert expand(path) == [path]
-    assert expand("no/such.jsonl") == ["no/such.jsonl"]
+        assert expand(path).taken == [path]
+    assert expand("no/such.jsonl").taken == ["no/such.jsonl"]
 
 
 def test_patterns_and_folders_are_their_files_in_order(tmp_path: Path) -> None:
@@ -49,9 +49,11 @@ def test_a_data_set_saved_by_the_library(tmp_path: Path) -> None:
     table = datasets.Dataset.from_list(ROWS)
     table.save_to_disk(str(tmp_path / "one"))
     datasets.DatasetDict({"train": table, "test": table.select([1])}).save_to_disk(str(tmp_path / "two"))
-    assert expand(str(tmp_path / "one")) == [str(tmp_path / "one")]
-    assert names(expand(str(tmp_path / "two")), tmp_path) == ["two/train", "two/test"]
-    assert expand(str(tmp_path / "two" / "test")) == [str(tmp_path / "two" / "test")]
+    assert expand(str(tmp_path / "one")).taken == [str(tmp_path / "one")]
+    assert names(expand(str(tmp_path / "two")), tmp_path) == ["two/train"]
+    assert expand(str(tmp_path / "two")).left == [str(tmp_path / "two" / "test")]
+    assert names(expand(str(tmp_path / "two"), "eval"), tmp_path) == ["two/test"]
+    assert expand(str(tmp_path / "two" / "test")).taken == [str(tmp_path / "two" / "test")]
     assert read_rows(tmp_path / "one") == [(1, ROWS[0]), (2, ROWS[1])]
     assert read_rows(tmp_path / "two" / "test") == [(1, ROWS[1])]
     (example,) = read_examples(str(tmp_path / "two" / "test"), as_text=True).examples
@@ -69,13 +71,19 @@ def test_a_hub_name_goes_to_the_library_as_it_is(monkeypatch: pytest.MonkeyPatch
         return datasets.Dataset.from_list(ROWS)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    for source in ("hub:o/n", "hub:o/n:test", "hub:o/n@v1:test"):
-        assert expand(source) == [source]
-        assert read_rows(source) == [(1, ROWS[0]), (2, ROWS[1])]
+    for source, table in (
+        ("hub:o/n", "hub:o/n:train"),
+        ("hub:o/n:test", "hub:o/n:test"),
+        ("hub:o/n@v1:test", "hub:o/n@v1:test"),
+        ("hub:o/n@v1", "hub:o/n@v1:train"),
+    ):
+        assert expand(source).taken == [table]
+        assert read_rows(table) == [(1, ROWS[0]), (2, ROWS[1])]
     assert asked == [
         ("o/n", {"split": "train", "revision": None}),
         ("o/n", {"split": "test", "revision": None}),
         ("o/n", {"split": "test", "revision": "v1"}),
+        ("o/n", {"split": "train", "revision": "v1"}),
     ]
 
 
@@ -88,10 +96,87 @@ def test_a_hub_name_that_is_at_hand_is_read_by_the_library_itself(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     assert read_rows("hub:owner/name") == [(1, ROWS[0]), (2, ROWS[1])]
+    assert expand("hub:owner/name", "eval").taken == ["hub:owner/name:train"]  # the only split that there is
     with pytest.raises(DataError, match=r"hub:owner/name:test: cannot be loaded \(.*test.*\)\. Check the name"):
         read_rows("hub:owner/name:test")
     with pytest.raises(DataError, match=r"hub:no-one/nothing: cannot be loaded .*Check the name, and the network"):
         read_rows("hub:no-one/nothing")
+    with pytest.raises(DataError, match=r"hub:no-one/nothing: cannot be loaded .*Check the name, and the network"):
+        expand("hub:no-one/nothing", "eval")
+    write(tmp_path / "owner" / "name", ROWS, "test.jsonl")
+    assert expand("hub:owner/name", "eval") == Tables(
+        "hub:owner/name", ["hub:owner/name:test"], ["hub:owner/name:train"]
+    )
+
+
+# Files of a folder -> those for training and those for evaluation.
+PARTED: list[tuple[list[str], list[str], list[str]]] = [
+    (["train.jsonl", "test.jsonl"], ["train.jsonl"], ["test.jsonl"]),
+    (["test.jsonl.gz", "train.jsonl", "valid.jsonl"], ["train.jsonl"], ["valid.jsonl"]),
+    (
+        ["data/test-00000-of-00001.parquet", "data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"],
+        ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"],
+        ["data/test-00000-of-00001.parquet"],
+    ),
+    (["test/a.jsonl", "train/a.jsonl"], ["train/a.jsonl"], ["test/a.jsonl"]),
+    (["hh_held_out.jsonl", "hh_train.jsonl"], ["hh_train.jsonl"], ["hh_held_out.jsonl"]),
+    # Names that say the same of all files, or nothing, leave nothing to choose.
+    (["test_a.jsonl", "test_b.jsonl"], ["test_a.jsonl", "test_b.jsonl"], ["test_a.jsonl", "test_b.jsonl"]),
+    (["contest.jsonl", "trains.jsonl"], ["contest.jsonl", "trains.jsonl"], ["contest.jsonl", "trains.jsonl"]),
+]
+
+
+@pytest.mark.parametrize(("files", "train", "held_out"), PARTED, ids=[files[0] for files, *_ in PARTED])
+def test_a_folder_is_parted_by_the_names_of_its_files(
+    tmp_path: Path, files: list[str], train: list[str], held_out: list[str]
+) -> None:
+    folder = tmp_path / "test"  # what is above the files says nothing of them
+    for file in files:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).touch()
+    for use, wanted in (("train", train), ("eval", held_out)):
+        found = expand(str(folder), use)  # type: ignore[arg-type]
+        assert names(found, folder) == wanted
+        assert sorted([*found.taken, *found.left]) == sorted(str(folder / file) for file in files)
+
+
+def test_a_folder_whose_names_do_not_tell_is_refused(tmp_path: Path) -> None:
+    for file in ("a.jsonl", "test.jsonl"):
+        (tmp_path / file).touch()
+    told = rf"\(neither: a\.jsonl, test: test\.jsonl\), and which .* as data\.train .*such as {tmp_path}/a\.jsonl"
+    with pytest.raises(DataError, match=told):
+        expand(str(tmp_path))
+    with pytest.raises(DataError, match=r"meant as data\.eval is not told"):
+        expand(str(tmp_path), "eval")
+    (tmp_path / "test.jsonl").rename(tmp_path / "train.jsonl")
+    assert names(expand(str(tmp_path)), tmp_path) == ["a.jsonl", "train.jsonl"]  # nothing there is for evaluation
+    with pytest.raises(DataError, match=r"neither: a\.jsonl, train: train\.jsonl"):
+        expand(str(tmp_path), "eval")
+
+
+def test_splits_whose_names_do_not_tell_are_refused(tmp_path: Path) -> None:
+    table = datasets.Dataset.from_list(ROWS)
+
+    def saved(*splits: str) -> str:
+        folder = str(tmp_path / "-".join(splits))
+        datasets.DatasetDict(dict.fromkeys(splits, table)).save_to_disk(folder)
+        return folder
+
+    several = saved("train_prefs", "train_sft", "test_prefs")
+    with pytest.raises(
+        DataError,
+        match=rf"{several}: has the splits train_prefs, train_sft, test_prefs, .*data\.train.*: {several}/train_prefs",
+    ):
+        expand(several)
+    assert names(expand(several, "eval"), Path(several)) == ["test_prefs"]
+    for use in ("train", "eval"):
+        with pytest.raises(DataError, match=r"has the splits harmless, helpful"):
+            expand(saved("harmless", "helpful"), use)  # type: ignore[arg-type]
+    exact = saved("train", "train_extra", "validation", "test")
+    assert names(expand(exact), Path(exact)) == ["train"]
+    assert names(expand(exact, "eval"), Path(exact)) == ["validation"]
+    only = saved("test")
+    assert names(expand(only), Path(only)) == ["test"]
 
 
 def test_no_table_is_read_twice(tmp_path: Path) -> None:
@@ -118,7 +203,18 @@ def test_counts_are_exact_or_refused() -> None:
         mix([30, 100], ["a", "b"], None, [1, 101], 0)
 
 
-@given(st.lists(st.tuples(st.integers(1, 60), st.floats(0.01, 10)), min_size=1, max_size=4), st.integers(0, 5))
+def test_a_share_that_comes_to_no_example_is_refused() -> None:
+    # 10 of the second are a part of 4, so a part of 0.1 is a quarter of an example
+    with pytest.raises(DataError) as caught:
+        mix([900, 10], ["a.jsonl", "b.jsonl"], [0.1, 4], None, 0)
+    assert str(caught.value) == (
+        "a.jsonl: data.shares gives it 0.1 beside 4 for b.jsonl, which has 10 examples. That comes to 0.25 of an "
+        "example, so none. Raise its share or leave it out."
+    )
+    assert sizes(mix([900, 10], ["a", "b"], [0.3, 4], None, 0)) == [1, 10]  # 0.75
+
+
+@given(st.lists(st.tuples(st.integers(20, 60), st.floats(1, 10)), min_size=1, max_size=4), st.integers(0, 5))
 def test_a_mix_takes_nothing_twice_and_depends_on_the_seed_alone(parts: list[tuple[int, float]], seed: int) -> None:
     counts, shares = zip(*parts, strict=True)
     labels = list("abcd"[: len(parts)])

@@ -76,7 +76,10 @@ def test_strict_fails_for_a_leak(job: Job, shelf: Path) -> None:
     job = job.but({"data.eval": write_rows(job.folder / "eval.jsonl", rows)})
     outcome = job("data", "--strict")
     assert outcome.status == 1 and "leaks in eval.jsonl (1)" in outcome.out
-    assert report_of(job)["leaks"]["prompts"] == [{"eval_row": 1, "train_row": 8}]
+    [leak] = report_of(job)["leaks"]["prompts"]
+    assert {key: (Path(row["file"]).name, row["row"]) for key, row in leak.items()} == {
+        **{"eval_row": ("eval.jsonl", 1), "train_row": ("pairs.jsonl", 8)}
+    }
 
 
 def test_strict_fails_where_training_would_refuse_the_length(job: Job) -> None:
@@ -103,4 +106,4 @@ def test_foreign_files_are_found_before_anything_is_read(job: Job) -> None:
 def test_a_file_that_cannot_be_used_is_an_error_and_leaves_nothing(job: Job) -> None:
     rows = [{"prompt": "p", "chosen": "", "rejected": "b"}]
     message = job.but({"data.train": write_rows(job.folder / "rows.jsonl", rows)}).refused("data")
-    assert "none of its 1 rows can be used: 1 x empty answer" in message and not job.run.exists()
+    assert "its only row cannot be used: 1 x empty answer" in message and not job.run.exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -30,6 +31,41 @@ def test_two_sources_by_shares(job: Job, files: tuple[Path, Path]) -> None:
     assert found["formats"] == {str(files[0]): "pairs", str(files[1]): "labelled"}
     assert (found["rows_read"], found["used"]) == (20, 16)  # all twelve of the one, four of the other
     assert found["dropped"] == {"left out of the mix": 4}
+
+
+def test_the_report_on_a_mix_is_of_what_training_then_takes(job: Job, files: tuple[Path, Path]) -> None:
+    job = job.but(data={"train": list(map(str, files)), "shares": [3, 1]})
+    out = job.done("data", "--strict").out  # what a mix leaves out is no fault
+    assert "All 20 pairs can be trained on; 16 are used" in out and "data.shares 3 : 1" in out
+    report = json.loads((job.run / "data" / "data_report.json").read_text())
+    assert [(Path(t["file"]).name, t["form"], t["used"], t["left_out"]) for t in report["train"]["tables"]] == [
+        ("pairs.jsonl", "pairs", 12, 0),
+        ("labelled.jsonl", "labelled", 4, 4),
+    ]
+    job.done()
+    lines = job.metrics()
+    assert len(lines) == report["run"]["steps"] == 4
+    assert sum(line["tokens"] for line in lines) == report["cost"]["tokens"]
+
+
+def test_a_folder_of_splits_for_training_and_for_evaluation(job: Job) -> None:
+    folder = job.folder / "splits"
+    folder.mkdir()
+    for name, rows in (("train", make_pairs(12)), ("test", make_pairs(5, seed=3))):
+        write_rows(folder / f"{name}.jsonl", rows)
+    job = job.but({"data.train": folder, "data.eval": folder})
+    job.done()
+    found = job.report()
+    assert (found["used"], found["passed_over"]) == (12, [str(folder / "test.jsonl")])
+    assert (found["eval"]["used"], found["eval"]["passed_over"]) == (5, [str(folder / "train.jsonl")])
+
+
+def test_a_source_of_a_mix_without_a_usable_row_is_refused_by_name(job: Job, files: tuple[Path, Path]) -> None:
+    write_rows(files[1], [{**as_labelled(row), "output_1": ""} for row in make_pairs(2)])
+    job = job.but(data={"train": list(map(str, files)), "shares": [3, 1]})
+    for command in ("train", "data"):
+        message = job.refused(command)
+        assert f"{files[1]}: none of its 2 rows can be used: 2 x empty answer (first: row 1" in message
 
 
 def test_a_form_does_not_matter(job: Job, files: tuple[Path, Path]) -> None:

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from tests.data.summary.workbench import pair, summary_of, summary_of_examples
+from tests.data.summary.workbench import pair, summary_of, summary_of_examples, summary_of_files, write
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
 from tests.report.browser import browser, find_browser
 from tests.tiny import random_examples
+from tuningfork.data.config import DataConfig
 from tuningfork.report.console import Console
 from tuningfork.report.data_page import SECTIONS, draw_page
 from tuningfork.report.data_terminal import draw_report
@@ -182,6 +183,43 @@ def test_examples_that_are_no_pairs(answers: tuple[int, ...]) -> None:
         assert ("chosen is longer" in text or "chosen answer is longer" in text) == (len(answers) == 3)
 
 
+def mixed_report(folder: Path) -> dict[str, Any]:
+    """Several tables, mixed and cut, with what their rows say of themselves, and splits of which one is taken."""
+    (folder / "b").mkdir()
+    said = {"weight": 2, "margin": 0.5}
+    scores = {"score_chosen": 1, "score_rejected": 3}
+    write(folder / "a.jsonl", [pair("q", "a", "b"), pair("r", "a" * 30, "b") | said, pair("s", "", "b")])
+    write(folder / "b" / "train.jsonl", [*(pair(f"q{i}", "a", "b") | scores for i in range(9)), pair("q", "a", "b")])
+    write(folder / "b" / "test.jsonl", [pair("t", "a", "b")])
+    sources = [str(folder / "a.jsonl"), str(folder / "b")]
+    config = DataConfig(sources, template="none", max_length=20, over_length="truncate_answers", counts=[2, 5])
+    summary = summary_of_files(config)
+    return {"made_by": "tuningfork data", "version": "1", **summary.as_dict()}
+
+
+def test_several_tables(tmp_path: Path) -> None:
+    report = mixed_report(tmp_path)
+    outline = Outline()
+    outline.feed(draw_page(report))
+    printed = io.StringIO()
+    Console(printed).draw(draw_report(report))
+    page, terminal = (" ".join(text.split()) for text in (outline.text, printed.getvalue()))
+    for text in (page, terminal):
+        assert "12 of 13 pairs can be trained on; 7 are used" in text
+        assert "13 rows read, 7 used, 1 dropped, 5 left out on purpose" in text
+        assert "Training data: 1 row is dropped: empty answer (1). (a.jsonl row 3)" in text
+        assert "1 row has a weight of 2" in text and "1 row has a margin of 0.5" in text
+        assert "chosen is not scored higher" in text and "answers cut at max_length" in text
+        assert "answers are cut at their end in 1 of 7 rows" in text
+        assert re.search(r"not read: \S*b/test\.jsonl", text)
+    assert "a.jsonl pairs 3 1 0 2 28.6%" in terminal and "train.jsonl pairs 10 0 5 5 71.4%" in terminal
+    assert "20 (recipe) 1 8.3% 0 0%" in terminal  # one of the twelve rows that can be used is cut
+    assert "data.counts 2 : 5" in terminal and "5 of 10 rows that can be used, 71.4% of the mix" in terminal
+    assert f"{tmp_path}/b510571.4%" in page  # asked for, usable, used, share
+    heads = [cell["data-head"] for tag, cell in outline.tags if tag == "td"]
+    assert [head for head in heads if head in ("Form", "Tokens")] == ["Form", "Tokens"] * 2
+
+
 @pytest.mark.skipif(find_browser() is None, reason="no Chromium: put one on PATH, or name it in TUNINGFORK_CHROMIUM")
 def test_in_a_browser(page: str, tmp_path: Path) -> None:
     """Nothing is logged or asked for, every plot is to be seen, and nothing is wider than the screen."""
@@ -205,6 +243,12 @@ def test_in_a_browser(page: str, tmp_path: Path) -> None:
         assert tab.value("getComputedStyle(document.querySelector('.t'), '::after').content") == "none"
         tab.value("document.getElementById('ids').click()")
         assert tab.value("getComputedStyle(document.querySelector('.t'), '::after').content").strip('"') == "2"
+        mixed = tmp_path / "mixed.html"
+        mixed.write_text(draw_page(mixed_report(tmp_path)), encoding="utf-8")
+        hidden = "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth).length"
+        tab.open(mixed, 1280)
+        assert tab.value(hidden) == 0  # every column is to be seen
+        tab.open(path, 1280)
         # The guard's guard: what this test looks for, it would see.
         tab.value("console.error('seen'); new Image().src = 'http://localhost:1/x.png'; 1")
         assert any("seen" in said for said in tab.said) and tab.requests == ["http://localhost:1/x.png"]

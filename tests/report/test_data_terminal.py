@@ -36,7 +36,7 @@ def test_every_number_has_its_line(tmp_path: Path) -> None:
     lost = next(line for line in lines if "(recipe)" in line)
     assert lost.split()[:3] == ["900", "(recipe)", "1"]
     assert "rows that repeat an earlier row 1 0" in lines and "prompt is trained on 2" in lines
-    assert "1 x unknown role" in lines and "row 7: chosen" in lines
+    assert "1 x dropped: unknown role" in lines and "row 7: chosen" in lines
     assert "BOS <s> (id 0), before 0 of 132 sequences" in lines
     assert lines[-2].startswith(
         "--strict would fail because of: dropped in train.jsonl (4), duplicates in train.jsonl (1)"

@@ -28,7 +28,7 @@ def texts(drawn: str, kind: str) -> list[str]:
 
 def test_a_histogram() -> None:
     drawn = histogram(
-        {"width": 10, "counts": [4, 0, 8, 0], "beyond": 0}, "prompts", "prompt", "In words", {"median": 15}
+        {"width": 10, "counts": [4, 0, 8, 0], "beyond": 0}, "prompt", "prompt", "In words", {"median": 15}
     )
     found = bars(drawn)
     assert [(round(x), round(width), height) for x, width, height, _ in found] == [(0, 1, 50), (1, 1, 0), (2, 1, 100)]
@@ -42,10 +42,10 @@ def test_a_histogram() -> None:
 
 
 def test_what_lies_beyond_has_a_bar_apart_and_a_small_count_can_be_seen() -> None:
-    drawn = histogram({"width": 1, "counts": [9000, 0], "beyond": 1}, "answers", "chosen", "w", {"p95": 400})
+    drawn = histogram({"width": 1, "counts": [9000, 0], "beyond": 1}, "answer", "chosen", "w", {"p95": 400})
     found = bars(drawn)
     assert [round(x) for x, *_ in found] == [0, 1, 3] and found[2][2] == pytest.approx(0.8)
-    assert found[0][3] == "0 tokens: 9,000 answers" and found[2][3] == "2 tokens or more: 1 answers"
+    assert found[0][3] == "0 tokens: 9,000 answers" and found[2][3] == "2 tokens or more: 1 answer"
     assert 'x1="2.000"' in drawn  # a mark beyond the last bar stands at its end
     assert texts(drawn, "ticks")[-1] == "longer"
 
@@ -57,12 +57,12 @@ def test_a_mirrored_histogram() -> None:
     # three bars to each side, and one apart on the right; the axis reaches as far to the left
     assert [words for *_, words in found] == [
         "chosen shorter by 11–15 tokens: 0 pairs",
-        "chosen shorter by 6–10 tokens: 1 pairs",
+        "chosen shorter by 6–10 tokens: 1 pair",
         "chosen shorter by 1–5 tokens: 2 pairs",
         "chosen longer by 1–5 tokens: 4 pairs",
         "chosen longer by 6–10 tokens: 0 pairs",
         "chosen longer by 11–15 tokens: 0 pairs",
-        "chosen longer by more than 15 tokens: 1 pairs",
+        "chosen longer by more than 15 tokens: 1 pair",
     ]
     assert [round(x) for x, *_ in found] == [2, 3, 4, 5, 6, 7, 9] and 'viewBox="0 0 10 100"' in drawn
     assert texts(drawn, "ticks") == ["−10", "0", "+10"] and 'class="mark equal-length" x1="5.000"' in drawn

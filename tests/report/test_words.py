@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from tuningfork.report.words import by_reason, cut, headline, rows, sentence, share, signed, visible
+from tuningfork.report.words import (
+    account,
+    by_reason,
+    cut,
+    given_numbers,
+    headline,
+    rows,
+    sentence,
+    share,
+    short_names,
+    signed,
+    visible,
+)
 
 
 @pytest.mark.parametrize(
@@ -16,8 +30,14 @@ def test_a_share_is_never_rounded_to_none_or_all(value: float, words: str) -> No
 
 
 def test_rows_and_what_is_left_out() -> None:
-    assert rows([7]) == "row 7" and rows([3, 1700]) == "rows 3, 1700"
-    assert rows(range(1, 9), most=3) == "rows 1, 2, 3 … 5 more"
+    def at(*numbers: int, file: str = "d/a.jsonl") -> list[dict[str, Any]]:
+        return [{"file": file, "row": number} for number in numbers]
+
+    alone = {"d/a.jsonl": ""}
+    assert rows(at(7), alone) == "row 7" and rows(at(3, 1700), alone) == "rows 3, 1700"
+    assert rows(at(*range(1, 9)), alone, most=3) == "rows 1, 2, 3 … 5 more"
+    several = {"d/a.jsonl": "a.jsonl", "b.jsonl": "b.jsonl"}
+    assert rows([*at(3, 4), *at(1, file="b.jsonl")], several) == "a.jsonl rows 3, 4; b.jsonl row 1"
 
 
 def test_a_long_text_says_how_long_it_is() -> None:
@@ -46,14 +66,44 @@ def test_sentences_and_differences() -> None:
     assert [signed(n) for n in (1200, 0, -7)] == ["+1,200", "0", "−7"]
 
 
-def test_the_headline() -> None:
-    assert (
-        headline({"train": {"used": 2339, "rows_read": 2354}, "unit": "pairs"})
-        == "2,339 of 2,354 pairs can be trained on"
-    )
-    assert (
-        headline({"train": {"used": 300, "rows_read": 300}, "unit": "examples"}) == "All 300 examples can be trained on"
-    )
+@pytest.mark.parametrize(
+    ("used", "left_out", "read", "unit", "words"),
+    [
+        (2339, {}, 2354, "pair", "2,339 of 2,354 pairs can be trained on"),
+        (300, {}, 300, "example", "All 300 examples can be trained on"),
+        (1, {}, 1, "pair", "1 pair can be trained on"),
+        (16, {"left out of the mix": 3, "weight 0": 1}, 20, "pair", "All 20 pairs can be trained on; 16 are used"),
+        (1, {"left out of the mix": 4}, 7, "pair", "5 of 7 pairs can be trained on; 1 is used"),
+    ],
+)
+def test_the_headline(used: int, left_out: dict[str, int], read: int, unit: str, words: str) -> None:
+    assert headline({"train": {"used": used, "left_out": left_out, "rows_read": read}, "unit": unit}) == words
+
+
+def test_files_are_named_where_there_are_several() -> None:
+    def data(*files: str) -> dict[str, Any]:
+        return {"tables": [{"file": file} for file in files]}
+
+    assert short_names({"train": data("d/a.jsonl"), "eval": None}) == {"d/a.jsonl": ""}
+    assert short_names({"train": data("d/a.jsonl", "d/b.jsonl", "e/b.jsonl"), "eval": data("h.jsonl")}) == {
+        **{"d/a.jsonl": "a.jsonl", "d/b.jsonl": "d/b.jsonl", "e/b.jsonl": "e/b.jsonl"},
+        "h.jsonl": "",
+    }
+
+
+def test_numbers_that_rows_give() -> None:
+    assert given_numbers("weight", None) == []
+    assert given_numbers("weight", {"rows": 1, "min": 0.5, "mean": 0.5, "max": 0.5}) == ["1 row has a weight of 0.5"]
+    assert given_numbers("margin", {"rows": 12, "min": 0.25, "mean": 4 / 3, "max": 3.0}) == [
+        "12 rows have a margin of 0.25 to 3, mean 1.33"
+    ]
+
+
+def test_the_account_of_rows() -> None:
+    data = {"rows_read": 1, "used": 0, "dropped": {"empty answer": 1}, "left_out": {}}
+    assert account(data) == "1 row read, 0 used, 1 dropped"
+    data = {"rows_read": 20, "used": 16, "dropped": 1, "left_out": 3}
+    assert account(data) == "20 rows read, 16 used, 1 dropped, 3 left out on purpose"
 
 
 def test_dropped_rows_by_reason() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -14,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from tuningfork.data.config import DataConfig
 from tuningfork.data.forms import read_examples
-from tuningfork.data.shorten import shorten
-from tuningfork.data.sources import expand_all, mix
+from tuningfork.data.shorten import shorten, size_of
+from tuningfork.data.sources import Use, expand_all, mix
 from tuningfork.data.template import RenderedExample, render
 from tuningfork.data.tokenize import Encoded, Encoder, check_vocabulary
 from tuningfork.data.turns import Unusable
@@ -24,6 +25,10 @@ from tuningfork.records import DataReport, DroppedRow, Example, TokenExample
 
 Progress = Callable[[int, int], None]
 """Called with (rows done, rows in all)."""
+
+LEFT_OUT = "left out of the mix"
+ON_PURPOSE = (LEFT_OUT, "weight 0")
+"""Reasons for which a row is not used although nothing is wrong with it: the recipe or the row itself asks for it."""
 
 NOTED = 20  # rows that a written report names for a note; all of them are counted
 CHUNK = 256  # examples encoded in one call: enough to keep the tokenizer's threads busy, few enough to show progress
@@ -35,34 +40,34 @@ def prepare(
     config: DataConfig,
     vocab_size: int,
     progress: Progress | None = None,
-    mixed: bool = True,
+    use: Use = "train",
 ) -> tuple[list[TokenExample], DataReport]:
-    """Read, render, encode and, where asked, shorten the examples of all sources, in their order, and mix them.
+    """Read, render, encode and, where asked, shorten the examples of all sources, in their order.
 
-    Rows that are not used are listed in the report; rows_read = used + dropped. vocab_size is the number of rows of the
-    model's embedding. Not `mixed`: shares and counts are another list's. Raises DataError where a source or the
-    tokenizer are unfit, or where no row is left.
+    Those to train on are mixed by the recipe's shares or counts. Rows that are not used are listed in the report;
+    rows_read = used + dropped. vocab_size is the number of rows of the model's embedding. Raises DataError where a
+    source or the tokenizer are unfit, or where no row is left.
     """
     check_vocabulary(tokenizer, vocab_size)
     encoder = Encoder(tokenizer, config.template)
     names = [str(sources)] if isinstance(sources, str | Path) else list(sources)
     report = DataReport()
     groups: list[list[TokenExample]] = []
-    for tables in expand_all(names):
+    for tables in expand_all(names, use):
+        report.sources[tables.source] = tables.taken
+        report.passed_over += tables.left
         groups.append([])
-        for table in tables:
+        for table in tables.taken:
             groups[-1] += _prepare_table(table, tokenizer, encoder, config, report, progress)
-    used = _mix(groups, names, config, report) if mixed else [example for group in groups for example in group]
+    taken = _mix(groups, tokenizer, config, report) if use == "train" else groups
+    used = [example for group in taken for example in group]
     report.used = len(used)
     places = {example.source for example in used}
     noted = {note: [place for place in found if place in places] for note, found in report.notes.items()}
     report.notes = {note: found for note, found in noted.items() if found}
     assert report.rows_read == report.used + sum(report.dropped.values()), "a row was lost"
     if not used:
-        raise DataError(
-            f"{', '.join(names)}: none of its {report.rows_read} rows can be used: {_reasons(report)}. "
-            "Mend the rows or change the settings named here."
-        )
+        raise DataError(_unusable(report, names))
     return used, report
 
 
@@ -85,6 +90,8 @@ def _prepare_table(
     dropped = list(read.dropped)
     for start in range(0, len(read.examples), CHUNK):
         for encoded in _encode(read.examples[start : start + CHUNK], tokenizer, encoder, config, dropped):
+            if encoded.example.longest > config.max_length:
+                report.sizes[encoded.example.source] = size_of(encoded.example, tokenizer.bos_token_id)
             try:
                 example, notes = shorten(encoded.example, config.max_length, config.over_length, tokenizer.bos_token_id)
                 _check(example)
@@ -101,17 +108,28 @@ def _prepare_table(
 
 
 def _mix(
-    groups: list[list[TokenExample]], names: Sequence[str], config: DataConfig, report: DataReport
-) -> list[TokenExample]:
-    """The examples that the recipe's shares or counts take; the others are listed."""
+    groups: Sequence[list[TokenExample]],
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+    report: DataReport,
+) -> list[list[TokenExample]]:
+    """Of each source the examples that the recipe's shares or counts take; the others are listed.
+
+    Raises DataError where a source of a mix has none.
+    """
+    names = list(report.sources)
+    if config.shares is not None or config.counts is not None:
+        for name, group in zip(names, groups, strict=True):
+            if not group:
+                key = "shares" if config.counts is None else "counts"
+                raise DataError(f"{_unusable(report, [name])} data.{key} takes a part of every source.")
     taken = mix([len(group) for group in groups], names, config.shares, config.counts, config.mix_seed)
-    used = []
     for group, indices in zip(groups, taken, strict=True):
         kept = set(indices.tolist())
-        used += [group[i] for i in indices]
-        left = (example.source for i, example in enumerate(group) if i not in kept)
-        report.dropped_rows += [DroppedRow(source.file, source.row, "left out of the mix") for source in left]
-    return used
+        for example in (example for i, example in enumerate(group) if i not in kept):
+            report.dropped_rows.append(DroppedRow(example.source.file, example.source.row, LEFT_OUT))
+            report.sizes.setdefault(example.source, size_of(example, tokenizer.bos_token_id))
+    return [[group[i] for i in indices] for group, indices in zip(groups, taken, strict=True)]
 
 
 def _encode(
@@ -143,6 +161,8 @@ def report_dict(report: DataReport) -> dict[str, Any]:
     rows = [{"file": r.file, "row": r.row, "reason": r.reason, "detail": r.detail} for r in report.dropped_rows]
     notes = {note: {"rows": len(at), "first": list(map(str, at[:NOTED]))} for note, at in report.notes.items()}
     return {
+        "sources": report.sources,
+        "passed_over": report.passed_over,
         "formats": report.forms,
         "rows_read": report.rows_read,
         "used": report.used,
@@ -184,10 +204,18 @@ def _drop(example: Any, unusable: Unusable) -> DroppedRow:
     return DroppedRow(example.source.file, example.source.row, unusable.reason, unusable.detail)
 
 
-def _reasons(report: DataReport) -> str:
-    """Each reason with its count and the first row that it befell."""
+def _unusable(report: DataReport, names: Sequence[str]) -> str:
+    """That no row of these sources can be used, with each reason, its count and the first row that it befell."""
+    files = {file for name in names for file in report.sources[name]}
+    dropped = [row for row in report.dropped_rows if row.file in files]
+    first: dict[str, DroppedRow] = {}
+    for row in dropped:
+        first.setdefault(row.reason, row)
     parts = []
-    for reason, count in report.dropped.items():
-        first = next(row for row in report.dropped_rows if row.reason == reason)
-        parts.append(f"{count} x {reason} (first: row {first.row}{', ' if first.detail else ''}{first.detail})")
-    return "; ".join(parts)
+    for reason, count in Counter(row.reason for row in dropped).most_common():
+        row = first[reason]
+        place = f"row {row.row}" if len(files) == 1 else f"{row.file}, row {row.row}"
+        parts.append(f"{count:,} x {reason} (first: {place}{', ' if row.detail else ''}{row.detail})")
+    n = len(dropped)
+    none = "its only row cannot be used" if n == 1 else f"none of its {n:,} rows can be used"
+    return f"{', '.join(names)}: {none}: {'; '.join(parts)}. Mend the rows or change the settings named here."

@@ -14,15 +14,18 @@ class DataConfig:
 
     train: str | list[str] = ""
     """Examples to train on, from one source or a list of them: a file (JSONL, JSON, Parquet, plain or gzipped), a
-    pattern such as shards/*.parquet, a folder, or hub:owner/name:split."""
+    pattern such as shards/*.parquet, a folder, or hub:owner/name:split. Of a folder or a hub name with splits, the one
+    for training."""
     shares: list[Annotated[float, Field(gt=0)]] | None = None
-    """Part of the examples that each source of a list makes up, in any unit: [3, 1]. As many are taken as can be."""
+    """Part of the examples that each source of a list makes up, in any unit: [3, 1]. As many are taken as can be, and
+    at least one of each."""
     counts: list[Annotated[int, Field(ge=1)]] | None = None
     """Examples to take from each source of a list."""
     mix_seed: Annotated[int, Field(ge=0)] = 0
     """Decides which examples of a source a mix takes."""
     eval: Annotated[str, Field(min_length=1)] | list[str] | None = None
-    """Held-out pairs from any of the same sources; scored before and after training."""
+    """Held-out pairs from any of the same sources; scored before and after training. Of a folder or a hub name with
+    splits, the validation split, else the test split."""
     format: Literal[
         "auto",
         "sharegpt",

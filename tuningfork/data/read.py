@@ -64,22 +64,40 @@ def read_names(folder: Path) -> list[str]:
     return list(json.loads(names.read_text())["splits"]) if names.is_file() else []
 
 
+def hub_splits(name: str) -> list[str]:
+    """The splits of `hub:owner/name@revision`. Raises DataError where the library cannot tell."""
+    repository, revision, _ = _parse_hub(name)
+    with _loading(name):
+        return list(datasets.get_dataset_split_names(repository, revision=revision))
+
+
 def _from_hub(name: str) -> datasets.Dataset:
     """`hub:owner/name@revision:split`; the newest revision and the split `train` unless given."""
+    repository, revision, split = _parse_hub(name)
+    return datasets.load_dataset(repository, split=split or "train", revision=revision)
+
+
+def _parse_hub(name: str) -> tuple[str, str | None, str]:
     repository, _, split = name.removeprefix(HUB).partition(":")
     repository, _, revision = repository.partition("@")
-    return datasets.load_dataset(repository, split=split or "train", revision=revision or None)
+    return repository, revision or None, split
 
 
-def _dataset_rows(name: str, load: Callable[[], datasets.Dataset]) -> list[tuple[int, Row]]:
+@contextmanager
+def _loading(name: str) -> Iterator[None]:
     try:
         with _quiet_library():
-            rows = list(enumerate(load(), 1))
+            yield
     except Exception as error:  # the library raises whatever its own libraries raise
         hint = (
             "Check the name, and the network unless it was loaded before" if name.startswith(HUB) else "Save it again"
         )
         raise DataError(f"{name}: cannot be loaded ({_cause(error)[:300]}). {hint}.") from error
+
+
+def _dataset_rows(name: str, load: Callable[[], datasets.Dataset]) -> list[tuple[int, Row]]:
+    with _loading(name):
+        rows = list(enumerate(load(), 1))
     if not rows:
         raise DataError(f"{name}: has no rows.")
     return rows

@@ -8,13 +8,19 @@ from typing import Literal
 import numpy as np
 
 from tuningfork.data.turns import Unusable
-from tuningfork.records import TokenAnswer, TokenExample
+from tuningfork.records import Size, TokenAnswer, TokenExample
 
 OverLength = Literal["drop", "truncate_answers", "truncate_prompt_left"]
 
 CUT_ANSWERS = "answers cut at max_length"
 CUT_ONE_SIDE = "some of its answers cut, and without their end, others not"
 CUT_PROMPT = "prompt cut at the front"
+
+
+def size_of(example: TokenExample, bos: int | None) -> Size:
+    """How long an example is, and how much of its beginning no cut takes."""
+    opens = bos is not None and len(example.prompt_ids) > 0 and example.prompt_ids[0] == bos
+    return Size(len(example.prompt_ids), tuple(len(answer.ids) for answer in example.answers), int(opens))
 
 
 def shorten(
@@ -47,8 +53,8 @@ def shorten(
         shorter = tuple(TokenAnswer(answer.ids[:room], answer.mask[:room]) for answer in answers)
         return replace(example, answers=shorter), (CUT_ANSWERS,) if all(cut) else (CUT_ANSWERS, CUT_ONE_SIDE)
     kept = len(prompt) - over
-    opening = prompt[:1] if bos is not None and len(prompt) and prompt[0] == bos else prompt[:0]
-    if kept <= len(opening):
+    opening = size_of(example, bos).opening
+    if kept <= opening:
         raise Unusable("answer leaves no room for the prompt", size)
-    left = np.concatenate([opening, prompt[len(prompt) - kept + len(opening) :]])
+    left = np.concatenate([prompt[:opening], prompt[len(prompt) - kept + opening :]])
     return replace(example, prompt_ids=left), (CUT_PROMPT,)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from tuningfork.errors import counted
 from tuningfork.report.html import table
 from tuningfork.report.plots import histogram, mirrored, stacked
-from tuningfork.report.words import share, signed
-
-Tree = Mapping[str, Any]
+from tuningfork.report.words import CUTS, Tree, share, signed
 
 LAYOUTS = {
     "padded": "Padded: batches of 8, all sequences as long as the longest",
@@ -32,13 +30,13 @@ LENGTHS = {
 }
 
 
-def draw_lengths(files: Sequence[tuple[str, Tree]]) -> str:
-    """Histograms of the training file's lengths, and the numbers of every file."""
+def draw_lengths(sets: Sequence[tuple[str, Tree]], policy: str) -> str:
+    """Histograms of the training data's lengths, and the numbers of every data set, before data.over_length cuts."""
     plots = []
-    for key, some in files[0][1]["lengths"].items():
+    for key, some in sets[0][1]["lengths"].items():
         name = LENGTHS[key]
         words = f"median {some['p50']:,.0f}, 95% at most {some['p95']:,.0f}, longest {some['max']:,}"
-        what = {"prompt": "prompts", "sequence": "sequences"}.get(key, "answers")
+        what = key if key in ("prompt", "sequence") else "answer"
         marks = {"median": some["p50"], "p95": some["p95"]}
         drawn = histogram(some["histogram"], what, key, f"Histogram of lengths, {name.lower()}: {words} tokens", marks)
         plots.append(
@@ -51,13 +49,19 @@ def draw_lengths(files: Sequence[tuple[str, Tree]]) -> str:
             *(f"{some[key]:,.0f}" for key in ("p50", "p95", "p99", "max")),
             f"{some['total']:,}",
         ]
-        for role, file in files
-        for name, some in ((LENGTHS[key], some) for key, some in file["lengths"].items())
+        for role, data in sets
+        for name, some in ((LENGTHS[key], some) for key, some in data["lengths"].items())
     ]
     numbers = table(["Tokens", "Mean", "p50", "p95", "p99", "Max", "Total"], body, "numbers", "Lengths in tokens")
     keys = {"median": "median", "p95": "95% are at most this long"}
     legend = "".join(f'<span><span class="key-line {key}"></span>{words}</span>' for key, words in keys.items())
-    return f'<div class="grid">{"".join(plots)}</div><p class="legend">{legend}</p>{numbers}'
+    notes = "".join(
+        f'<p class="note">{role}: lengths before data.over_length {policy}, by which {CUTS[policy]} in '
+        f"{data['cut']:,} of {counted(data['used'], 'row')}.</p>"
+        for role, data in sets
+        if data["cut"]
+    )
+    return f'<p class="legend">{legend}</p><div class="grid">{"".join(plots)}</div>{notes}{numbers}'
 
 
 def draw_bias(bias: Tree | None) -> str:
@@ -78,21 +82,26 @@ def draw_bias(bias: Tree | None) -> str:
     return f"<p>{words}</p><figure>{plot}{ends}<figcaption class='soft'>{caption}</figcaption></figure>"
 
 
-def draw_truncation(file: Tree) -> str:
-    """What values of max_length would cost."""
+def draw_truncation(limits: Sequence[Tree], policy: str) -> str:
+    """What values of max_length would cost: rows and tokens lost, and rows cut where the recipe cuts."""
+    kinds = {"rows_cut": "Rows cut"} if policy in CUTS else {}
+    kinds |= {"rows_lost": "Rows lost", "tokens_lost": "Tokens lost"}
     body = [
         [
             f"{row['max_length']:,}" + (' <span class="tag">recipe</span>' if row["recipe"] else ""),
-            f"{row['rows_lost']:,}",
-            _meter(row["rows_lost_share"]),
-            f"{row['tokens_lost']:,}",
-            _meter(row["tokens_lost_share"]),
+            *(cell for key in kinds for cell in (f"{row[key]:,}", _meter(row[f"{key}_share"]))),
         ]
-        for row in file["truncation"]
+        for row in limits
     ]
-    heads = ["max_length", "Rows lost", "Share", "Tokens lost", "Share"]
-    note = "A row with a longer sequence is dropped whole. Tokens count the prompt once per answer."
-    return table(heads, body, "limits", "Rows and tokens lost at a limit") + f'<p class="note">{note}</p>'
+    heads = ["max_length", *(head for kind in kinds.values() for head in (kind, "Share"))]
+    what = "A row with a longer sequence is dropped whole."
+    if policy in CUTS:
+        what = f"Of a row with a longer sequence, {CUTS[policy]}; it is lost where that would leave nothing of a side."
+    note = f"{what} Tokens count the prompt once per answer."
+    return (
+        table(heads, body, f"limits{' cuts' * (policy in CUTS)}", "Rows and tokens lost at a limit")
+        + f'<p class="note">{note}</p>'
+    )
 
 
 def _meter(value: float) -> str:

@@ -9,15 +9,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
+from tuningfork.errors import counted
 from tuningfork.report.data_charts import draw_bias, draw_cost, draw_lengths, draw_truncation
 from tuningfork.report.html import facts, table, text
 from tuningfork.report.plots import stacked
 from tuningfork.report.tokens_html import examples
-from tuningfork.report.words import by_reason, cut, headline, rows, sentence, share
-
-Tree = Mapping[str, Any]
+from tuningfork.report.words import (
+    Tree,
+    account,
+    asked,
+    by_reason,
+    cut,
+    given_numbers,
+    headline,
+    rows,
+    sentence,
+    share,
+    short_names,
+)
 
 SECTIONS = {
     "rows": "Rows",
@@ -35,19 +45,19 @@ _DETAIL = 300  # characters shown of a row's detail
 
 def draw_page(report: Tree) -> str:
     """The whole page, from the content of data_report.json."""
-    files = _files(report)
+    names = short_names(report)
     drawn = {
-        "rows": _rows(report),
-        "repeats": _repeats(report),
-        "lengths": draw_lengths(files),
+        "rows": _rows(report, names),
+        "repeats": _repeats(report, names),
+        "lengths": draw_lengths(_sets(report), report["over_length"]),
         "bias": draw_bias(report["train"]["length_bias"]),
-        "truncation": draw_truncation(report["train"]),
+        "truncation": draw_truncation(report["train"]["truncation"], report["over_length"]),
         "cost": draw_cost(report["cost"]),
         "run": _run(report),
-        "examples": examples(report["shown"]),
+        "examples": examples(report["shown"], names),
         "tokenizer": _tokenizer(report["tokenizer"]),
     }
-    name = text(Path(report["train"]["file"]).name)
+    name = text(_titled(report["train"]))
     sections = "".join(_section(key, SECTIONS[key], body) for key, body in drawn.items())
     links = "".join(f'<a href="#{key}">{title}</a>' for key, title in SECTIONS.items())
     style = resources.files("tuningfork.report").joinpath("data_page.css").read_text(encoding="utf-8")
@@ -57,7 +67,7 @@ def draw_page(report: Tree) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
         f"<title>{name}: preference data</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
-        f"{_head(report)}\n{_attention(report)}\n{_figures(report)}\n"
+        f"{_head(report)}\n{_attention(report, names)}\n{_figures(report)}\n"
         f'<nav aria-label="Sections">{links}</nav>\n{sections}\n'
         f"<footer>{_footer(report)}</footer>\n</main>\n</body>\n</html>\n"
     )
@@ -66,15 +76,21 @@ def draw_page(report: Tree) -> str:
 def _head(report: Tree) -> str:
     train, held_out, tokenizer = report["train"], report["eval"], report["tokenizer"]
     template = "the chat template of" if tokenizer["template"] == "chat" else "plain text, tokenized by"
-    beside = f", held-out pairs from <b>{text(Path(held_out['file']).name)}</b>" if held_out else ""
+    beside = f", held-out rows from <b>{text(_titled(held_out))}</b>" if held_out else ""
     return (
         f'<header><p class="eyebrow">Preference data</p><h1>{headline(report)}</h1>'
-        f'<p class="lede"><b>{text(Path(train["file"]).name)}</b>{beside}; {template} '
+        f'<p class="lede"><b>{text(_titled(train))}</b>{beside}; {template} '
         f"<b>{text(tokenizer['name'])}</b>; data.max_length {report['max_length']:,}</p></header>"
     )
 
 
-def _attention(report: Tree) -> str:
+def _titled(data: Tree) -> str:
+    """A data set by the names of its files."""
+    first, *others = (Path(table["file"]).name for table in data["tables"])
+    return f"{first} and {counted(len(others), 'more table')}" if others else first
+
+
+def _attention(report: Tree, names: Mapping[str, str]) -> str:
     found = report["findings"]
     if not found:
         return (
@@ -84,7 +100,7 @@ def _attention(report: Tree) -> str:
     items = []
     for finding in found:
         tag, word = ("tag stop", "stops --strict") if finding["strict"] else ("tag", "worth a look")
-        where = f' <span class="soft">{_few(finding)}</span>' if finding["rows"] else ""
+        where = f' <span class="soft">{_few(finding, names)}</span>' if finding["rows"] else ""
         items.append(f'<li><span class="{tag}">{word}</span><span>{text(sentence(finding["text"]))}{where}</span></li>')
     return (
         '<section class="attention" aria-labelledby="attention"><h2 id="attention">Before you train</h2>'
@@ -92,9 +108,9 @@ def _attention(report: Tree) -> str:
     )
 
 
-def _few(finding: Tree) -> str:
+def _few(finding: Tree, names: Mapping[str, str]) -> str:
     more = " …" if finding["count"] > len(finding["rows"]) else ""
-    return text(f"({rows(finding['rows'])}{more})")
+    return text(f"({rows(finding['rows'], names)}{more})")
 
 
 def _figures(report: Tree) -> str:
@@ -102,58 +118,125 @@ def _figures(report: Tree) -> str:
     slots = {layout["name"]: layout["slots"] for layout in cost["layouts"]}
     ours = slots["shared" if report["share_prompt"] else "packed"]
     saved = "of the tokens saved by sharing prompts" + ("" if report["share_prompt"] else " (pack.share_prompt is off)")
+    step = "step" if run["steps"] == 1 else "steps"
     figures = [
         (f"{cost['unique_tokens']:,}", "tokens an epoch, each prompt once"),
         (share(cost["tokens_saved"]), saved),
-        (f"{slots['padded'] / ours:.1f} ×", f"fewer token slots than padded batches of 8 {unit}"),
-        (f"{run['steps']:,}", f"steps of {run['examples_per_step']:,} {unit} in the whole run"),
+        (f"{slots['padded'] / ours:.1f} ×", f"fewer token slots than padded batches of 8 {unit}s"),
+        (f"{run['steps']:,}", f"{step} of {counted(run['examples_per_step'], unit)} in the whole run"),
     ]
     tiles = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for value, name in figures)
     return f'<dl class="figures">{tiles}</dl>'
 
 
-def _rows(report: Tree) -> str:
+def _rows(report: Tree, names: Mapping[str, str]) -> str:
     parts = []
-    for role, file in _files(report):
-        lost = file["rows_read"] - file["used"]
+    for role, data in _sets(report):
+        amounts = {
+            "used": data["used"],
+            "dropped": sum(data["dropped"].values()),
+            "left-out": sum(data["left_out"].values()),
+        }
         bar = stacked(
-            [("used", "used", file["used"]), ("lost", "dropped", lost)],
-            file["rows_read"],
-            f"{file['used']:,} of {file['rows_read']:,} rows used",
+            [(kind, kind.replace("-", " "), n) for kind, n in amounts.items()],
+            data["rows_read"],
+            f"{data['used']:,} of {counted(data['rows_read'], 'row')} used",
         )
-        parts.append(
-            f"<h3>{role}</h3><p>{file['rows_read']:,} rows read, {file['used']:,} used, {lost:,} dropped. "
-            f'<span class="soft">{text(file["file"])}</span></p>{bar}'
+        legend = "".join(
+            f'<span><span class="key {kind}"></span>{kind.replace("-", " ")}</span>' for kind, n in amounts.items() if n
         )
-        if file["dropped"]:
-            grouped = by_reason(file["dropped_rows"])
+        parts.append(f"<h3>{role}</h3><p>{account(data)}.</p>{bar}<p class='legend'>{legend}</p>{_tables(data, names)}")
+        if role == "Training" and report["mix"]:
+            parts.append(_mix(report["mix"]))
+        if data["dropped"]:
+            grouped = by_reason(data["dropped_rows"])
             body = [
-                [text(reason), f"{n:,}", share(n / file["rows_read"]), _details(grouped[reason])]
-                for reason, n in file["dropped"].items()
+                [text(reason), f"{n:,}", share(n / data["rows_read"]), _details(grouped[reason], names)]
+                for reason, n in data["dropped"].items()
             ]
             parts.append(table(["Dropped for", "Rows", "Share", "Examples"], body, "reasons", "Dropped rows"))
+        if data["notes"]:
+            body = [
+                [
+                    text(note),
+                    f"{some['count']:,}",
+                    share(some["count"] / data["used"]),
+                    text(rows(some["rows"][:3], names) + (" …" if some["count"] > 3 else "")),
+                ]
+                for note, some in data["notes"].items()
+            ]
+            parts.append(table(["Of rows in use", "Rows", "Share", "Where"], body, "reasons", "Notes on rows in use"))
+        said = [*given_numbers("weight", data["weights"]), *given_numbers("margin", data["margins"])]
+        said += [
+            f"{counted(n, 'row is', 'rows are')} not used on purpose: {why}" for why, n in data["left_out"].items()
+        ]
+        parts += [f"<p>{text(sentence(words))}</p>" for words in said]
     return "".join(parts) + "<p class='note'>Every dropped row is listed in data_report.json.</p>"
 
 
-def _details(dropped: Sequence[Tree]) -> str:
+def _tables(data: Tree, names: Mapping[str, str]) -> str:
+    """A line for each table of a data set; and what lies beside them and is not read."""
+    body = [
+        [
+            _placed(one["file"], names[one["file"]]),
+            text(one["form"]),
+            *(f"{one[key]:,}" for key in ("rows_read", "dropped", "left_out")),
+            *(f'{one[key]:,} <span class="soft">{share(one[f"{key}_share"])}</span>' for key in ("used", "tokens")),
+        ]
+        for one in data["tables"]
+    ]
+    heads = ["Table", "Form", "Rows", "Dropped", "Left out", "Used", "Tokens"]
+    beside = f"Beside them, not read: {', '.join(data['passed_over'])}"
+    passed_over = f'<p class="note">{text(cut(beside, _DETAIL))}</p>' if data["passed_over"] else ""
+    return table(heads, body, "tables", "Tables") + passed_over
+
+
+def _placed(file: str, name: str) -> str:
+    """A file's name, and below it the folder that it lies in."""
+    path = Path(file)
+    if name == file or path.name == file:
+        return text(file)
+    return f'{text(path.name)} <span class="soft">in {text(path.parent)}</span>'
+
+
+def _mix(mix: Tree) -> str:
+    body = [
+        [
+            text(part["source"]),
+            f"{part['asked']:,g}",
+            f"{part['usable']:,}",
+            f"{part['used']:,}",
+            share(part["used_share"]),
+        ]
+        for part in mix["parts"]
+    ]
+    heads = ["Source of the mix", f"data.{mix['by']}", "Usable", "Used", "Share"]
+    return table(heads, body, "tables mix", f"The mix: {asked(mix)}")
+
+
+def _details(dropped: Sequence[Tree], names: Mapping[str, str]) -> str:
     """A few dropped rows with what is said of them."""
     first = "".join(
-        f"<li>row {row['row']}{': ' if row['detail'] else ''}<bdi>{text(cut(row['detail'], _DETAIL))}</bdi></li>"
+        f"<li>{text(rows([row], names))}{': ' if row['detail'] else ''}"
+        f"<bdi>{text(cut(row['detail'], _DETAIL))}</bdi></li>"
         for row in dropped[:3]
     )
     more = f"<li>… {len(dropped) - 3:,} more</li>" if len(dropped) > 3 else ""
     return f'<ul class="details">{first}{more}</ul>'
 
 
-def _repeats(report: Tree) -> str:
+def _repeats(report: Tree, names: Mapping[str, str]) -> str:
+    def where(places: Sequence[Tree]) -> str:
+        return rows(places, names)
+
     kinds = {
         "Rows that repeat an earlier row exactly": lambda f: (
             f["repeats"]["duplicate_rows"],
-            _groups([rows(group) for group in f["repeats"]["duplicates"]]),
+            _groups([where(group) for group in f["repeats"]["duplicates"]]),
         ),
         "Rows that contradict each other": lambda f: (
             f["repeats"]["conflicting_rows"],
-            _groups([" against ".join(map(rows, sides)) for sides in f["repeats"]["conflicts"]]),
+            _groups([" against ".join(map(where, sides)) for sides in f["repeats"]["conflicts"]]),
         ),
         "Dropped: chosen equals rejected": lambda f: (f["identical_answers"], ""),
         "Dropped: an answer is empty": lambda f: (f["empty_answers"], ""),
@@ -162,11 +245,11 @@ def _repeats(report: Tree) -> str:
     shown = [
         table(
             ["What", "Count", "Where"],
-            [[name, f"{count:,}", text(where)] for name, look in kinds.items() for count, where in [look(file)]],
+            [[name, f"{count:,}", text(groups)] for name, look in kinds.items() for count, groups in [look(data)]],
             "repeats",
             role,
         )
-        for role, file in _files(report)
+        for role, data in _sets(report)
     ]
     leaks = report["leaks"]
     if leaks is None:
@@ -181,7 +264,7 @@ def _repeats(report: Tree) -> str:
                 name,
                 f"{count:,}",
                 share(count / report["eval"]["used"]),
-                text(_groups([f"row {pair['eval_row']} = training row {pair['train_row']}" for pair in pairs])),
+                text(_groups([f"{where([p['eval_row']])} = training {where([p['train_row']])}" for p in pairs])),
             ]
             for name, (count, pairs) in found.items()
         ]
@@ -202,7 +285,7 @@ def _run(report: Tree) -> str:
     about = "" if run["steps_packed"] >= run["steps_per_epoch"] else "about "
     in_all = "" if not about and run["epochs"] == 1 else "about "
     named = [
-        (f"{report['unit'].capitalize()} per step", f"{run['examples_per_step']:,}"),
+        (f"{report['unit'].capitalize()}s per step", f"{run['examples_per_step']:,}"),
         ("Steps per epoch", f"{run['steps_per_epoch']:,.1f}"),
         ("Epochs", f"{run['epochs']:,.2f}"),
         ("Steps in the whole run", f"{run['steps']:,}"),
@@ -218,10 +301,8 @@ def _run(report: Tree) -> str:
             else "stored once per answer (pack.share_prompt is off)",
         ),
     ]
-    note = (
-        f'<p class="note">Packs, padding and slots are counted on the first {run["steps_packed"]:,} steps and scaled '
-        "up.</p>"
-    )
+    first = counted(run["steps_packed"], "step")
+    note = f'<p class="note">Packs, padding and slots are counted on the first {first} and scaled up.</p>'
     return facts(named) + (note if about else "")
 
 
@@ -232,7 +313,7 @@ def _tokenizer(tokenizer: Tree) -> str:
         return "none" if token is None else f"<code>{text(token['text'])}</code> (id {token['id']:,})"
 
     def of_all(count: int) -> str:
-        return "every sequence" if count == n else f"{count:,} of {n:,} sequences"
+        return "every sequence" if count == n else f"{count:,} of {counted(n, 'sequence')}"
 
     return facts(
         [
@@ -261,7 +342,7 @@ def _footer(report: Tree) -> str:
     )
 
 
-def _files(report: Tree) -> list[tuple[str, Tree]]:
+def _sets(report: Tree) -> list[tuple[str, Tree]]:
     return [("Training", report["train"])] + ([("Held-out", report["eval"])] if report["eval"] else [])
 
 

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from tuningfork.report.words import by_reason, cut, headline, rows, sentence, share, visible
+from tuningfork.errors import counted
+from tuningfork.report.words import (
+    CUTS,
+    Tree,
+    account,
+    asked,
+    by_reason,
+    cut,
+    given_numbers,
+    headline,
+    rows,
+    sentence,
+    share,
+    short_names,
+    visible,
+)
 
-Tree = Mapping[str, Any]
+Names = Mapping[str, str]
+"""File -> what to call it beside a row's number."""
 
 LAYOUTS = {
     "padded": "padded, batches of 8",
@@ -29,69 +43,105 @@ _DETAIL = 120  # characters shown of a row's detail
 
 def draw_report(report: Tree) -> RenderableType:
     """The whole report, from the content of data_report.json."""
-    files = [("train", report["train"])] + ([("held-out", report["eval"])] if report["eval"] else [])
+    sets = [("train", report["train"])] + ([("held-out", report["eval"])] if report["eval"] else [])
+    names = short_names(report)
     parts: list[RenderableType] = [Text(headline(report), style="bold"), ""]
-    parts += [*_findings(report["findings"]), ""]
-    for name, file in files:
-        parts += [*_rows(name, file), ""]
-    parts += [_repeats(files, report["leaks"]), ""]
-    parts += [_lengths(files), *_bias(report["train"]["length_bias"]), ""]
-    parts += [_truncation(report["train"]["truncation"]), ""]
+    parts += [*_findings(report["findings"], names), ""]
+    for name, data in sets:
+        parts += [*_rows(name, data, report["mix"] if name == "train" else None, names), ""]
+    parts += [_repeats(sets, report["leaks"]), ""]
+    parts += [_lengths(sets), *_cut(sets, report["over_length"]), *_bias(report["train"]["length_bias"]), ""]
+    parts += [_truncation(report["train"]["truncation"], report["over_length"]), ""]
     parts += [*_cost(report["cost"]), ""]
     parts += [_run(report), ""]
-    parts += [*_example(report["shown"][0]), ""]
+    parts += [*_example(report["shown"][0], names), ""]
     parts += [_tokenizer(report["tokenizer"]), ""]
     parts.append(_verdict(report["findings"]))
     return Group(*parts)
 
 
-def _findings(found: Sequence[Tree]) -> Iterator[RenderableType]:
+def _findings(found: Sequence[Tree], names: Names) -> Iterator[RenderableType]:
     if not found:
         yield Text("Nothing needs attention: no row is dropped, repeated, contradicted or leaked.", style="green")
     for finding in found:
         mark, style = ("!", "bold red") if finding["strict"] else ("·", "yellow")
-        where = f" ({rows(finding['rows'])}{' …' if finding['count'] > len(finding['rows']) else ''})"
-        words = visible(sentence(finding["text"])) + (where if finding["rows"] else "")
+        where = f" ({rows(finding['rows'], names)}{' …' if finding['count'] > len(finding['rows']) else ''})"
+        words = visible(sentence(finding["text"])) + (visible(where) if finding["rows"] else "")
         grid = Table.grid(padding=(0, 1))
         grid.add_row(Text(mark, style=style), Text(words, overflow="fold"))
         yield grid
 
 
-def _rows(name: str, file: Tree) -> Iterator[RenderableType]:
-    yield Text.assemble((f"{name}: ", "bold"), visible(file["file"]))
-    lost = file["rows_read"] - file["used"]
-    yield _indented(f"{file['rows_read']:,} rows read, {file['used']:,} used, {lost:,} dropped")
-    grouped = by_reason(file["dropped_rows"])
-    for reason, count in file["dropped"].items():
-        yield _indented(f"{count:,} x {visible(reason)}")
+def _rows(name: str, data: Tree, mix: Tree | None, names: Names) -> Iterator[RenderableType]:
+    tables = data["tables"]
+    title = visible(tables[0]["file"]) if len(tables) == 1 else counted(len(tables), "table")
+    yield Text.assemble((f"{name}: ", "bold"), title)
+    yield _indented(account(data))
+    if len(tables) == 1:
+        yield _indented(f"form {tables[0]['form']}")
+    else:
+        yield _indented(_tables(tables, names))
+    if data["passed_over"]:
+        yield _indented(f"beside them, not read: {visible(cut(', '.join(data['passed_over']), _DETAIL))}")
+    if mix is not None:
+        yield _indented(asked(mix))
+        for part in mix["parts"]:
+            taken = f"{part['used']:,} of {counted(part['usable'], 'row')} that can be used"
+            yield _indented(f"{visible(part['source'])}: {taken}, {share(part['used_share'])} of the mix", 4)
+    grouped = by_reason(data["dropped_rows"])
+    for reason, count in data["dropped"].items():
+        yield _indented(f"{count:,} x dropped: {visible(reason)}")
         for row in grouped[reason][:2]:
             detail = f": {visible(cut(row['detail'], _DETAIL))}" if row["detail"] else ""
-            yield _indented(Text(f"row {row['row']}{detail}", style="dim"), 6)
+            yield _indented(Text(f"{visible(rows([row], names))}{detail}", style="dim"), 6)
+    for reason, count in data["left_out"].items():
+        yield _indented(f"{count:,} x not used, on purpose: {visible(reason)}")
+    for note, some in data["notes"].items():
+        where = rows(some["rows"][:3], names) + (" …" if some["count"] > 3 else "")
+        yield _indented(f"{some['count']:,} x used: {note} ({visible(where)})")
+    for words in [*given_numbers("weight", data["weights"]), *given_numbers("margin", data["margins"])]:
+        yield _indented(words)
 
 
-def _repeats(files: Sequence[tuple[str, Tree]], leaks: Tree | None) -> Table:
-    grid = _grid("repeats", *(name for name, _ in files))
+def _tables(tables: Sequence[Tree], names: Names) -> Table:
+    grid = _grid("table", "form", "rows", "dropped", "left out", "used", "", "tokens", "")
+    for table in tables:
+        amounts = (f"{table[key]:,}" for key in ("rows_read", "dropped", "left_out", "used"))
+        used, tokens = share(table["used_share"]), share(table["tokens_share"])
+        grid.add_row(visible(names[table["file"]]), table["form"], *amounts, used, f"{table['tokens']:,}", tokens)
+    return grid
+
+
+def _repeats(sets: Sequence[tuple[str, Tree]], leaks: Tree | None) -> Table:
+    grid = _grid("repeats", *(name for name, _ in sets))
     for words, look in {
-        "rows that repeat an earlier row": lambda file: file["repeats"]["duplicate_rows"],
-        "rows that contradict each other": lambda file: file["repeats"]["conflicting_rows"],
-        "dropped: chosen equals rejected": lambda file: file["identical_answers"],
-        "dropped: an answer is empty": lambda file: file["empty_answers"],
-        "different prompts": lambda file: file["repeats"]["distinct_prompts"],
+        "rows that repeat an earlier row": lambda data: data["repeats"]["duplicate_rows"],
+        "rows that contradict each other": lambda data: data["repeats"]["conflicting_rows"],
+        "dropped: chosen equals rejected": lambda data: data["identical_answers"],
+        "dropped: an answer is empty": lambda data: data["empty_answers"],
+        "different prompts": lambda data: data["repeats"]["distinct_prompts"],
     }.items():
-        grid.add_row(words, *(f"{look(file):,}" for _, file in files))
+        grid.add_row(words, *(f"{look(data):,}" for _, data in sets))
     if leaks is not None:
         grid.add_row("prompt is trained on", "", f"{leaks['prompt_rows']:,}")
         grid.add_row("prompt and answer are trained on", "", f"{leaks['answer_rows']:,}")
     return grid
 
 
-def _lengths(files: Sequence[tuple[str, Tree]]) -> Table:
+def _lengths(sets: Sequence[tuple[str, Tree]]) -> Table:
     grid = _grid("lengths in tokens", "mean", "p50", "p95", "p99", "max")
-    for name, file in files:
-        for key, some in file["lengths"].items():
+    for name, data in sets:
+        for key, some in data["lengths"].items():
             shown = [f"{some['mean']:,.1f}", *(f"{some[p]:,.0f}" for p in ("p50", "p95", "p99", "max"))]
             grid.add_row(key if name == "train" else f"{key}, {name}", *shown)
     return grid
+
+
+def _cut(sets: Sequence[tuple[str, Tree]], policy: str) -> Iterator[RenderableType]:
+    for name, data in sets:
+        if data["cut"]:
+            cut_rows = f"{data['cut']:,} of {counted(data['used'], 'row')}"
+            yield _indented(f"{name}: before data.over_length {policy}, by which {CUTS[policy]} in {cut_rows}")
 
 
 def _bias(bias: Tree | None) -> Iterator[RenderableType]:
@@ -104,16 +154,16 @@ def _bias(bias: Tree | None) -> Iterator[RenderableType]:
     )
 
 
-def _truncation(limits: Sequence[Tree]) -> Table:
-    grid = _grid("lost at data.max_length", "rows", "", "tokens", "")
+def _truncation(limits: Sequence[Tree], policy: str) -> Table:
+    """What is lost at each limit; and what is cut, where the recipe cuts."""
+    cuts = policy in CUTS
+    grid = _grid("at data.max_length", *(["rows cut", ""] if cuts else []), "rows lost", "", "tokens lost", "")
     for row in limits:
-        style = "bold" if row["recipe"] else ""
         name = f"{row['max_length']:,}{' (recipe)' if row['recipe'] else ''}"
-        lost = [
-            *(f"{row['rows_lost']:,}", share(row["rows_lost_share"])),
-            *(f"{row['tokens_lost']:,}", share(row["tokens_lost_share"])),
-        ]
-        grid.add_row(name, *lost, style=style)
+        amounts = []
+        for key in (["rows_cut"] if cuts else []) + ["rows_lost", "tokens_lost"]:
+            amounts += [f"{row[key]:,}", share(row[f"{key}_share"])]
+        grid.add_row(name, *amounts, style="bold" if row["recipe"] else "")
     return grid
 
 
@@ -146,22 +196,22 @@ def _cost(cost: Tree) -> Iterator[RenderableType]:
 def _run(report: Tree) -> RenderableType:
     run = report["run"]
     return Text(
-        f"run: {run['steps']:,} steps of {run['examples_per_step']:,} {report['unit']}, {run['epochs']:,.2f} epochs of "
-        f"{run['steps_per_epoch']:,.1f} steps; {run['packs_per_step']:.1f} packs a step, about "
-        f"{run['packs']:,} in all, {share(run['pad_share'])} padding"
+        f"run: {counted(run['steps'], 'step')} of {counted(run['examples_per_step'], report['unit'])}, "
+        f"{run['epochs']:,.2f} epochs of {run['steps_per_epoch']:,.1f} steps; {run['packs_per_step']:.1f} packs a "
+        f"step, about {run['packs']:,} in all, {share(run['pad_share'])} padding"
     )
 
 
-def _example(shown: Tree) -> Iterator[RenderableType]:
-    yield Text.assemble((f"row {shown['row']} as the model sees it", "bold"), ", a │ after each token")
+def _example(shown: Tree, names: Names) -> Iterator[RenderableType]:
+    yield Text.assemble((f"{visible(rows([shown], names))} as the model sees it", "bold"), ", a │ after each token")
     parts = [
         ("prompt", shown["prompt"]),
         *(("rejected" if i else "chosen", part) for i, part in enumerate(shown["answers"])),
     ]
     for kind, part in parts:
         pieces, hidden = [*part["head"], *part["tail"]], part["hidden"]
-        line = Text(f"{part['name']}, {part['tokens']:,} tokens", style="bold")
-        line.append("" if kind == "prompt" else f", {part['counted']:,} count", style="not bold")
+        line = Text(f"{part['name']}, {counted(part['tokens'], 'token')}", style="bold")
+        line.append("" if kind == "prompt" else f", {counted(part['counted'], 'counts', 'count')}", style="not bold")
         yield _indented(line)
         first, last = pieces, []
         if len(pieces) > _HEAD + _TAIL or hidden:
@@ -209,10 +259,10 @@ def _verdict(found: Sequence[Tree]) -> RenderableType:
 
 
 def _short(finding: Tree) -> str:
-    return f"{finding['kind'].replace('_', ' ')} in {visible(Path(finding['file']).name)} ({finding['count']:,})"
+    return f"{finding['kind'].replace('_', ' ')} in {visible(finding['name'])} ({finding['count']:,})"
 
 
-def _indented(text: Text | str, columns: int = 2) -> Padding:
+def _indented(text: RenderableType, columns: int = 2) -> Padding:
     return Padding(Text(text) if isinstance(text, str) else text, (0, 0, 0, columns))
 
 

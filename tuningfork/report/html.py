@@ -20,12 +20,16 @@ def facts(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def table(heads: Sequence[str], body: Iterable[Sequence[str]], kind: str, caption: str) -> str:
-    """A table whose cells are HTML already; the first of each row is its heading."""
+    """A table whose cells are HTML already; the first of each row is its heading.
+
+    Each cell knows its column's heading, for a style that sets the cells of a row below each other.
+    """
     top = "".join(f'<th scope="col">{head}</th>' for head in heads)
-    lines = "".join(
-        f'<tr><th scope="row">{first}</th>{"".join(f"<td>{cell}</td>" for cell in rest)}</tr>' for first, *rest in body
-    )
+    lines = []
+    for first, *rest in body:
+        cells = (f'<td data-head="{head}">{cell}</td>' for head, cell in zip(heads[1:], rest, strict=True))
+        lines.append(f'<tr><th scope="row">{first}</th>{"".join(cells)}</tr>')
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table class="{kind}">'
-        f"<caption>{escape(caption)}</caption><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table></div>"
+        f"<caption>{escape(caption)}</caption><thead><tr>{top}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from tuningfork.errors import counted
 from tuningfork.report.words import share, signed
 
 _HEIGHT = 100.0
@@ -31,17 +32,17 @@ class Bar:
 def histogram(values: Mapping[str, Any], what: str, kind: str, label: str, marks: Mapping[str, float]) -> str:
     """A histogram of lengths in tokens, as data_report.json holds it, with marked places such as {"median": 128}.
 
-    `what` names what is counted, `kind` is the CSS class of the bars, `label` says in words what the plot shows.
+    `what` names one of what is counted, `kind` is the CSS class of the bars, `label` says in words what the plot shows.
     """
     width = values["width"]
     counts = _without_empty_end(values["counts"], values["beyond"])
     bars = [
-        Bar(i, i + 1, n, f"{_range(i * width, (i + 1) * width - 1)} tokens: {n:,} {what}", kind)
+        Bar(i, i + 1, n, f"{_range(i * width, (i + 1) * width - 1)} tokens: {counted(n, what)}", kind)
         for i, n in enumerate(counts)
     ]
     end = float(len(counts))
     if n := values["beyond"]:
-        words = f"{len(counts) * width:,} tokens or more: {n:,} {what}"
+        words = f"{len(counts) * width:,} tokens or more: {counted(n, what)}"
         bars.append(Bar(end + _GAP, end + _GAP + 1, n, words, f"{kind} beyond"))
     places = {name: min(value / width, end) for name, value in marks.items()}
     step = _tick_step(end * width)
@@ -59,10 +60,10 @@ def mirrored(shorter: Mapping[str, Any], longer: Mapping[str, Any], label: str) 
     bars = []
     for side, values, word in ((-1, shorter, "shorter"), (1, longer, "longer")):
         for i, count in enumerate(values["counts"][:n]):
-            words = f"chosen {word} by {_range(i * width + 1, (i + 1) * width)} tokens: {count:,} pairs"
+            words = f"chosen {word} by {_range(i * width + 1, (i + 1) * width)} tokens: {counted(count, 'pair')}"
             bars.append(Bar(min(side * i, side * (i + 1)), max(side * i, side * (i + 1)), count, words, word))
         if count := values["beyond"]:
-            words = f"chosen {word} by more than {n * width:,} tokens: {count:,} pairs"
+            words = f"chosen {word} by more than {n * width:,} tokens: {counted(count, 'pair')}"
             edge = side * (n + _GAP)
             bars.append(Bar(min(edge, edge + side), max(edge, edge + side), count, words, f"{word} beyond"))
     bars.sort(key=lambda bar: bar.start)
@@ -70,7 +71,7 @@ def mirrored(shorter: Mapping[str, Any], longer: Mapping[str, Any], label: str) 
     step = _tick_step(2 * n * width)
     places = range(-int(n * width / step), int(n * width / step) + 1)
     ticks = [(i * step / width, signed(i * step)) for i in places]
-    return _plot(bars, -reach, reach, label, "pairs", ticks, {"equal length": 0.0})
+    return _plot(bars, -reach, reach, label, "pair", ticks, {"equal length": 0.0})
 
 
 def stacked(parts: Sequence[tuple[str, str, int]], whole: int, label: str) -> str:
@@ -116,7 +117,7 @@ def _plot(
         for place, text in (((place - left) / span, text) for place, text in ticks)
     )
     return (
-        f'<div class="plot"><div class="scale" aria-hidden="true"><span>{tallest:,} {escape(what)}</span></div>'
+        f'<div class="plot"><div class="scale" aria-hidden="true"><span>{escape(counted(tallest, what))}</span></div>'
         f'<svg role="img" aria-label="{escape(label)}" viewBox="0 0 {span:g} {_HEIGHT:g}" preserveAspectRatio="none">'
         f'{"".join(drawn)}{lines}</svg><div class="ticks" aria-hidden="true">{shown}</div></div>'
     )

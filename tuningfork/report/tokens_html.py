@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from tuningfork.report.words import cut, visible
+from tuningfork.errors import counted
+from tuningfork.report.html import text
+from tuningfork.report.words import cut, rows, visible
 
 _TEXT = 200  # characters shown of one token
 
 
-def examples(shown: Sequence[Mapping[str, Any]]) -> str:
-    """Every shown example, its prompt first and its answers below."""
+def examples(shown: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> str:
+    """Every shown example, its prompt first and its answers below; `names` say what to call their files."""
     legend = (
         '<p class="legend"><span><span class="key prompt"></span>prompt</span>'
         '<span><span class="key chosen"></span>chosen or only answer, counts in the loss</span>'
@@ -22,28 +24,30 @@ def examples(shown: Sequence[Mapping[str, Any]]) -> str:
         '<p class="legend"><label><input type="checkbox" id="ids"> show token ids</label> '
         "Hovering over a token shows its id, too.</p>"
     )
-    return legend + "".join(_example(example) for example in shown)
+    return legend + "".join(_example(example, names) for example in shown)
 
 
-def _example(example: Mapping[str, Any]) -> str:
+def _example(example: Mapping[str, Any], names: Mapping[str, str]) -> str:
     answers = [_part(part, "rejected" if place else "chosen") for place, part in enumerate(example["answers"])]
     parts = "".join([_part(example["prompt"], "prompt"), *answers])
     title = example["title"]
     return (
-        f"<h3>{escape(title[:1].upper() + title[1:])} <span class='soft'>row {example['row']}</span></h3>"
+        f"<h3>{escape(title[:1].upper() + title[1:])} <span class='soft'>{text(rows([example], names))}</span></h3>"
         f'<div class="example">{parts}</div>'
     )
 
 
 def _part(part: Mapping[str, Any], kind: str) -> str:
     name = part["name"]
-    counted = "" if kind == "prompt" else f", {part['counted']:,} count"
+    length = counted(part["tokens"], "token")
+    if kind != "prompt":
+        length += f", {counted(part['counted'], 'counts', 'count')}"
     pieces = "".join(_piece(piece, kind) for piece in part["head"])
     if part["hidden"]:
         pieces += f'<span class="hidden">… {part["hidden"]:,} more tokens …</span>'
         pieces += "".join(_piece(piece, kind) for piece in part["tail"])
     return (
-        f'<div class="said"><h4>{name.capitalize()} <span class="soft">{part["tokens"]:,} tokens{counted}</span></h4>'
+        f'<div class="said"><h4>{name.capitalize()} <span class="soft">{length}</span></h4>'
         f'<p class="tokens" tabindex="0" role="group" aria-label="Tokens of the {name}">{pieces.rstrip()}</p></div>'
     )
 

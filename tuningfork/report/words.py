@@ -3,16 +3,71 @@
 from __future__ import annotations
 
 import unicodedata
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
+from tuningfork.errors import counted
 
-def headline(report: Mapping[str, Any]) -> str:
+Tree = Mapping[str, Any]
+
+CUTS = {
+    "truncate_answers": "answers are cut at their end",
+    "truncate_prompt_left": "prompts are cut at their front",
+}
+"""What data.over_length does to a row that is too long, where it does not drop it."""
+
+
+def headline(report: Tree) -> str:
     """data_report.json in one line."""
-    used, read = report["train"]["used"], report["train"]["rows_read"]
-    if used == read:
-        return f"All {read:,} {report['unit']} can be trained on"
-    return f"{used:,} of {read:,} {report['unit']} can be trained on"
+    train, unit = report["train"], report["unit"]
+    left_out = sum(train["left_out"].values())
+    used, read = train["used"], train["rows_read"]
+    taken = f"; {used:,} {'is' if used == 1 else 'are'} used" if left_out else ""
+    if used + left_out == read:
+        return f"{'All ' if read > 1 else ''}{counted(read, unit)} can be trained on{taken}"
+    return f"{used + left_out:,} of {counted(read, unit)} can be trained on{taken}"
+
+
+def account(data: Tree) -> str:
+    """What became of a data set's rows, or of a table's."""
+    dropped, left_out = (sum(n.values()) if isinstance(n, Mapping) else n for n in (data["dropped"], data["left_out"]))
+    words = f"{counted(data['rows_read'], 'row')} read, {data['used']:,} used, {dropped:,} dropped"
+    return words + (f", {left_out:,} left out on purpose" if left_out else "")
+
+
+def asked(mix: Tree) -> str:
+    """The recipe's mix, as its numbers: ``data.shares 3 : 1``."""
+    amounts = [f"{part['asked']:,g}" for part in mix["parts"]]
+    return f"data.{mix['by']} {' : '.join(amounts)}"
+
+
+def short_names(report: Tree) -> dict[str, str]:
+    """File -> what to call it beside a row's number: nothing where its data set has no other file.
+
+    That is its name, or all of its path where files of the report share a name.
+    """
+    sets = [data for data in (report["train"], report["eval"]) if data]
+    files = [table["file"] for data in sets for table in data["tables"]]
+    alike = Counter(Path(file).name for file in dict.fromkeys(files))
+    found = {}
+    for data in sets:
+        for table in data["tables"]:
+            name = Path(table["file"]).name
+            called = name if alike[name] == 1 else table["file"]
+            found[table["file"]] = called if len(data["tables"]) > 1 else ""
+    return found
+
+
+def given_numbers(name: str, given: Tree | None) -> list[str]:
+    """What rows say of their own weight or margin, as a sentence: ``12 rows have a margin of 0.5 to 3, mean 1.2``."""
+    if given is None:
+        return []
+    low, high = given["min"], given["max"]
+    reach = f"{low:g}" if low == high else f"{low:g} to {high:g}, mean {given['mean']:.3g}"
+    return [f"{counted(given['rows'], 'row has', 'rows have')} a {name} of {reach}"]
 
 
 def sentence(text: str) -> str:
@@ -33,11 +88,17 @@ def signed(value: int) -> str:
     return f"{value:+,}".replace("-", "−") if value else "0"
 
 
-def rows(numbers: Sequence[int], most: int = 5) -> str:
-    """Row numbers, the first few of them: ``row 7``, ``rows 3, 17, 20 … 45 more``."""
-    listed = ", ".join(f"{number}" for number in numbers[:most])
-    more = f" … {len(numbers) - most:,} more" if len(numbers) > most else ""
-    return f"{'row' if len(numbers) == 1 else 'rows'} {listed}{more}"
+def rows(places: Sequence[Tree], names: Mapping[str, str], most: int = 5) -> str:
+    """Rows, the first few of them: ``row 7``, ``rows 3, 17 … 45 more``, ``a.jsonl rows 3, 17; b.jsonl row 2``.
+
+    `names` are those of `short_names`.
+    """
+    parts = []
+    for file, some in groupby(places[:most], key=lambda place: place["file"]):
+        listed = [str(place["row"]) for place in some]
+        name = f"{names[file]} " if names[file] else ""
+        parts.append(f"{name}{'row' if len(listed) == 1 else 'rows'} {', '.join(listed)}")
+    return "; ".join(parts) + (f" … {len(places) - most:,} more" if len(places) > most else "")
 
 
 def cut(text: str, most: int) -> str:
@@ -54,9 +115,9 @@ def visible(text: str, newline: str = "↵") -> str:
     return text if text.isprintable() else "".join(_seen(c, newline) for c in text)
 
 
-def by_reason(dropped_rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+def by_reason(dropped_rows: Sequence[Tree]) -> dict[str, list[Tree]]:
     """reason -> its rows, of data_report.json's dropped_rows."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
+    found: dict[str, list[Tree]] = {}
     for row in dropped_rows:
         found.setdefault(row["reason"], []).append(row)
     return found

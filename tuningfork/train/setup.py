@@ -17,7 +17,8 @@ from tuningfork.data.audit import prepare
 from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.loader import packs_in_windows
 from tuningfork.data.pack import PackLimits, split_fitting
-from tuningfork.errors import ConfigError, DataError, enough_memory
+from tuningfork.data.sources import Use
+from tuningfork.errors import ConfigError, DataError, counted, enough_memory
 from tuningfork.models import activations
 from tuningfork.models.config import ModelConfig
 from tuningfork.models.load import Loaded, comparable, load, load_config
@@ -107,7 +108,7 @@ def read_data(
     held_out_report = None
     if data.eval is not None:
         held_out, held_out_report = read_sources(
-            data.eval, tokenizer, data, pack, config.vocab_size, console, mixed=False
+            data.eval, tokenizer, data, pack, config.vocab_size, console, use="eval"
         )
     longest = max([*train, *held_out], key=lambda example: example.longest)
     positions = getattr(config, "max_position_embeddings", None)
@@ -127,22 +128,24 @@ def read_sources(
     pack: PackConfig,
     vocab_size: int,
     console: Console,
-    mixed: bool = True,
+    use: Use = "train",
 ) -> tuple[list[TokenExample], DataReport]:
     """The examples of all sources that a run would use, and the account of their rows. Raises DataError."""
-    name = Path(sources).name if isinstance(sources, str) else f"{len(sources)} sources"
+    name = Path(sources).name if isinstance(sources, str) else counted(len(sources), "source")
     with console.phase(f"reading {name}", total=0, unit="rows") as phase:
 
         def progress(done: int, total: int) -> None:
             phase.total = total
             phase.advance(done - phase.done)
 
-        examples, report = prepare(sources, tokenizer, data, vocab_size, progress, mixed)
+        examples, report = prepare(sources, tokenizer, data, vocab_size, progress, use)
     examples, too_large = split_fitting(examples, pack.tokens, pack.share_prompt)
     report.used = len(examples)
     report.dropped_rows += too_large
     if not examples:
-        raise DataError(f"{name}: no example fits a pack of {pack.tokens} rows. Raise pack.tokens.")
+        raise DataError(
+            f"{', '.join(report.sources)}: no example fits a pack of {pack.tokens} rows. Raise pack.tokens."
+        )
     return examples, report
 
 

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.data.summary.workbench import sizes
 from tests.tiny import random_examples, random_pairs
 from tuningfork.data.loader import EpochOrder, build_packs
 from tuningfork.data.pack import PackLimits
 from tuningfork.data.summary import cost
-from tuningfork.data.summary.cost import count_cost, padded_slots, plan_run
+from tuningfork.data.summary.cost import Cost, FirstSteps, RunPlan, count_cost, padded_slots, plan_run
 from tuningfork.records import TokenExample
 
 
@@ -23,6 +24,14 @@ def order_of(examples: list[TokenExample], per_step: int, epochs: float = 1.0) -
 
 def limits_of(tokens: int = 128, share_prompt: bool = True) -> PackLimits:
     return PackLimits.plan(tokens, share_prompt, compiled=False)
+
+
+def cost_of(examples: list[TokenExample], order: EpochOrder, limits: PackLimits) -> Cost:
+    return count_cost(examples, sizes(examples), FirstSteps(examples, order), limits)
+
+
+def plan_of(examples: list[TokenExample], order: EpochOrder, limits: PackLimits) -> RunPlan:
+    return plan_run(sizes(examples), order, FirstSteps(examples, order), limits)
 
 
 @settings(max_examples=40, deadline=None)
@@ -61,7 +70,7 @@ def test_padding_of_a_large_file_is_what_shuffling_finds() -> None:
 
 def test_tokens_and_attention_by_hand() -> None:
     examples = random_examples([(3, (2, 1)), (0, (1, 4))])
-    found = count_cost(examples, order_of(examples, 2), limits_of())
+    found = cost_of(examples, order_of(examples, 2), limits_of())
     assert (found.tokens, found.unique_tokens) == (6 + 3 + 5, 3 + 3 + 5)
     assert found.tokens_saved == pytest.approx(3 / 14)
     assert found.counted_tokens == 3 + 3  # the first token of an answer without a prompt has no predictor
@@ -88,7 +97,7 @@ def test_shared_attention_is_what_the_layout_lets_see(shapes: list[tuple[int, li
                 if start < pack.unique_rows:
                     rows = end - start
                     seen[share] += rows * (rows + 1) // 2 + rows * (until - before)
-    found = count_cost(examples, order, limits_of())
+    found = cost_of(examples, order, limits_of())
     assert (found.attention_pairs_shared, found.attention_pairs) == (seen[True], seen[False])
 
 
@@ -102,7 +111,7 @@ def test_layouts_and_plan_are_those_of_the_loader(share_prompt: bool) -> None:
     packs = [build_packs(members, limits) for members in steps]
     rows = sum(len(pack.input_ids) for step in packs for pack in step)
 
-    plan = plan_run(examples, order, limits)
+    plan = plan_of(examples, order, limits)
     assert (plan.examples, plan.steps_per_epoch, plan.steps, plan.steps_packed) == (23, 4.6, 12, 5)  # 58 pairs of 2.5
     assert plan.epochs == pytest.approx(58 / 23)
     number = sum(map(len, packs))
@@ -111,7 +120,7 @@ def test_layouts_and_plan_are_those_of_the_loader(share_prompt: bool) -> None:
     used = sum(pack.unique_rows for step in packs for pack in step)
     assert plan.pad_share == pytest.approx(1 - used / rows)
 
-    layouts = {layout.name: layout for layout in count_cost(examples, order, limits).layouts}
+    layouts = {layout.name: layout for layout in cost_of(examples, order, limits).layouts}
     assert list(layouts) == ["padded", "packed", "shared"]
     shared = layouts["shared"]
     if share_prompt:
@@ -127,7 +136,7 @@ def test_layouts_and_plan_are_those_of_the_loader(share_prompt: bool) -> None:
 def test_packed_by_hand() -> None:
     """Sequences of 70, 60, 61 and 6 rows need two packs; whichever takes the 6, each rounds up to 128 rows."""
     examples = random_examples([(20, (50, 40)), (5, (56, 1))])
-    layouts = count_cost(examples, order_of(examples, 2), limits_of(128)).layouts
+    layouts = cost_of(examples, order_of(examples, 2), limits_of(128)).layouts
     assert (layouts[1].slots, layouts[1].padding) == (256, 256 - 197)
     # the prompts once: 110 and 62 rows, which need a pack each, of 128 and 64 rows
     assert (layouts[2].slots, layouts[2].padding) == (192, 192 - 172)
@@ -135,9 +144,9 @@ def test_packed_by_hand() -> None:
 
 def test_less_than_an_epoch_and_a_fixed_number_of_steps() -> None:
     examples = random_pairs(20)
-    half = plan_run(examples, EpochOrder.plan(20, 4, 0, 0.5, None), limits_of())
+    half = plan_of(examples, EpochOrder.plan(20, 4, 0, 0.5, None), limits_of())
     assert (half.steps, half.epochs, half.steps_per_epoch) == (3, 0.5, 5.0)
-    long = plan_run(examples, EpochOrder.plan(20, 4, 0, 1.0, 50), limits_of())
+    long = plan_of(examples, EpochOrder.plan(20, 4, 0, 1.0, 50), limits_of())
     assert (long.steps, long.epochs) == (50, 10.0)
     assert long.tokens == 10 * sum(example.plain_tokens for example in examples)
 
@@ -145,9 +154,9 @@ def test_less_than_an_epoch_and_a_fixed_number_of_steps() -> None:
 def test_of_very_many_steps_the_first_speak_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     examples = random_pairs(400, longest=30)
     order = order_of(examples, 4)
-    exact = plan_run(examples, order, limits_of())
+    exact = plan_of(examples, order, limits_of())
     monkeypatch.setattr(cost, "MOST_PACKED", 101)  # examples: 26 steps of 4
-    some = plan_run(examples, order, limits_of())
+    some = plan_of(examples, order, limits_of())
     assert (exact.steps_packed, some.steps_packed) == (100, 26)
     assert some.packs_per_epoch == pytest.approx(exact.packs_per_epoch, rel=0.1)
     assert some.slots == pytest.approx(exact.slots, rel=0.1) and some.steps == exact.steps

@@ -16,8 +16,12 @@ GOOD = [pair("one", "ab", "cde"), pair("two", "fgh", "ij")]
 
 def found(folder: Path, *args: object, **options: object) -> dict[str, Finding]:
     findings = summary_of(folder, *args, **options).findings  # type: ignore[arg-type]
-    assert len({(finding.kind, finding.file) for finding in findings}) == len(findings)
+    assert len({(finding.kind, finding.name) for finding in findings}) == len(findings)
     return {finding.kind: finding for finding in findings}
+
+
+def numbers(finding: Finding) -> list[int]:
+    return [row.row for row in finding.rows]
 
 
 def test_good_data_needs_no_attention(tmp_path: Path) -> None:
@@ -31,7 +35,7 @@ def test_dropped_rows_with_every_reason(tmp_path: Path) -> None:
     assert finding.text == (
         "train.jsonl: 4 rows are dropped: empty answer (2), chosen equals rejected (1), longer than max_length (1)"
     )
-    assert (finding.kind, finding.strict, finding.count, finding.rows) == ("dropped", True, 4, [3, 4, 5, 6])
+    assert (finding.kind, finding.strict, finding.count, numbers(finding)) == ("dropped", True, 4, [3, 4, 5, 6])
     file = summary.train
     assert (file.rows_read, file.used, file.empty_answers, file.identical_answers) == (6, 2, 2, 1)
     assert [(row["row"], row["reason"]) for row in file.dropped_rows][-1] == (6, "longer than max_length")
@@ -46,9 +50,9 @@ def test_repeats_contradictions_and_leaks(tmp_path: Path) -> None:
     held_out = [pair("one", "x", "y"), pair("two", "ij", "y"), pair("three", "ab", "cde")]
     findings = found(tmp_path, rows, held_out)
     assert list(findings) == ["duplicates", "conflicts", "leaks"] and all(f.strict for f in findings.values())
-    assert (findings["duplicates"].count, findings["duplicates"].rows) == (1, [3])
-    assert (findings["conflicts"].count, findings["conflicts"].rows) == (2, [2, 4])
-    assert (findings["leaks"].count, findings["leaks"].rows) == (2, [1, 2])
+    assert (findings["duplicates"].count, numbers(findings["duplicates"])) == (1, [3])
+    assert (findings["conflicts"].count, numbers(findings["conflicts"])) == (2, [2, 4])
+    assert (findings["leaks"].count, numbers(findings["leaks"])) == (2, [1, 2])
     assert findings["leaks"].text == (
         "eval.jsonl: 2 rows have a prompt that is trained on (66.7%), 1 of them with an answer to it"
     )
@@ -57,13 +61,13 @@ def test_repeats_contradictions_and_leaks(tmp_path: Path) -> None:
 def test_the_held_out_file_is_looked_at_as_well(tmp_path: Path) -> None:
     findings = found(tmp_path, GOOD, [pair("x", "a", "b"), pair("x", "a", "b"), pair("y", "a", "")])
     assert set(findings) == {"dropped", "duplicates"}
-    assert {Path(finding.file).name for finding in findings.values()} == {"eval.jsonl"}
+    assert {finding.name for finding in findings.values()} == {"eval.jsonl"}
 
 
 def test_pairs_longer_than_the_model_knows_positions(tmp_path: Path) -> None:
     rows = [*GOOD, pair("x" * 8, "ab", "c"), pair("x" * 9, "b", "ac")]  # 11 and 12 tokens with </s>
     findings = found(tmp_path, rows, positions=11)
-    assert (findings["positions"].count, findings["positions"].rows) == (1, [4])
+    assert (findings["positions"].count, numbers(findings["positions"])) == (1, [4])
     assert "11 positions" in findings["positions"].text
     assert found(tmp_path, rows, positions=None) == {}
 

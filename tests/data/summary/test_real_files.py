@@ -19,7 +19,7 @@ from tuningfork.data.audit import prepare
 from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.loader import EpochOrder
 from tuningfork.data.pack import PackLimits
-from tuningfork.data.summary.file import FileData, read_too_long
+from tuningfork.data.summary.sets import SetData
 from tuningfork.data.summary.summarize import DataSummary, summarize
 
 pytestmark = [
@@ -32,7 +32,7 @@ def summary_of(path: Path, max_length: int) -> DataSummary:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     config = DataConfig(max_length=max_length)
     examples, report = prepare(path, tokenizer, config, len(tokenizer))
-    data = FileData(str(path), examples, read_too_long(str(path), tokenizer, config, report), report)
+    data = SetData.of(examples, report, tokenizer.bos_token_id)
     model = SimpleNamespace(vocab_size=len(tokenizer), max_position_embeddings=8192)
     order = EpochOrder.plan(len(examples), 32, 0, 1.0, None)
     limits = PackLimits.plan(2 * max_length, True, compiled=True)

@@ -15,7 +15,10 @@ from tuningfork.data.audit import prepare
 from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.loader import EpochOrder
 from tuningfork.data.pack import PackLimits
-from tuningfork.data.summary.file import FileData, read_too_long
+from tuningfork.data.shorten import size_of
+from tuningfork.data.sources import Use
+from tuningfork.data.summary.sets import SetData
+from tuningfork.data.summary.sizes import Sizes
 from tuningfork.data.summary.summarize import DataSummary, summarize
 from tuningfork.records import DataReport, TokenExample
 
@@ -29,9 +32,13 @@ def write(path: Path, rows: Sequence[Any]) -> str:
     return str(path)
 
 
-def read(path: str, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> FileData:
-    examples, report = prepare(path, tokenizer, config, 260)
-    return FileData(path, examples, read_too_long(path, tokenizer, config, report), report)
+def sizes(examples: Sequence[TokenExample], bos: int | None = None) -> Sizes:
+    return Sizes.of(size_of(example, bos) for example in examples)
+
+
+def read(path: str | list[str], tokenizer: PreTrainedTokenizerBase, config: DataConfig, use: Use = "train") -> SetData:
+    examples, report = prepare(path, tokenizer, config, 260, use=use)
+    return SetData.of(examples, report, tokenizer.bos_token_id)
 
 
 def summary_of(
@@ -46,26 +53,43 @@ def summary_of(
     per_step: int = 2,
     epochs: float = 1.0,
     share_prompt: bool = True,
+    **settings: Any,
 ) -> DataSummary:
-    """The summary of some rows; one token a byte unless another tokenizer is given."""
+    """The summary of some rows; one token a byte unless another tokenizer is given. `settings` are of DataConfig."""
+    train = write(folder / "train.jsonl", rows)
+    other = None if held_out is None else write(folder / "eval.jsonl", held_out)
     tokenizer = tokenizer or byte_bpe()
-    config = DataConfig(template=template, max_length=max_length)  # type: ignore[arg-type]
-    train = read(write(folder / "train.jsonl", rows), tokenizer, config)
-    other = None if held_out is None else read(write(folder / "eval.jsonl", held_out), tokenizer, config)
+    config = DataConfig(train, eval=other, template=template, max_length=max_length, **settings)  # type: ignore[arg-type]
+    return summary_of_files(config, tokenizer, positions, per_step, epochs, share_prompt)
+
+
+def summary_of_files(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    positions: int | None = 1000,
+    per_step: int = 2,
+    epochs: float = 1.0,
+    share_prompt: bool = True,
+) -> DataSummary:
+    """The summary of the files that the settings name."""
+    tokenizer = tokenizer or byte_bpe()
+    train = read(config.train, tokenizer, config)
+    other = None if config.eval is None else read(config.eval, tokenizer, config, "eval")
     order = EpochOrder.plan(len(train.examples), per_step, 0, epochs, None)
     return _summary(train, other, tokenizer, config, positions, order, share_prompt)
 
 
 def summary_of_examples(examples: Sequence[TokenExample]) -> DataSummary:
     """The summary of examples of any number of answers."""
-    data = FileData("random", examples, [], DataReport(len(examples), len(examples), []))
+    report = DataReport(len(examples), len(examples), sources={"random": ["random"]}, forms={"random": "ranking"})
+    data = SetData.of(examples, report, None)
     order = EpochOrder.plan(len(examples), 2, 0, 1.0, None)
     return _summary(data, data, byte_bpe(), DataConfig(template="none", max_length=64), None, order, True)
 
 
 def _summary(
-    train: FileData,
-    held_out: FileData | None,
+    train: SetData,
+    held_out: SetData | None,
     tokenizer: PreTrainedTokenizerBase,
     config: DataConfig,
     positions: int | None,

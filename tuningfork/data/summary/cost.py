@@ -13,6 +13,7 @@ import numpy as np
 
 from tuningfork.data.loader import EpochOrder
 from tuningfork.data.pack import PackLimits, pack_evenly, rows_of
+from tuningfork.data.summary.sizes import Sizes
 from tuningfork.records import TokenExample
 
 PLAIN_BATCH = 8
@@ -74,53 +75,53 @@ class RunPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """Tokens of N examples and their M answers, int64 but for `first`."""
+class Packed:
+    """Some steps, really packed: how many, of how many examples, and what their packs hold."""
 
-    prompt: np.ndarray  # [N]
-    answer: np.ndarray  # [M]
-    owner: np.ndarray  # [M], the example of each answer
-    first: np.ndarray  # bool [M], whether it is the first of its example: of a pair, the chosen one
-
-    @classmethod
-    def of(cls, examples: Sequence[TokenExample]) -> Sizes:
-        answers = [len(answer.ids) for example in examples for answer in example.answers]
-        numbers = [len(example.answers) for example in examples]
-        owner = np.repeat(np.arange(len(examples)), numbers)
-        first = np.diff(owner, prepend=-1) > 0
-        prompt = np.array([len(example.prompt_ids) for example in examples], dtype=np.int64)
-        return cls(prompt, np.array(answers, dtype=np.int64), owner, first)
+    steps: int
+    examples: int
+    packs: int
+    slots: int  # padding included
+    used: int  # slots with a token
 
     @property
-    def answers(self) -> np.ndarray:
-        """[N], how many answers each example has."""
-        return np.bincount(self.owner, minlength=len(self.prompt))
-
-    @property
-    def sequence(self) -> np.ndarray:
-        """[M], prompt + answer."""
-        return self.prompt[self.owner] + self.answer
-
-    @property
-    def longest(self) -> np.ndarray:
-        """[N], the longest sequence of each example."""
-        return np.maximum.reduceat(self.sequence, np.flatnonzero(self.first))
+    def slots_per_token(self) -> float:
+        return self.slots / self.used
 
 
-def count_cost(examples: Sequence[TokenExample], order: EpochOrder, limits: PackLimits) -> Cost:
-    """Count one epoch of examples. `order` is that of the run, `limits` say how large its packs are."""
-    sizes = Sizes.of(examples)
+class FirstSteps:
+    """The first epoch's steps, in the order of the run: all of them, or the first of very many. Each way to pack them
+    is tried once."""
+
+    def __init__(self, examples: Sequence[TokenExample], order: EpochOrder) -> None:
+        epoch = replace(order, total_examples=len(examples))
+        steps = min(epoch.total_steps, ceil(MOST_PACKED / order.examples_per_step))
+        self.steps = [[examples[i] for i in epoch.indices(step)] for step in range(steps)]
+        self._packed: dict[PackLimits, Packed] = {}
+
+    def packed(self, limits: PackLimits) -> Packed:
+        """Their packs, as the run's loader makes them."""
+        if limits not in self._packed:
+            self._packed[limits] = _pack(self.steps, limits)
+        return self._packed[limits]
+
+    def packed_alone(self, limits: PackLimits) -> Packed:
+        """Their packs if each sequence were an example of its own."""
+        alone = ([one for example in members for one in example.alone()] for members in self.steps)
+        return _pack(alone, replace(limits, share_prompt=False))
+
+
+def count_cost(examples: Sequence[TokenExample], sizes: Sizes, steps: FirstSteps, limits: PackLimits) -> Cost:
+    """Count one epoch of examples. `sizes` are theirs, `limits` say how large the run's packs are."""
     prompt, answer, first = sizes.prompt, sizes.answer, sizes.first
     p, c, r = int(prompt.sum()), int(answer[first].sum()), int(answer[~first].sum())
     again = int(prompt[sizes.owner].sum()) - p
     tokens, unique = p + again + c + r, p + c + r
     alone = int(_causal(sizes.sequence).sum())
     shared = int(_causal(prompt).sum() + (answer * prompt[sizes.owner] + _causal(answer)).sum())
-    steps = first_steps(examples, order)
     padded = round(padded_slots(sizes.longest, sizes.answers, PLAIN_BATCH))
-    sequences = ([alone for example in members for alone in example.alone()] for members in steps)
-    packed = round(tokens * _slots_per_token(sequences, replace(limits, share_prompt=False)))
-    ours = round(unique * _slots_per_token(steps, replace(limits, share_prompt=True)))
+    packed = round(tokens * steps.packed_alone(limits).slots_per_token)
+    ours = round(unique * steps.packed(replace(limits, share_prompt=True)).slots_per_token)
     layouts = [
         Layout("padded", padded, p, again, c, r, padded - tokens, 1 - tokens / padded),
         Layout("packed", packed, p, again, c, r, packed - tokens, 1 - tokens / packed),
@@ -138,38 +139,26 @@ def count_cost(examples: Sequence[TokenExample], order: EpochOrder, limits: Pack
     )
 
 
-def plan_run(examples: Sequence[TokenExample], order: EpochOrder, limits: PackLimits) -> RunPlan:
-    """What a run in this order will do, in packs as its loader makes them."""
-    steps = first_steps(examples, order)
-    packs = [pack_evenly(members, limits) for members in steps]
-    slots = sum(rows for bins in packs for rows, _ in bins)
-    used = sum(rows_of(example, limits.share_prompt) for members in steps for example in members)
-    seen = sum(len(members) for members in steps)
-    per_example = sum(len(bins) for bins in packs) / seen
-    in_all = order.total_examples
-    rows = sum(rows_of(example, limits.share_prompt) for example in examples) / len(examples)
-    tokens = sum(example.plain_tokens for example in examples) / len(examples)
+def plan_run(sizes: Sizes, order: EpochOrder, steps: FirstSteps, limits: PackLimits) -> RunPlan:
+    """What a run in this order will do, in packs as its loader makes them. `sizes` are those of its examples."""
+    packed = steps.packed(limits)
+    n, in_all = len(sizes.prompt), order.total_examples
+    tokens = int(sizes.sequence.sum()) / n
+    rows = int(sizes.prompt.sum() + sizes.answer.sum()) / n if limits.share_prompt else tokens
     return RunPlan(
-        examples=len(examples),
+        examples=n,
         examples_per_step=order.examples_per_step,
-        steps_per_epoch=len(examples) / order.examples_per_step,
-        epochs=in_all / len(examples),
+        steps_per_epoch=n / order.examples_per_step,
+        epochs=in_all / n,
         steps=order.total_steps,
-        packs_per_step=sum(len(bins) for bins in packs) / len(packs),
-        packs_per_epoch=round(per_example * len(examples)),
-        packs=round(per_example * in_all),
-        steps_packed=len(steps),
-        pad_share=1 - used / slots,
+        packs_per_step=packed.packs / packed.steps,
+        packs_per_epoch=round(packed.packs / packed.examples * n),
+        packs=round(packed.packs / packed.examples * in_all),
+        steps_packed=packed.steps,
+        pad_share=1 - packed.used / packed.slots,
         tokens=round(tokens * in_all),
-        slots=round(rows * in_all * slots / used),
+        slots=round(rows * in_all * packed.slots_per_token),
     )
-
-
-def first_steps(examples: Sequence[TokenExample], order: EpochOrder) -> list[list[TokenExample]]:
-    """The examples of the first epoch's steps, in the order of the run: all of them, or the first of very many."""
-    epoch = replace(order, total_examples=len(examples))
-    steps = min(epoch.total_steps, ceil(MOST_PACKED / order.examples_per_step))
-    return [[examples[i] for i in epoch.indices(step)] for step in range(steps)]
 
 
 def padded_slots(longest: np.ndarray, sequences: np.ndarray, batch: int) -> float:
@@ -203,10 +192,11 @@ def _causal(length: np.ndarray) -> np.ndarray:
     return length * (length + 1) // 2
 
 
-def _slots_per_token(steps: Iterable[Sequence[TokenExample]], limits: PackLimits) -> float:
-    """Slots of packs, padding included, for each token that they hold."""
-    slots = used = 0
+def _pack(steps: Iterable[Sequence[TokenExample]], limits: PackLimits) -> Packed:
+    number = examples = packs = slots = used = 0
     for members in steps:
-        slots += sum(rows for rows, _ in pack_evenly(members, limits))
+        bins = pack_evenly(members, limits)
+        number, examples, packs = number + 1, examples + len(members), packs + len(bins)
+        slots += sum(rows for rows, _ in bins)
         used += sum(rows_of(example, limits.share_prompt) for example in members)
-    return slots / used
+    return Packed(number, examples, packs, slots, used)

@@ -1,15 +1,17 @@
-"""What needs a person's attention, in words. `--strict` stops on the findings that are marked so."""
+"""What needs a person's attention, in words. `--strict` stops on the findings that are marked so: rows lost or doubtful
+through no wish of the recipe, and what training would refuse or learn wrong. What the recipe asks for is no finding."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-from tuningfork.data.summary.file import FileSummary
 from tuningfork.data.summary.lengths import LengthBias
 from tuningfork.data.summary.repeats import Leaks
+from tuningfork.data.summary.sets import SetSummary
 from tuningfork.data.summary.tokenizer import TokenizerFacts
+from tuningfork.errors import counted
+from tuningfork.records import Source
 
 LOPSIDED = 0.6  # share of the pairs of unequal length from which on it is worth a word that one side is the longer
 FEW = 5  # rows named with a finding
@@ -17,7 +19,7 @@ FEW = 5  # rows named with a finding
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing to look at. `rows` of `file` show it: the first few of them.
+    """One thing to look at in the data set of that name. `rows` show it: the first few of them.
 
     kind: dropped, duplicates, conflicts, leaks, positions, two_bos (strict); length, no_eos (worth a look).
     """
@@ -26,80 +28,79 @@ class Finding:
     strict: bool
     text: str
     count: int
-    file: str
-    rows: list[int]
+    name: str
+    rows: list[Source]
 
 
 def findings(
-    train: FileSummary,
-    held_out: FileSummary | None,
+    train: SetSummary,
+    held_out: SetSummary | None,
     leaks: Leaks | None,
     tokenizer: TokenizerFacts,
 ) -> list[Finding]:
     """All findings, those that `--strict` stops on first."""
     found: list[Finding] = []
-    for file in filter(None, (train, held_out)):
-        found += _of_file(file, tokenizer.model_positions)
+    for data in filter(None, (train, held_out)):
+        found += _of_set(data, tokenizer.model_positions)
     if leaks is not None and held_out is not None and leaks.prompt_rows:
         found.append(_leaks(leaks, held_out))
     if tokenizer.begin_with_two_bos and tokenizer.bos is not None:
         n, bos = tokenizer.begin_with_two_bos, tokenizer.bos.text
-        text = f"{_count(n, 'sequence begins', 'sequences begin')} with {bos} twice: data and template add one each"
-        found.append(Finding("two_bos", True, text, n, train.file, []))
+        text = f"{counted(n, 'sequence begins', 'sequences begin')} with {bos} twice: data and template add one each"
+        found.append(Finding("two_bos", True, text, n, train.name, []))
     return [*found, *_notes(train, tokenizer)]
 
 
-def _of_file(file: FileSummary, positions: int | None) -> Iterator[Finding]:
-    name = Path(file.file).name
-    if file.dropped:
-        count = file.rows_read - file.used
-        reasons = ", ".join(f"{reason} ({n:,})" for reason, n in file.dropped.items())
-        text = f"{name}: {_count(count, 'row is', 'rows are')} dropped: {reasons}"
-        yield Finding("dropped", True, text, count, file.file, [row["row"] for row in file.dropped_rows[:FEW]])
-    repeats = file.repeats
+def _of_set(data: SetSummary, positions: int | None) -> Iterator[Finding]:
+    name, repeats = data.name, data.repeats
+    if n := len(data.dropped_rows):
+        reasons = ", ".join(f"{reason} ({n:,})" for reason, n in data.dropped.items())
+        text = f"{name}: {counted(n, 'row is', 'rows are')} dropped: {reasons}"
+        yield Finding("dropped", True, text, n, name, [Source(r["file"], r["row"]) for r in data.dropped_rows[:FEW]])
     if n := repeats.duplicate_rows:
-        text = f"{name}: {_count(n, 'row repeats', 'rows repeat')} an earlier row: same prompt, same answers"
-        again = sorted(row for rows in repeats.duplicates for row in rows[1:])
-        yield Finding("duplicates", True, text, n, file.file, again[:FEW])
+        text = f"{name}: {counted(n, 'row repeats', 'rows repeat')} an earlier row: same prompt, same answers"
+        again = _in_order(data, (row for rows in repeats.duplicates for row in rows[1:]))
+        yield Finding("duplicates", True, text, n, name, again[:FEW])
     if n := repeats.conflicting_rows:
         text = f"{name}: {n:,} rows contradict each other: same prompt, same answers, other preference"
-        opposed = sorted(row for sides in repeats.conflicts for rows in sides for row in rows)
-        yield Finding("conflicts", True, text, n, file.file, opposed[:FEW])
-    if n := len(file.over_positions):
+        opposed = _in_order(data, (row for sides in repeats.conflicts for rows in sides for row in rows))
+        yield Finding("conflicts", True, text, n, name, opposed[:FEW])
+    if n := len(data.over_positions):
         text = (
-            f"{name}: {_count(n, 'row is', 'rows are')} longer than the {positions:,} positions that the model "
+            f"{name}: {counted(n, 'row is', 'rows are')} longer than the {positions:,} positions that the model "
             "knows, so training would refuse to start; lower data.max_length"
         )
-        yield Finding("positions", True, text, n, file.file, file.over_positions[:FEW])
+        yield Finding("positions", True, text, n, name, data.over_positions[:FEW])
 
 
-def _leaks(leaks: Leaks, held_out: FileSummary) -> Finding:
+def _in_order(data: SetSummary, rows: Iterable[Source]) -> list[Source]:
+    place = {table.file: i for i, table in enumerate(data.tables)}
+    return sorted(rows, key=lambda row: (place[row.file], row.row))
+
+
+def _leaks(leaks: Leaks, held_out: SetSummary) -> Finding:
     n, share = leaks.prompt_rows, leaks.prompt_rows / held_out.used
     also = f", {leaks.answer_rows:,} of them with an answer to it" if leaks.answer_rows else ""
-    text = f"{_count(n, 'row has', 'rows have')} a prompt that is trained on ({share:.1%}){also}"
-    text = f"{Path(held_out.file).name}: {text}"
-    return Finding("leaks", True, text, n, held_out.file, [shared.eval_row for shared in leaks.prompts[:FEW]])
+    text = f"{counted(n, 'row has', 'rows have')} a prompt that is trained on ({share:.1%}){also}"
+    text = f"{held_out.name}: {text}"
+    return Finding("leaks", True, text, n, held_out.name, [shared.eval_row for shared in leaks.prompts[:FEW]])
 
 
-def _notes(train: FileSummary, tokenizer: TokenizerFacts) -> Iterator[Finding]:
+def _notes(train: SetSummary, tokenizer: TokenizerFacts) -> Iterator[Finding]:
     if train.length_bias is not None:
         yield from _length(train, train.length_bias)
     if tokenizer.eos is not None and (n := tokenizer.sequences - tokenizer.end_with_eos):
         text = (
-            f"{_count(n, 'answer does', 'answers do')} not end with the tokenizer's end token {tokenizer.eos.text}; "
+            f"{counted(n, 'answer does', 'answers do')} not end with the tokenizer's end token {tokenizer.eos.text}; "
             "what ends them must be known to whatever generates with the model"
         )
-        yield Finding("no_eos", False, text, n, train.file, [])
+        yield Finding("no_eos", False, text, n, train.name, [])
 
 
-def _length(train: FileSummary, bias: LengthBias) -> Iterator[Finding]:
+def _length(train: SetSummary, bias: LengthBias) -> Iterator[Finding]:
     sides = {"chosen": bias.longer, "rejected": bias.shorter}
     side, n = max(sides.items(), key=lambda item: item[1])
     pairs = bias.longer + bias.equal + bias.shorter
     if n and n / (bias.longer + bias.shorter) >= LOPSIDED:
         text = f"the {side} answer is the longer one in {n:,} of {pairs:,} pairs ({n / pairs:.1%})"
-        yield Finding("length", False, f"{text}; a model may learn just that", n, train.file, [])
-
-
-def _count(n: int, one: str, many: str) -> str:
-    return f"{n:,} {one if n == 1 else many}"
+        yield Finding("length", False, f"{text}; a model may learn just that", n, train.name, [])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from tuningfork.data.summary.cost import Sizes
-from tuningfork.records import TokenExample
+from tuningfork.data.shorten import OverLength
+from tuningfork.data.summary.sizes import Sizes
 
 BARS = 40  # of a histogram, about: enough to show a shape, few enough to hover over
 LIMITS = (512, 1024, 2048, 4096, 8192)  # values of max_length that are previewed, and on by doubling
@@ -55,22 +54,27 @@ class LengthBias:
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """What a value of data.max_length costs: examples with a longer sequence are dropped whole."""
+    """What a value of data.max_length costs with the recipe's data.over_length.
+
+    An example with a longer sequence is cut, or lost as a whole: where nothing is to be cut, and where cutting would
+    leave no answer or no prompt.
+    """
 
     max_length: int
     recipe: bool  # it is the recipe's
+    rows_cut: int
+    rows_cut_share: float
     rows_lost: int
     rows_lost_share: float
-    tokens_lost: int  # of those rows, the prompt once per answer
+    tokens_lost: int  # of both, the prompt once per answer
     tokens_lost_share: float
 
 
-def lengths(examples: Sequence[TokenExample]) -> dict[str, Lengths]:
+def lengths(sizes: Sizes) -> dict[str, Lengths]:
     """Lengths of prompts, answers and whole sequences (prompt + one answer).
 
     Answers are "chosen", the first of several, and "rejected", all others; "answer" is one without a rival.
     """
-    sizes = Sizes.of(examples)
     rivals = (sizes.answers > 1)[sizes.owner]
     values = {
         "prompt": sizes.prompt,
@@ -82,12 +86,11 @@ def lengths(examples: Sequence[TokenExample]) -> dict[str, Lengths]:
     return {name: _describe(some) for name, some in values.items() if len(some)}
 
 
-def length_bias(examples: Sequence[TokenExample]) -> LengthBias | None:
+def length_bias(sizes: Sizes) -> LengthBias | None:
     """Whether the chosen answers are the longer ones, which a model may learn instead of what makes them better.
 
     None where no example has two answers.
     """
-    sizes = Sizes.of(examples)
     difference = (sizes.answer[sizes.first][sizes.owner] - sizes.answer)[~sizes.first]
     if not len(difference):
         return None
@@ -105,25 +108,42 @@ def length_bias(examples: Sequence[TokenExample]) -> LengthBias | None:
     )
 
 
-def preview_truncation(examples: Sequence[TokenExample], recipe: int) -> list[Truncation]:
-    """What several values of max_length would cost, the recipe's among them; `examples` are of any length."""
-    sizes = Sizes.of(examples)
+def preview_truncation(sizes: Sizes, recipe: int, policy: OverLength) -> list[Truncation]:
+    """What several values of max_length would cost, the recipe's among them; `sizes` are those before any cut."""
     longest = sizes.longest
-    tokens = np.bincount(sizes.owner, weights=sizes.sequence).astype(np.int64)
+    tokens = int(sizes.sequence.sum())
     limits = [*LIMITS]
     while limits[-1] < longest.max():
         limits.append(2 * limits[-1])
     found: list[Truncation] = []
     for limit in sorted({*limits, recipe}):
-        lost = longest > limit
-        rows, share = int(lost.sum()), float(lost.mean())
-        lost_tokens = int(tokens[lost].sum())
-        if limit > LIMITS[-1] and limit != recipe and found[-1].rows_lost == rows:
+        over = longest > limit
+        lost = over & ~_can_be_cut(sizes, limit, policy)
+        gone = np.where(lost[sizes.owner], sizes.sequence, _cut_off(sizes, limit, policy))
+        n, cut, tokens_lost = int(lost.sum()), int((over & ~lost).sum()), int(gone[over[sizes.owner]].sum())
+        if limit > LIMITS[-1] and limit != recipe and (found[-1].rows_lost, found[-1].rows_cut) == (n, cut):
             continue  # one endless row would draw a table of equal lines
+        rows = len(longest)
         found.append(
-            Truncation(limit, limit == recipe, rows, share, lost_tokens, lost_tokens / max(1, int(tokens.sum())))
+            Truncation(limit, limit == recipe, cut, cut / rows, n, n / rows, tokens_lost, tokens_lost / max(1, tokens))
         )
     return found
+
+
+def _can_be_cut(sizes: Sizes, limit: int, policy: OverLength) -> np.ndarray:
+    """Bool [N], whether data/shorten.py would cut an example that is longer than the limit rather than drop it."""
+    if policy == "truncate_answers":
+        return sizes.prompt < limit
+    if policy == "truncate_prompt_left":
+        return sizes.prompt - (sizes.longest - limit) > sizes.opening
+    return np.zeros(len(sizes.prompt), dtype=bool)
+
+
+def _cut_off(sizes: Sizes, limit: int, policy: OverLength) -> np.ndarray:
+    """[M], tokens that cutting takes from each sequence of an example that is longer than the limit."""
+    if policy == "truncate_answers":
+        return np.maximum(0, sizes.sequence - limit)
+    return (sizes.longest - limit)[sizes.owner]  # the prompt, by as much as the longest answer needs
 
 
 def _describe(values: np.ndarray) -> Lengths:

@@ -14,33 +14,33 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from tuningfork.records import TokenExample
+from tuningfork.records import Source, TokenExample
 
 Key = bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """Rows of one file that repeat or contradict each other. Groups hold row numbers, in the order of the file."""
+    """Rows of one data set that repeat or contradict each other. Groups hold them in the order of the data."""
 
     distinct_prompts: int
     duplicate_rows: int  # rows that say again what an earlier row says
-    duplicates: list[list[int]]  # groups of rows with the same prompt and the same answers in the same order
+    duplicates: list[list[Source]]  # groups of rows with the same prompt and the same answers in the same order
     conflicting_rows: int
-    conflicts: list[list[list[int]]]  # groups of rows with the same prompt and answers, parted by their preference
+    conflicts: list[list[list[Source]]]  # groups of rows with the same prompt and answers, parted by their preference
 
 
 @dataclass(frozen=True, slots=True)
 class SharedRow:
-    """A row of the eval file, and the first row of the training file with which it has something in common."""
+    """A held-out row, and the first row of the training data with which it has something in common."""
 
-    eval_row: int
-    train_row: int
+    eval_row: Source
+    train_row: Source
 
 
 @dataclass(frozen=True, slots=True)
 class Leaks:
-    """Rows of the eval file whose prompt is also trained on; and those of them that share an answer to it as well."""
+    """Held-out rows whose prompt is also trained on; and those of them that share an answer to it as well."""
 
     prompt_rows: int
     prompts: list[SharedRow]
@@ -49,42 +49,46 @@ class Leaks:
 
 
 def find_repeats(examples: Sequence[TokenExample]) -> Repeats:
-    """Look for repeated and for contradicting rows among the examples of one file."""
-    # (prompt, answers in any order) -> answers in their order, and whether a single one is wanted -> rows
+    """Look for repeated and for contradicting rows among the examples of one data set, in whatever files they are."""
+    # (prompt, answers in any order) -> answers in their order, and whether a single one is wanted -> places
     orders: dict[tuple[Key, ...], dict[tuple[Any, ...], list[int]]] = defaultdict(lambda: defaultdict(list))
-    for example in examples:
+    for place, example in enumerate(examples):
         prompt, answers = _key(example.prompt_ids), tuple(_key(answer.ids) for answer in example.answers)
-        orders[(prompt, *sorted(answers))][(answers, example.label)].append(example.source.row)
-    duplicates = [rows for sides in orders.values() for rows in sides.values() if len(rows) > 1]
+        orders[(prompt, *sorted(answers))][(answers, example.label)].append(place)
+    duplicates = sorted(places for sides in orders.values() for places in sides.values() if len(places) > 1)
     conflicts = [list(sides.values()) for sides in orders.values() if len(sides) > 1]
+
+    def rows(places: list[int]) -> list[Source]:
+        return [examples[place].source for place in places]
+
     return Repeats(
         distinct_prompts=len({prompt for prompt, *_ in orders}),
-        duplicate_rows=sum(len(rows) - 1 for rows in duplicates),
-        duplicates=sorted(duplicates),
-        conflicting_rows=sum(len(rows) for sides in conflicts for rows in sides),
-        conflicts=conflicts,
+        duplicate_rows=sum(len(places) - 1 for places in duplicates),
+        duplicates=[rows(places) for places in duplicates],
+        conflicting_rows=sum(len(places) for sides in conflicts for places in sides),
+        conflicts=[[rows(places) for places in sides] for sides in conflicts],
     )
 
 
 def find_leaks(train: Sequence[TokenExample], held_out: Sequence[TokenExample]) -> Leaks:
-    """Look for what the eval file shares with the training file. An answer is looked for in any place."""
+    """Look for what the held-out rows share with those that are trained on. An answer is looked for in any place."""
     first_prompt: dict[Key, int] = {}
     first_answer: dict[tuple[Key, Key], int] = {}
-    for example in train:
-        prompt, row = _key(example.prompt_ids), example.source.row
-        first_prompt.setdefault(prompt, row)
+    for place, example in enumerate(train):
+        prompt = _key(example.prompt_ids)
+        first_prompt.setdefault(prompt, place)
         for answer in example.answers:
-            first_answer.setdefault((prompt, _key(answer.ids)), row)
+            first_answer.setdefault((prompt, _key(answer.ids)), place)
     prompts, answers = [], []
     for example in held_out:
-        prompt, row = _key(example.prompt_ids), example.source.row
+        prompt = _key(example.prompt_ids)
         found = [first_answer.get((prompt, _key(answer.ids))) for answer in example.answers]
-        shared = [row for row in found if row is not None]
+        shared = [place for place in found if place is not None]
         # Having no prompt is nothing to have in common.
         if prompt in first_prompt and (shared or len(example.prompt_ids)):
-            prompts.append(SharedRow(row, first_prompt[prompt]))
+            prompts.append(SharedRow(example.source, train[first_prompt[prompt]].source))
         if shared:
-            answers.append(SharedRow(row, min(shared)))
+            answers.append(SharedRow(example.source, train[min(shared)].source))
     return Leaks(len(prompts), prompts, len(answers), answers)
 
 

@@ -1,7 +1,7 @@
 """What a person wants to know of preference data before a GPU is rented: every number of it, computed once.
 
-The terminal, data_report.json and the page all show this one tree. Rows are numbers in their file, from 1; lengths are
-tokens; shares are of 1.
+The terminal, data_report.json and the page all show this one tree. A row is its file and its number there, from 1;
+lengths are tokens; shares are of 1.
 """
 
 from __future__ import annotations
@@ -14,25 +14,29 @@ from transformers import PreTrainedTokenizerBase
 from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.loader import EpochOrder
 from tuningfork.data.pack import PackLimits
-from tuningfork.data.summary.cost import Cost, RunPlan, count_cost, plan_run
-from tuningfork.data.summary.file import FileData, FileSummary, summarize_file
+from tuningfork.data.summary.cost import Cost, FirstSteps, RunPlan, count_cost, plan_run
 from tuningfork.data.summary.findings import Finding, findings
+from tuningfork.data.summary.mix import Mix, summarize_mix
 from tuningfork.data.summary.repeats import Leaks, find_leaks
+from tuningfork.data.summary.sets import SetData, SetSummary, summarize_set
 from tuningfork.data.summary.show import ShownExample, show_examples
+from tuningfork.data.summary.sizes import Sizes
 from tuningfork.data.summary.tokenizer import TokenizerFacts, tokenizer_facts
 
 
 @dataclass(frozen=True, slots=True)
 class DataSummary:
-    """All of it. `eval` and `leaks` are None where the recipe names no eval file; cost is of the training file."""
+    """All of it. `eval` and `leaks` are None where the recipe names no data.eval; cost is of the training data."""
 
-    unit: str  # what the rows are: "pairs", or "examples" of any number of answers
+    unit: str  # what a row is: a "pair", or an "example" of any number of answers
     findings: list[Finding]
     max_length: int
+    over_length: str  # what becomes of longer rows
     pack_tokens: int
     share_prompt: bool
-    train: FileSummary
-    eval: FileSummary | None
+    mix: Mix | None
+    train: SetSummary
+    eval: SetSummary | None
     leaks: Leaks | None
     cost: Cost
     run: RunPlan
@@ -50,8 +54,8 @@ class DataSummary:
 
 
 def summarize(
-    train: FileData,
-    held_out: FileData | None,
+    train: SetData,
+    held_out: SetData | None,
     tokenizer: PreTrainedTokenizerBase,
     config: Any,
     data: DataConfig,
@@ -68,21 +72,24 @@ def summarize(
     """
     positions = getattr(config, "max_position_embeddings", None)
     facts = tokenizer_facts(tokenizer, train.examples, data.template, config.vocab_size, positions)
-    train_file = summarize_file(train, data.max_length, positions)
-    eval_file = None if held_out is None else summarize_file(held_out, data.max_length, positions)
+    train_set = summarize_set("training", train, data, positions)
+    eval_set = None if held_out is None else summarize_set("held-out", held_out, data, positions)
+    sizes, steps = Sizes.of(train.sizes), FirstSteps(train.examples, order)
     leaks = None if held_out is None else find_leaks(train.examples, held_out.examples)
     pairs = all(len(example.answers) == 2 for example in train.examples)
     return DataSummary(
-        unit="pairs" if pairs else "examples",
-        findings=findings(train_file, eval_file, leaks, facts),
+        unit="pair" if pairs else "example",
+        findings=findings(train_set, eval_set, leaks, facts),
         max_length=data.max_length,
+        over_length=data.over_length,
         pack_tokens=pack.tokens,
         share_prompt=pack.share_prompt,
-        train=train_file,
-        eval=eval_file,
+        mix=summarize_mix(train, data),
+        train=train_set,
+        eval=eval_set,
         leaks=leaks,
-        cost=count_cost(train.examples, order, limits),
-        run=plan_run(train.examples, order, limits),
+        cost=count_cost(train.examples, sizes, steps, limits),
+        run=plan_run(sizes, order, steps, limits),
         tokenizer=facts,
         shown=show_examples(train.examples, tokenizer),
     )

@@ -1,0 +1,163 @@
+"""What a data set holds, the one to train on or the held-out one: its tables, what became of their rows, repeats,
+lengths, and what a limit would cost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tuningfork.data.audit import NOTED, ON_PURPOSE, report_dict
+from tuningfork.data.config import DataConfig
+from tuningfork.data.shorten import size_of
+from tuningfork.data.summary.lengths import LengthBias, Lengths, Truncation, length_bias, lengths, preview_truncation
+from tuningfork.data.summary.repeats import Repeats, find_repeats
+from tuningfork.data.summary.sizes import Sizes
+from tuningfork.records import DataReport, Size, Source, TokenExample
+
+
+@dataclass(frozen=True, slots=True)
+class TableSummary:
+    """One file, saved data set or hub name. rows_read = used + dropped + left_out."""
+
+    file: str
+    form: str
+    source: str  # the entry of the recipe that stands for it
+    rows_read: int
+    used: int
+    dropped: int
+    left_out: int  # on purpose: by the mix, or by a weight of 0
+    used_share: float  # of the rows that are used of all tables
+    tokens: int  # of the used rows, the prompt once per answer
+    tokens_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something worth knowing of rows in use: how many, and the first of them."""
+
+    count: int
+    rows: list[Source]
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """A number that rows give, such as a weight: how many give one, and what it is."""
+
+    rows: int
+    min: float
+    mean: float
+    max: float
+
+
+@dataclass(frozen=True, slots=True)
+class SetSummary:
+    """One data set. Repeats, lengths and bias are those of the rows in use, lengths and bias before any row is cut.
+
+    Truncation is of all rows that could be used if they were shorter, those that the mix leaves out among them.
+    """
+
+    name: str  # of its only file, or what it is for
+    tables: list[TableSummary]
+    passed_over: list[str]  # files and splits beside them that are for another use
+    rows_read: int
+    used: int
+    dropped: dict[str, int]  # reason -> rows, the most frequent first
+    left_out: dict[str, int]  # the same of the rows that are left out on purpose
+    dropped_rows: list[dict[str, Any]]  # file, row, reason and detail of each; not of those left out on purpose
+    notes: dict[str, Note]
+    weights: Numbers | None  # of the rows in use whose weight is not 1
+    margins: Numbers | None  # of the rows in use that have one
+    identical_answers: int  # of the dropped rows
+    empty_answers: int
+    repeats: Repeats
+    cut: int  # rows in use that are shorter than their file has them, by data.over_length
+    lengths: dict[str, Lengths]  # of prompt, chosen, rejected, answer and sequence, as there are
+    length_bias: LengthBias | None  # of examples with several answers
+    truncation: list[Truncation]
+    over_positions: list[Source]  # rows in use with a sequence longer than the model knows positions
+
+
+@dataclass(frozen=True, slots=True)
+class SetData:
+    """A data set as it was read: the examples in use, their sizes, and the account of every row."""
+
+    examples: Sequence[TokenExample]
+    sizes: Sequence[Size]  # of the examples, after any cut
+    report: DataReport
+
+    @classmethod
+    def of(cls, examples: Sequence[TokenExample], report: DataReport, bos: int | None) -> SetData:
+        return cls(examples, [size_of(example, bos) for example in examples], report)
+
+
+def summarize_set(purpose: str, data: SetData, config: DataConfig, positions: int | None) -> SetSummary:
+    """Count one data set. `purpose` says what it is for; `positions` are those that the model knows, if it says so."""
+    examples, report = data.examples, data.report
+    used = {example.source for example in examples}
+    before = [report.sizes.get(e.source, size) for e, size in zip(examples, data.sizes, strict=True)]
+    unused = [size for source, size in report.sizes.items() if source not in used]
+    whole = Sizes.of(before)
+    tables = _tables(data)
+    return SetSummary(
+        name=Path(tables[0].file).name if len(tables) == 1 else f"{purpose} data",
+        tables=tables,
+        passed_over=report.passed_over,
+        rows_read=report.rows_read,
+        used=report.used,
+        dropped={reason: n for reason, n in report.dropped.items() if reason not in ON_PURPOSE},
+        left_out={reason: n for reason, n in report.dropped.items() if reason in ON_PURPOSE},
+        dropped_rows=[row for row in report_dict(report)["dropped_rows"] if row["reason"] not in ON_PURPOSE],
+        notes=_notes(report, used),
+        weights=_numbers(example.weight for example in examples if example.weight != 1),
+        margins=_numbers(example.margin for example in examples if example.margin is not None),
+        identical_answers=report.dropped.get("chosen equals rejected", 0),
+        empty_answers=report.dropped.get("empty answer", 0),
+        repeats=find_repeats(examples),
+        cut=len(used & report.sizes.keys()),
+        lengths=lengths(whole),
+        length_bias=length_bias(whole),
+        truncation=preview_truncation(Sizes.of([*before, *unused]), config.max_length, config.over_length),
+        over_positions=[e.source for e in examples if positions is not None and e.longest > positions],
+    )
+
+
+def _tables(data: SetData) -> list[TableSummary]:
+    report = data.report
+    used = Counter(example.source.file for example in data.examples)
+    tokens: Counter[str] = Counter()
+    for example, size in zip(data.examples, data.sizes, strict=True):
+        tokens[example.source.file] += len(size.answers) * size.prompt + sum(size.answers)
+    left_out = Counter(row.file for row in report.dropped_rows if row.reason in ON_PURPOSE)
+    dropped = Counter(row.file for row in report.dropped_rows if row.reason not in ON_PURPOSE)
+    return [
+        TableSummary(
+            file=file,
+            form=report.forms[file],
+            source=source,
+            rows_read=used[file] + dropped[file] + left_out[file],
+            used=used[file],
+            dropped=dropped[file],
+            left_out=left_out[file],
+            used_share=used[file] / used.total(),
+            tokens=tokens[file],
+            tokens_share=tokens[file] / tokens.total(),
+        )
+        for source, files in report.sources.items()
+        for file in files
+    ]
+
+
+def _notes(report: DataReport, used: set[Source]) -> dict[str, Note]:
+    notes = {note: [place for place in places if place in used] for note, places in report.notes.items()}
+    most = sorted(notes.items(), key=lambda item: -len(item[1]))
+    return {note: Note(len(places), places[:NOTED]) for note, places in most if places}
+
+
+def _numbers(values: Iterable[float]) -> Numbers | None:
+    found = np.array(list(values))
+    return Numbers(len(found), *map(float, (found.min(), found.mean(), found.max()))) if len(found) else None
