@@ -20,7 +20,7 @@ check: $(VENV)/.dev
 	@$(VENV)/bin/mypy
 
 clean:
-	rm -rf $(VENV) demo/model tests/.tokenizers runs reference-cache
+	rm -rf $(VENV) demo/model tests/.tokenizers runs reference-cache token-cache
 
 # torch comes first and alone: pip would otherwise choose its newest release for some other package's sake.
 $(VENV)/.installed: pyproject.toml constraints.txt

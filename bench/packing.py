@@ -20,7 +20,7 @@ Examples have the lengths of real preference data (`bench/lengths.py`), or are d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -60,7 +60,7 @@ BALANCE = {
 }
 
 
-def measure_packing(examples: list[TokenExample], limits: PackLimits, way: str, window: int) -> dict[str, Any]:
+def measure_packing(examples: Sequence[TokenExample], limits: PackLimits, way: str, window: int) -> dict[str, Any]:
     """The line of one way to pack examples, all of which fit."""
     start, own = time.perf_counter(), time.process_time()
     bins = pack(examples, limits) if way == "set" else list(pack_stream(examples, limits, window))

@@ -12,6 +12,7 @@ from tuningfork.config import RunConfig, differences, from_yaml, to_yaml
 from tuningfork.data.loader import EpochOrder, packs_in_windows
 from tuningfork.data.pack import PackLimits
 from tuningfork.data.sources import Use
+from tuningfork.data.store import Selection
 from tuningfork.data.summary.sets import SetData
 from tuningfork.data.summary.summarize import summarize
 from tuningfork.errors import ConfigError, ModelError
@@ -104,8 +105,8 @@ def reference(config: RunConfig) -> int:
     data, start, _ = _prepare(config, console)
     if not start.objective.needs_reference:
         raise ConfigError(f"objective.name {config.objective.name} has no reference; there is nothing to score.")
-    start.objective.check([*data.train, *data.held_out])
-    examples = [*data.train, *data.held_out]
+    examples = Selection([data.train, data.held_out])
+    start.objective.check(examples)
     store = open_reference(start, config.pack.share_prompt, config.reference.cache, examples, data.limits, console)
     console.print(f"{config.reference.cache}: {len(store):,} answers cached, all {len(examples):,} examples covered")
     return 0

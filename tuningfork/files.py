@@ -6,7 +6,7 @@ import fcntl
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -85,10 +85,11 @@ def clear_abandoned(folder: Path) -> None:
 
 
 @contextmanager
-def exclusive(folder: Path) -> Iterator[None]:
+def exclusive(folder: Path, waiting: Callable[[], None] | None = None) -> Iterator[None]:
     """Hold a folder for this process alone, making it if need be; one that is still empty in the end is removed again.
 
-    Raises RunFolderError where another process holds it, or the disk refuses.
+    Where another process holds it, `waiting` is called and that process waited for. Raises RunFolderError in that case
+    without `waiting`, or where the disk refuses.
     """
     with explained(folder):
         folder.mkdir(parents=True, exist_ok=True)  # FileExistsError where a file has that name
@@ -97,7 +98,12 @@ def exclusive(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RunFolderError(f"{folder} is in use: another process is running there. Wait for it to end.") from None
+            if waiting is None:
+                raise RunFolderError(
+                    f"{folder} is in use: another process is running there. Wait for it to end."
+                ) from None
+            waiting()
+            fcntl.flock(handle, fcntl.LOCK_EX)
         except OSError:
             pass  # a file system without locks: then keeping runs apart is the user's
         yield

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from tests.data.tiny_tokenizers import CHATML, INST, REWRITING, byte_bpe
-from tuningfork.data.audit import CHUNK, dataset_digest, prepare, report_dict
+from tuningfork.data.audit import dataset_digest, prepare, report_dict
+from tuningfork.data.chunks import CHUNK
 from tuningfork.data.config import DataConfig
 from tuningfork.data.shorten import CUT_ANSWERS, CUT_ONE_SIDE, CUT_PROMPT
 from tuningfork.data.template import REWRITES

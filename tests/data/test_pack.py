@@ -192,7 +192,7 @@ def test_an_example_may_fill_a_pack_to_the_last_row(share, compiled):
     assert [e.source.row for e in kept] == [1]
     assert [(d.file, d.row, d.reason) for d in dropped] == [("random", 2, "larger than a pack")]
     assert dropped[0].detail == "needs 65 rows, pack.tokens is 64"
-    assert pack(kept, PackLimits.plan(64, share, compiled)) == [(64, kept)]
+    assert pack(kept, PackLimits.plan(64, share, compiled)) == [(64, list(kept))]
 
 
 def test_examples_together_may_fill_a_pack_to_the_last_row():

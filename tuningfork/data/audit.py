@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from itertools import combinations
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +12,19 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from tuningfork.data.config import DataConfig
-from tuningfork.data.forms import read_examples
-from tuningfork.data.shorten import shorten, size_of
+from tuningfork.data.shorten import size_of
 from tuningfork.data.sources import Use, expand_all, mix
-from tuningfork.data.template import RenderedExample, render
-from tuningfork.data.tokenize import Encoded, Encoder, check_vocabulary
-from tuningfork.data.turns import Unusable
+from tuningfork.data.store import Selection
+from tuningfork.data.tables import Notice, Progress, TableAccount, TableReader
+from tuningfork.data.tokenize import check_vocabulary
 from tuningfork.errors import DataError
-from tuningfork.records import DataReport, DroppedRow, Example, TokenExample
-
-Progress = Callable[[int, int], None]
-"""Called with (rows done, rows in all)."""
+from tuningfork.records import DataReport, DroppedRow, Source, TokenExample
 
 LEFT_OUT = "left out of the mix"
 ON_PURPOSE = (LEFT_OUT, "weight 0")
 """Reasons for which a row is not used although nothing is wrong with it: the recipe or the row itself asks for it."""
 
 NOTED = 20  # rows that a written report names for a note; all of them are counted
-CHUNK = 256  # examples encoded in one call: enough to keep the tokenizer's threads busy, few enough to show progress
 
 
 def prepare(
@@ -41,29 +34,34 @@ def prepare(
     vocab_size: int,
     progress: Progress | None = None,
     use: Use = "train",
-) -> tuple[list[TokenExample], DataReport]:
+    cache: Path | None = None,
+    notice: Notice = lambda text: None,
+) -> tuple[Selection, DataReport]:
     """Read, render, encode and, where asked, shorten the examples of all sources, in their order.
 
     Those to train on are mixed by the recipe's shares or counts. Rows that are not used are listed in the report;
-    rows_read = used + dropped. vocab_size is the number of rows of the model's embedding. Raises DataError where a
-    source or the tokenizer are unfit, or where no row is left.
+    rows_read = used + dropped. vocab_size is the number of rows of the model's embedding. With a `cache` folder, tokens
+    of before are taken from there and new ones kept there, mapped, not in memory. Raises DataError where a source or
+    the tokenizer are unfit, or where no row is left.
     """
     check_vocabulary(tokenizer, vocab_size)
-    encoder = Encoder(tokenizer, config.template)
+    reader = TableReader(tokenizer, config, cache, notice)
     names = [str(sources)] if isinstance(sources, str | Path) else list(sources)
     report = DataReport()
-    groups: list[list[TokenExample]] = []
+    groups: list[Selection] = []
     for tables in expand_all(names, use):
         report.sources[tables.source] = tables.taken
         report.passed_over += tables.left
-        groups.append([])
+        found = []
         for table in tables.taken:
-            groups[-1] += _prepare_table(table, tokenizer, encoder, config, report, progress)
-    taken = _mix(groups, tokenizer, config, report) if use == "train" else groups
-    used = [example for group in taken for example in group]
+            examples, account = reader.open(table, _from(report.rows_read, progress))
+            found.append(examples)
+            _enter(table, account, report)
+        groups.append(Selection(found))
+    used = Selection(_mix(groups, tokenizer, config, report) if use == "train" else groups)
     report.used = len(used)
-    places = {example.source for example in used}
-    noted = {note: [place for place in found if place in places] for note, found in report.notes.items()}
+    unused = {Source(row.file, row.row) for row in report.dropped_rows}
+    noted = {note: [place for place in found if place not in unused] for note, found in report.notes.items()}
     report.notes = {note: found for note, found in noted.items() if found}
     assert report.rows_read == report.used + sum(report.dropped.values()), "a row was lost"
     if not used:
@@ -71,48 +69,27 @@ def prepare(
     return used, report
 
 
-def _prepare_table(
-    table: str,
-    tokenizer: PreTrainedTokenizerBase,
-    encoder: Encoder,
-    config: DataConfig,
-    report: DataReport,
-    progress: Progress | None,
-) -> list[TokenExample]:
-    """The examples of one table. What became of its rows goes into the report."""
-    read = read_examples(table, as_text=config.template == "none", form=config.format)
-    before = report.rows_read
-    report.rows_read += read.rows_read
-    report.forms[table] = read.form
-    for note, places in read.notes.items():
-        report.notes.setdefault(note, []).extend(places)
-    used: list[TokenExample] = []
-    dropped = list(read.dropped)
-    for start in range(0, len(read.examples), CHUNK):
-        for encoded in _encode(read.examples[start : start + CHUNK], tokenizer, encoder, config, dropped):
-            if encoded.example.longest > config.max_length:
-                report.sizes[encoded.example.source] = size_of(encoded.example, tokenizer.bos_token_id)
-            try:
-                example, notes = shorten(encoded.example, config.max_length, config.over_length, tokenizer.bos_token_id)
-                _check(example)
-            except Unusable as unusable:
-                dropped.append(_drop(encoded.example, unusable))
-                continue
-            used.append(example)
-            for note in (*encoded.notes, *notes):
-                report.notes.setdefault(note, []).append(example.source)
-        if progress is not None:
-            progress(before + min(start + CHUNK, len(read.examples)), before + len(read.examples))
-    report.dropped_rows += sorted(dropped, key=lambda row: row.row)
-    return used
+def _from(before: int, progress: Progress | None) -> Progress | None:
+    """Progress that counts the rows of earlier tables, too."""
+    return None if progress is None else lambda done, whole: progress(before + done, before + whole)
+
+
+def _enter(table: str, account: TableAccount, report: DataReport) -> None:
+    """Put what became of a table's rows into the report."""
+    report.rows_read += account.rows_read
+    report.forms[table] = account.form
+    report.dropped_rows += (DroppedRow(table, row, reason, detail) for row, reason, detail in account.dropped)
+    for note, rows in account.notes.items():
+        report.notes.setdefault(note, []).extend(Source(table, row) for row in rows)
+    report.sizes |= {Source(table, row): size for row, size in account.sizes.items()}
 
 
 def _mix(
-    groups: Sequence[list[TokenExample]],
+    groups: Sequence[Selection],
     tokenizer: PreTrainedTokenizerBase,
     config: DataConfig,
     report: DataReport,
-) -> list[list[TokenExample]]:
+) -> list[Selection]:
     """Of each source the examples that the recipe's shares or counts take; the others are listed.
 
     Raises DataError where a source of a mix has none.
@@ -125,35 +102,10 @@ def _mix(
                 raise DataError(f"{_unusable(report, [name])} data.{key} takes a part of every source.")
     taken = mix([len(group) for group in groups], names, config.shares, config.counts, config.mix_seed)
     for group, indices in zip(groups, taken, strict=True):
-        kept = set(indices.tolist())
-        for example in (example for i, example in enumerate(group) if i not in kept):
+        for example in group.take(np.setdiff1d(np.arange(len(group)), indices)):
             report.dropped_rows.append(DroppedRow(example.source.file, example.source.row, LEFT_OUT))
             report.sizes.setdefault(example.source, size_of(example, tokenizer.bos_token_id))
-    return [[group[i] for i in indices] for group, indices in zip(groups, taken, strict=True)]
-
-
-def _encode(
-    examples: Sequence[Example],
-    tokenizer: PreTrainedTokenizerBase,
-    encoder: Encoder,
-    config: DataConfig,
-    dropped: list[DroppedRow],
-) -> list[Encoded]:
-    """Render and encode examples; what their rows say beside the text goes along. Others are added to `dropped`."""
-    kept: list[Example] = []
-    rendered: list[RenderedExample] = []
-    for example in examples:
-        try:
-            rendered.append(render(example, tokenizer, config.train_on))
-            kept.append(example)
-        except Unusable as unusable:
-            dropped.append(_drop(example, unusable))
-    return [
-        encoded._replace(
-            example=replace(encoded.example, label=example.label, weight=example.weight, margin=example.margin)
-        )
-        for example, encoded in zip(kept, encoder.encode(rendered), strict=True)
-    ]
+    return [group.take(indices) for group, indices in zip(groups, taken, strict=True)]
 
 
 def report_dict(report: DataReport) -> dict[str, Any]:
@@ -187,21 +139,6 @@ def dataset_digest(examples: Iterable[TokenExample]) -> str:
         if said != (None, 1.0, None):
             digest.update(repr(said).encode())
     return digest.hexdigest()
-
-
-def _check(example: TokenExample) -> None:
-    """Raise Unusable where an encoded example cannot be trained on as a whole."""
-    for place in range(len(example.answers)):
-        if example.answer_tokens(place) == 0:
-            raise Unusable("no token of an answer counts", f"answer {place} of {len(example.answers)}")
-    for one, other in combinations(example.answers, 2):
-        if np.array_equal(one.ids, other.ids):
-            reason = "chosen equals rejected" if len(example.answers) == 2 else "answers are equal"
-            raise Unusable(reason, "they differ in the file, but not as the tokens that are left")
-
-
-def _drop(example: Any, unusable: Unusable) -> DroppedRow:
-    return DroppedRow(example.source.file, example.source.row, unusable.reason, unusable.detail)
 
 
 def _unusable(report: DataReport, names: Sequence[str]) -> str:

@@ -49,6 +49,10 @@ class DataConfig:
     over_length: Literal["drop", "truncate_answers", "truncate_prompt_left"] = "drop"
     """What becomes of a longer example: listed and left out; every answer cut at the same length; or its prompt cut at
     the front, by no more than is needed and never its first BOS."""
+    cache: Annotated[str, Field(min_length=1)] | None = "./token-cache"
+    """Folder that keeps tokens between runs, by content, so never stale; null keeps them in memory only."""
+    workers: Annotated[int, Field(ge=1)] | None = None
+    """Processes that turn rows into tokens. null: one for each core, where a table is long enough to need them."""
     template: Literal["chat", "none"] = "chat"
     """chat: the tokenizer's chat template; plain strings become a user and an assistant turn. none: text as it is."""
 

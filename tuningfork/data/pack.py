@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tuningfork.data.bins import best_fit, even_fit, members_of, stream_fit
+from tuningfork.data.store import Selection
 from tuningfork.errors import DataError
 from tuningfork.records import DroppedRow, TokenExample
 
@@ -48,17 +49,17 @@ def rows_of(example: TokenExample, share_prompt: bool) -> int:
 
 def split_fitting(
     examples: Sequence[TokenExample], tokens: int, share_prompt: bool
-) -> tuple[list[TokenExample], list[DroppedRow]]:
+) -> tuple[Selection, list[DroppedRow]]:
     """Part the examples into those that fit a pack of `tokens` rows and listed drops."""
     fitting, dropped = [], []
-    for example in examples:
+    for place, example in enumerate(examples):
         rows = rows_of(example, share_prompt)
         if rows <= tokens:
-            fitting.append(example)
+            fitting.append(place)
         else:
             detail = f"needs {rows} rows, pack.tokens is {tokens}"
             dropped.append(DroppedRow(example.source.file, example.source.row, "larger than a pack", detail))
-    return fitting, dropped
+    return Selection([examples], fitting), dropped
 
 
 def pack(examples: Sequence[TokenExample], limits: PackLimits) -> list[Bin]:

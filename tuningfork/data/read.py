@@ -13,13 +13,14 @@ import shutil
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pyarrow.parquet
+import xxhash
 
 from tuningfork.errors import DataError
 
@@ -46,6 +47,31 @@ def read_rows(path: str | Path) -> list[tuple[int, Row]]:
     if not rows:
         raise DataError(f"{path}: the file has no rows. Give a file with preference pairs.")
     return rows
+
+
+def digest_of(table: str) -> str:
+    """A hash of a table's bytes and of what kind of file they are. Raises DataError as `read_rows`."""
+    if table.startswith(HUB):
+        with _loading(table):
+            files = [Path(file["filename"]) for file in _from_hub(table).cache_files]
+        return f"{_parse_hub(table)[2]} {_digest_of_files(files)}"  # a part of a split lies in the same file
+    path = Path(table)
+    if is_saved_dataset(path):
+        return _digest_of_files(sorted(file for file in path.iterdir() if file.is_file()))
+    return f"{_checked_suffix(path)} {_digest_of_files([path])}"
+
+
+def _digest_of_files(paths: Sequence[Path]) -> str:
+    digest = xxhash.xxh3_128()
+    for path in paths:
+        try:
+            with path.open("rb") as file:
+                digest.update(path.stat().st_size.to_bytes(8, "little"))
+                while piece := file.read(1 << 20):
+                    digest.update(piece)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror or error}). Check the file's rights.") from error
+    return digest.hexdigest()
 
 
 def suffix_of(path: Path) -> str:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from tuningfork.data.audit import dataset_digest, report_dict
 from tuningfork.data.config import PackConfig
 from tuningfork.data.loader import EpochOrder, PackLoader, packs_in_windows
+from tuningfork.data.store import Selection
 from tuningfork.errors import NonFiniteError, RunFolderError, enough_memory
 from tuningfork.files import clear_abandoned, whole_folder
 from tuningfork.models import load
@@ -75,14 +77,14 @@ def run(
     clear_abandoned(folder)
     order = EpochOrder.plan(len(data.train), config.examples_per_step, config.seed, config.epochs, config.max_steps)
     loader = PackLoader(data.train, order, data.limits, pin_memory=start.policy.device.type == "cuda")
-    start.objective.check([*data.train, *data.held_out])
+    start.objective.check(chain(data.train, data.held_out))
     last = checkpoint.newest(folder / "checkpoints")
 
     # Whatever compares with the starting model happens before a checkpoint is loaded into it.
     reference = None
     result = RunResult(folder, False, 0, order.total_steps)
     if start.objective.needs_reference:
-        examples = [*(data.train[i] for i in order.used_indices()), *data.held_out]
+        examples = Selection([Selection([data.train], order.used_indices()), data.held_out])
         reference = open_reference(start, pack.share_prompt, reference_config.cache, examples, data.limits, console)
         with console.startup.time("step-0 check"):
             result.pairs_checked = check_start(start, loader.step(0), reference)

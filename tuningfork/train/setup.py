@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -44,9 +45,9 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 class Data:
     """Examples to train on and held-out ones, each with the account of its file."""
 
-    train: list[TokenExample]
+    train: Sequence[TokenExample]
     train_report: DataReport
-    held_out: list[TokenExample]
+    held_out: Sequence[TokenExample]
     held_out_report: DataReport | None
     limits: PackLimits
 
@@ -104,13 +105,13 @@ def read_data(
     """Read, tokenize and audit the recipe's files. Raises DataError, ModelError."""
     config = load_config(model.path)
     train, train_report = read_sources(data.train, tokenizer, data, pack, config.vocab_size, console)
-    held_out: list[TokenExample] = []
+    held_out: Sequence[TokenExample] = []
     held_out_report = None
     if data.eval is not None:
         held_out, held_out_report = read_sources(
             data.eval, tokenizer, data, pack, config.vocab_size, console, use="eval"
         )
-    longest = max([*train, *held_out], key=lambda example: example.longest)
+    longest = max(chain(train, held_out), key=lambda example: example.longest)
     positions = getattr(config, "max_position_embeddings", None)
     if positions and longest.longest > positions:
         raise DataError(
@@ -129,7 +130,7 @@ def read_sources(
     vocab_size: int,
     console: Console,
     use: Use = "train",
-) -> tuple[list[TokenExample], DataReport]:
+) -> tuple[Sequence[TokenExample], DataReport]:
     """The examples of all sources that a run would use, and the account of their rows. Raises DataError."""
     name = Path(sources).name if isinstance(sources, str) else counted(len(sources), "source")
     with console.phase(f"reading {name}", total=0, unit="rows") as phase:
@@ -138,8 +139,9 @@ def read_sources(
             phase.total = total
             phase.advance(done - phase.done)
 
-        examples, report = prepare(sources, tokenizer, data, vocab_size, progress, use)
-    examples, too_large = split_fitting(examples, pack.tokens, pack.share_prompt)
+        cache = None if data.cache is None else Path(data.cache)
+        prepared, report = prepare(sources, tokenizer, data, vocab_size, progress, use, cache, console.print)
+    examples, too_large = split_fitting(prepared, pack.tokens, pack.share_prompt)
     report.used = len(examples)
     report.dropped_rows += too_large
     if not examples:

@@ -1,0 +1,157 @@
+"""Examples -> tokens, a chunk at a time, in this process or in one for each core.
+
+The tokenizer's own threads cannot keep many cores busy: printing chat templates and cutting texts is Python. So a long
+table is spread over processes, each with a copy of the tokenizer. Chunks come back in their order, and what becomes of
+an example depends on that example alone, so the result is the same for any number of processes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field, replace
+from itertools import combinations, islice
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from tuningfork.data.config import DataConfig
+from tuningfork.data.shorten import shorten, size_of
+from tuningfork.data.store import Columns, columns_of
+from tuningfork.data.template import RenderedExample, render
+from tuningfork.data.tokenize import Encoded, Encoder
+from tuningfork.data.turns import Unusable
+from tuningfork.errors import DataError
+from tuningfork.records import DroppedRow, Example, Size, TokenExample
+
+CHUNK = 256  # examples encoded in one call: enough to keep the tokenizer's threads busy, few enough to show progress
+ROWS_A_PROCESS = 4096  # fewer are done before a process of its own has started
+_AHEAD = 3  # chunks that wait for each process, so that none is idle and few lie in memory
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What became of one chunk: its examples as columns, and an account of the others."""
+
+    read: int
+    columns: Columns
+    dropped: list[DroppedRow] = field(default_factory=list)
+    notes: list[tuple[str, int]] = field(default_factory=list)  # what is worth knowing of a row in use, and which
+    sizes: dict[int, Size] = field(default_factory=dict)  # row -> of an example over max_length, cut or left out
+
+
+class ChunkEncoder:
+    """Prints, encodes, shortens and checks chunks of examples."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
+        self.tokenizer = tokenizer
+        self.encoder = Encoder(tokenizer, config.template)
+        self.train_on, self.max_length, self.over_length = config.train_on, config.max_length, config.over_length
+
+    def __call__(self, examples: Sequence[Example]) -> Block:
+        dropped: list[DroppedRow] = []
+        notes: list[tuple[str, int]] = []
+        used: list[TokenExample] = []
+        sizes: dict[int, Size] = {}
+        bos = self.tokenizer.bos_token_id
+        for encoded in self._encode(examples, dropped):
+            if encoded.example.longest > self.max_length:
+                sizes[encoded.example.source.row] = size_of(encoded.example, bos)
+            try:
+                example, cuts = shorten(encoded.example, self.max_length, self.over_length, bos)
+                _check(example)
+            except Unusable as unusable:
+                dropped.append(_drop(encoded.example, unusable))
+                continue
+            used.append(example)
+            notes += ((note, example.source.row) for note in (*encoded.notes, *cuts))
+        return Block(len(examples), columns_of(used), dropped, notes, sizes)
+
+    def _encode(self, examples: Sequence[Example], dropped: list[DroppedRow]) -> list[Encoded]:
+        """Render and encode; what rows say beside the text goes along. Unusable examples are added to `dropped`."""
+        kept: list[Example] = []
+        rendered: list[RenderedExample] = []
+        for example in examples:
+            try:
+                rendered.append(render(example, self.tokenizer, self.train_on))
+                kept.append(example)
+            except Unusable as unusable:
+                dropped.append(_drop(example, unusable))
+        return [
+            encoded._replace(
+                example=replace(encoded.example, label=example.label, weight=example.weight, margin=example.margin)
+            )
+            for example, encoded in zip(kept, self.encoder.encode(rendered), strict=True)
+        ]
+
+
+def encode_chunks(
+    examples: Iterator[Example], count: int, tokenizer: PreTrainedTokenizerBase, config: DataConfig
+) -> Iterator[Block]:
+    """A block for each chunk of the examples, in their order. `count` is about how many there are.
+
+    data.workers processes work on them, or one for each core where there are enough to pay for their start. Raises
+    DataError for an unfit tokenizer, or where a process is killed.
+    """
+    chunks = iter(lambda: list(islice(examples, CHUNK)), [])
+    workers = config.workers or min(_cores(), count // ROWS_A_PROCESS)
+    if workers <= 1:
+        yield from map(ChunkEncoder(tokenizer, config), chunks)
+        return
+    copies = pickle.dumps((tokenizer, config))
+    # Fresh processes: a copy of this one would have the tokenizer's and PyTorch's threads in any state.
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin, (copies,))
+    try:
+        waiting: deque[Future[Block]] = deque()
+        for chunk in chunks:
+            waiting.append(pool.submit(_work, chunk))
+            if len(waiting) >= workers * _AHEAD:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise DataError(
+            f"A process that turns rows into tokens was killed, perhaps for want of memory ({workers} were at work). "
+            f"Set data.workers to less: {workers // 2}."
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+_encoder: ChunkEncoder  # of a working process
+
+
+def _begin(copies: bytes) -> None:
+    global _encoder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, and the first of them ends the others
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core already
+    _encoder = ChunkEncoder(*pickle.loads(copies))
+
+
+def _work(examples: list[Example]) -> Block:
+    return _encoder(examples)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _check(example: TokenExample) -> None:
+    """Raise Unusable where an encoded example cannot be trained on as a whole."""
+    for place in range(len(example.answers)):
+        if example.answer_tokens(place) == 0:
+            raise Unusable("no token of an answer counts", f"answer {place} of {len(example.answers)}")
+    for one, other in combinations(example.answers, 2):
+        if np.array_equal(one.ids, other.ids):
+            reason = "chosen equals rejected" if len(example.answers) == 2 else "answers are equal"
+            raise Unusable(reason, "they differ in the file, but not as the tokens that are left")
+
+
+def _drop(example: Example | TokenExample, unusable: Unusable) -> DroppedRow:
+    return DroppedRow(example.source.file, example.source.row, unusable.reason, unusable.detail)

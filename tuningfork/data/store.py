@@ -1,0 +1,166 @@
+"""Token examples in flat columns: in memory, or mapped from files, so that a table may be larger than memory.
+
+The columns of a table with N examples, A answers and L tokens, each of them one file of plain numbers:
+
+    row      int64 [N]    where the example stands in its file, from 1
+    answers  int32 [N]    how many answers it has
+    prompt   int32 [N]    tokens of its prompt
+    label    int8 [N]     of a row without a partner: 1 wanted, 0 not; -1 where there is no label
+    weight   float64 [N]  of its loss
+    margin   float64 [N]  by which the first answer should win; NaN where there is none
+    answer   int32 [A]    tokens of each answer
+    ids      int32 [L]    token ids: of each example the prompt, then its answers
+    counts   bool [L]     whether the token's log-prob counts; false for prompts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import overload
+
+import numpy as np
+
+from tuningfork.records import Source, TokenAnswer, TokenExample
+
+Columns = Mapping[str, np.ndarray]
+
+TYPES: dict[str, np.dtype] = {
+    "row": np.dtype("<i8"),
+    "label": np.dtype("i1"),
+    "counts": np.dtype("?"),
+    **dict.fromkeys(("answers", "prompt", "answer", "ids"), np.dtype("<i4")),
+    **dict.fromkeys(("weight", "margin"), np.dtype("<f8")),
+}
+
+
+class TokenTable(Sequence[TokenExample]):
+    """The examples of one file, made from its columns as they are asked for; their arrays are views."""
+
+    def __init__(self, file: str, columns: Columns) -> None:
+        self.file = file
+        self.columns = columns
+        self._first_answer = _starts(columns["answers"])
+        answers = _starts(columns["answer"])
+        self._first_token = _starts(columns["prompt"]) + answers[self._first_answer]
+
+    def __len__(self) -> int:
+        return len(self.columns["row"])
+
+    @overload
+    def __getitem__(self, place: int) -> TokenExample: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[TokenExample]: ...
+    def __getitem__(self, place: int | slice) -> TokenExample | list[TokenExample]:
+        if isinstance(place, slice):
+            return [self[n] for n in range(*place.indices(len(self)))]
+        n = range(len(self))[place]
+        get = self.columns
+        ids, counts = get["ids"], get["counts"]
+        start = int(self._first_token[n])
+        stop = start + int(get["prompt"][n])
+        prompt, answers = ids[start:stop], []
+        for length in get["answer"][self._first_answer[n] : self._first_answer[n + 1]].tolist():
+            start, stop = stop, stop + length
+            answers.append(TokenAnswer(ids[start:stop], counts[start:stop]))
+        label, margin = int(get["label"][n]), float(get["margin"][n])
+        return TokenExample(
+            Source(self.file, int(get["row"][n])),
+            prompt,
+            tuple(answers),
+            label=None if label < 0 else bool(label),
+            weight=float(get["weight"][n]),
+            margin=None if margin != margin else margin,
+        )
+
+
+class Selection(Sequence[TokenExample]):
+    """Examples chosen from one sequence after another, in any order, without making them: `places` int64 [n]."""
+
+    def __init__(
+        self, parts: Sequence[Sequence[TokenExample]], places: np.ndarray | Sequence[int] | None = None
+    ) -> None:
+        """All examples of `parts`, or those at `places`, counted through all parts."""
+        self._parts = parts
+        self._ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
+        whole = int(self._ends[-1]) if parts else 0
+        self._places = np.arange(whole) if places is None else np.asarray(places, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, place: int) -> TokenExample: ...
+    @overload
+    def __getitem__(self, place: slice) -> Selection: ...
+    def __getitem__(self, place: int | slice) -> TokenExample | Selection:
+        if isinstance(place, slice):
+            return Selection(self._parts, self._places[place])
+        n = int(self._places[place])
+        part = int(np.searchsorted(self._ends, n, side="right"))
+        return self._parts[part][n - int(self._ends[part]) + len(self._parts[part])]
+
+    def __iter__(self) -> Iterator[TokenExample]:
+        owners = np.searchsorted(self._ends, self._places, side="right")
+        starts = self._ends[owners] - np.array([len(part) for part in self._parts], dtype=np.int64)[owners]
+        for part, place in zip(owners.tolist(), (self._places - starts).tolist(), strict=True):
+            yield self._parts[part][place]
+
+    def take(self, places: np.ndarray | Sequence[int]) -> Selection:
+        """The examples at these places of this selection, in this order."""
+        return Selection(self._parts, self._places[np.asarray(places, dtype=np.int64)])
+
+
+def columns_of(examples: Sequence[TokenExample]) -> Columns:
+    """The columns of these examples."""
+    answers = [answer for example in examples for answer in example.answers]
+    parts = [part for e in examples for part in ((e.prompt_ids, None), *((a.ids, a.mask) for a in e.answers))]
+    found: dict[str, list] = {
+        "row": [e.source.row for e in examples],
+        "answers": [len(e.answers) for e in examples],
+        "prompt": [len(e.prompt_ids) for e in examples],
+        "label": [-1 if e.label is None else int(e.label) for e in examples],
+        "weight": [e.weight for e in examples],
+        "margin": [np.nan if e.margin is None else e.margin for e in examples],
+        "answer": [len(answer.ids) for answer in answers],
+    }
+    flat = {
+        "ids": np.concatenate([np.zeros(0, np.int32), *(ids for ids, _ in parts)]),
+        "counts": np.concatenate(
+            [np.zeros(0, bool), *(np.zeros(len(ids), bool) if mask is None else mask for ids, mask in parts)]
+        ),
+    }
+    return {name: np.asarray(value, dtype=TYPES[name]) for name, value in (found | flat).items()}
+
+
+def joined(blocks: Iterable[Columns]) -> Columns:
+    """The columns of several blocks of examples, one behind the other, in memory."""
+    found = list(blocks)
+    return {name: np.concatenate([np.zeros(0, kind), *(b[name] for b in found)]) for name, kind in TYPES.items()}
+
+
+def write(folder: Path, blocks: Iterable[Columns]) -> None:
+    """Append blocks to the column files of an empty folder, one by one as they are drawn."""
+    with ExitStack() as stack:
+        files = {name: stack.enter_context(open(folder / name, "wb")) for name in TYPES}
+        for block in blocks:
+            for name, file in files.items():
+                file.write(np.ascontiguousarray(block[name], dtype=TYPES[name]).data)
+
+
+def mapped(folder: Path) -> Columns:
+    """The columns in a folder, mapped, not read."""
+    return {name: _mapped(folder / name, kind) for name, kind in TYPES.items()}
+
+
+def _mapped(path: Path, kind: np.dtype) -> np.ndarray:
+    if path.stat().st_size == 0:  # which cannot be mapped
+        return np.zeros(0, kind)
+    # A plain array over the map: slicing the map's own class costs ten times as much.
+    return np.asarray(np.memmap(path, dtype=kind, mode="r"))
+
+
+def _starts(sizes: np.ndarray) -> np.ndarray:
+    """int64 [n + 1]: where each of n consecutive pieces starts, and where the last one ends."""
+    return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])

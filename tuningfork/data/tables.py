@@ -1,0 +1,188 @@
+"""One table -> its token examples and an account of its rows: from the token cache, or made and kept there.
+
+An entry of the cache is a folder named by a hash of all that decides what is in it: the table's bytes, the tokenizer
+and its template, the settings, the versions of the libraries and this room's own source. So an entry is never stale:
+what has changed has another name. Entries are whole or absent, and their bytes are checked when they are opened.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from transformers import PreTrainedTokenizerBase
+
+from tuningfork import records
+from tuningfork.data import store
+from tuningfork.data.chunks import Block, encode_chunks
+from tuningfork.data.config import DataConfig
+from tuningfork.data.forms import read_examples
+from tuningfork.data.read import digest_of
+from tuningfork.data.store import Columns, TokenTable
+from tuningfork.data.tokenize import Encoder
+from tuningfork.files import ASIDE, exclusive, whole_folder
+from tuningfork.records import DroppedRow, Size
+
+Progress = Callable[[int, int], None]
+"""Called with (examples done, examples in all) of a table."""
+Notice = Callable[[str], None]
+"""Called with a sentence for the user."""
+
+ACCOUNT = "account.json"
+SETTINGS = ("format", "train_on", "max_length", "over_length", "template")  # those that decide what becomes of a row
+LIBRARIES = ("transformers", "tokenizers", "jinja2", "datasets")
+
+
+@dataclass(slots=True)
+class TableAccount:
+    """What became of a table's rows: rows_read = examples + dropped. Rows are named by their numbers."""
+
+    form: str
+    rows_read: int
+    dropped: list[tuple[int, str, str]] = field(default_factory=list)  # row, reason, detail; in the order of the rows
+    notes: dict[str, list[int]] = field(default_factory=dict)  # what is worth knowing of rows that are used
+    sizes: dict[int, Size] = field(default_factory=dict)  # of examples over max_length, cut or left out
+
+    def add(self, dropped: list[DroppedRow]) -> None:
+        self.dropped += ((row.row, row.reason, row.detail) for row in dropped)
+
+
+class TableReader:
+    """Opens tables with one tokenizer and one set of options; `folder` is the cache, None for none.
+
+    Raises DataError for an unfit tokenizer.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, config: DataConfig, folder: Path | None, notice: Notice = print
+    ) -> None:
+        Encoder(tokenizer, config.template)  # an unfit tokenizer is told before a table is read
+        self.tokenizer, self.config, self.folder, self.notice = tokenizer, config, folder, notice
+        self.origin = "" if folder is None else _origin(tokenizer, config)
+
+    def open(self, table: str, progress: Progress | None = None) -> tuple[TokenTable, TableAccount]:
+        """The examples and the account of a table: a file, a saved data set or a hub name.
+
+        Raises:
+            DataError: it cannot be read.
+            RunFolderError: the cache cannot be written.
+        """
+        if self.folder is None:
+            account, blocks = _make(table, self.tokenizer, self.config, progress)
+            return TokenTable(table, store.joined(blocks)), account
+        entry = self.folder / xxhash.xxh3_128_hexdigest(f"{digest_of(table)} {self.origin}".encode())
+        if (found := self._kept(entry)) is not None:
+            self.notice(f"{table}: tokens of before, from {self.folder}")
+        else:
+            with exclusive(self.folder, lambda: self.notice(f"{self.folder}: another process writes there; waiting")):
+                found = self._kept(entry)  # by the process that was waited for
+                if found is None:
+                    for rest in self.folder.glob(f"*{ASIDE}"):
+                        shutil.rmtree(rest)  # of a process that was killed: nobody else is at work
+                    with whole_folder(entry) as aside:
+                        _keep(aside, *_make(table, self.tokenizer, self.config, progress))
+                    found = self._kept(entry)
+                    assert found is not None, "what was written cannot be read"
+        columns, account = found
+        return TokenTable(table, columns), account
+
+    def _kept(self, entry: Path) -> tuple[Columns, TableAccount] | None:
+        """What the cache has under a name, if anything; a damaged entry is removed, and the user told."""
+        if not entry.exists():
+            return None
+        try:
+            written = json.loads((entry / ACCOUNT).read_bytes())
+            columns = store.mapped(entry)
+            if {name: _digest(column) for name, column in columns.items()} != written["columns"]:
+                raise ValueError
+        except (OSError, ValueError, KeyError, TypeError):
+            self.notice(f"{entry}: damaged, made again")
+            shutil.rmtree(entry)
+            return None
+        account = TableAccount(
+            written["form"],
+            written["rows_read"],
+            [(row, reason, detail) for row, reason, detail in written["dropped"]],
+            written["notes"],
+            {row: Size(prompt, tuple(answers), opening) for row, prompt, answers, opening in written["sizes"]},
+        )
+        return columns, account
+
+
+def _make(
+    table: str, tokenizer: PreTrainedTokenizerBase, config: DataConfig, progress: Progress | None
+) -> tuple[TableAccount, Iterator[Columns]]:
+    """Read and encode a table. The account is complete once the columns are drawn."""
+    read = read_examples(table, as_text=config.template == "none", form=config.format)
+    notes = {note: [place.row for place in places] for note, places in read.notes.items()}
+    account = TableAccount(read.form, read.rows_read, notes=notes)
+    account.add(read.dropped)
+
+    def columns() -> Iterator[Columns]:
+        done, count = 0, len(read.examples)
+        for block in encode_chunks(iter(read.examples), count, tokenizer, config):
+            _enter(block, account)
+            yield block.columns
+            done += block.read
+            if progress is not None:
+                progress(done, count)
+        account.dropped.sort(key=lambda row: row[0])
+
+    return account, columns()
+
+
+def _keep(folder: Path, account: TableAccount, blocks: Iterator[Columns]) -> None:
+    store.write(folder, blocks)
+    written = {
+        "form": account.form,
+        "rows_read": account.rows_read,
+        "dropped": account.dropped,
+        "notes": account.notes,
+        "sizes": [[row, size.prompt, size.answers, size.opening] for row, size in account.sizes.items()],
+        "columns": {name: _digest(column) for name, column in store.mapped(folder).items()},
+    }
+    (folder / ACCOUNT).write_text(json.dumps(written))
+
+
+def _enter(block: Block, account: TableAccount) -> None:
+    account.add(block.dropped)
+    account.sizes.update(block.sizes)
+    for note, row in block.notes:
+        account.notes.setdefault(note, []).append(row)
+
+
+def _origin(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str:
+    """All that decides what becomes of a table's bytes, as text."""
+    backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+    template = json.dumps(tokenizer.chat_template, sort_keys=True, default=str)
+    facts = {
+        "tokenizer": xxhash.xxh3_128_hexdigest(backend.to_str()),
+        "class": type(tokenizer).__name__,
+        "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        "template": template,
+        # A template that prints the date gives other tokens tomorrow.
+        "day": datetime.date.today().isoformat() if "strftime_now" in template else "",
+        "settings": {name: getattr(config, name) for name in SETTINGS},
+        "libraries": {name: version(name) for name in LIBRARIES},
+        "source": _source_digest(),
+    }
+    return json.dumps(facts, sort_keys=True, default=str)
+
+
+@cache
+def _source_digest() -> str:
+    """A hash of the source that turns rows into tokens."""
+    files = [Path(records.__file__), *sorted(Path(__file__).parent.glob("*.py"))]
+    return xxhash.xxh3_128_hexdigest(b"\0".join(file.read_bytes() for file in files))
+
+
+def _digest(column: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(column.data if len(column) else b"")
