@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.data.summary.workbench import sizes
@@ -126,21 +126,24 @@ def test_what_a_limit_cuts_by_hand() -> None:
     limit=st.integers(2, 24),
     policy=st.sampled_from(["drop", "truncate_answers", "truncate_prompt_left"]),
 )
+@example([(5, [3, 2])], 5, "truncate_answers")  # the prompt alone fills the limit
+@example([(5, [4])], 5, "truncate_prompt_left")  # the BOS alone would be left
+@example([(5, [4])], 6, "truncate_prompt_left")
 def test_a_limit_costs_what_shortening_takes(
     shapes: list[tuple[int, list[int]]], limit: int, policy: OverLength
 ) -> None:
     """Each example is really shortened; a BOS stands before some of the prompts."""
     examples = random_examples(shapes)
-    bos = next((int(example.prompt_ids[0]) for example in examples if len(example.prompt_ids)), None)
+    bos = next((int(one.prompt_ids[0]) for one in examples if len(one.prompt_ids)), None)
     cut = lost = kept = 0
-    for example in examples:
+    for one in examples:
         try:
-            shorter, notes = shorten(example, limit, policy, bos)
+            shorter, notes = shorten(one, limit, policy, bos)
         except Unusable:
             lost += 1
         else:
             cut, kept = cut + bool(notes), kept + shorter.plain_tokens
     found = preview_truncation(sizes(examples, bos), limit, policy)
     [row] = [row for row in found if row.recipe]
-    everything = sum(example.plain_tokens for example in examples)
+    everything = sum(one.plain_tokens for one in examples)
     assert (row.rows_cut, row.rows_lost, row.tokens_lost) == (cut, lost, everything - kept)
