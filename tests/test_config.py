@@ -166,8 +166,8 @@ def test_sources_may_be_a_list_in_a_recipe_and_as_a_flag() -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--data.shares=[1, 2]"], "data.shares has 2 entries, but data.train names 1 sources"),
-        (["--data.train=[a, b]", "--data.counts=[1]"], "data.counts has 1 entries, but data.train names 2 sources"),
+        (["--data.shares=[1, 2]"], "data.shares has 2 entries, but data.train names 1 source"),
+        (["--data.train=[a, b]", "--data.counts=[1]"], "data.counts has 1 entry, but data.train names 2 sources"),
         (["--data.train=[a, b]", "--data.counts=[1, 2]", "--data.shares=[1, 2]"], "both given"),
         (["--data.shares=[0]"], "data.shares is a list; allowed: a list with each entry a number, greater than 0"),
         (["--data.counts=[1.5]"], "data.counts is a list; allowed: a list with each entry a whole number, at least 1"),

@@ -15,7 +15,7 @@ from tuningfork.data.sources import Use
 from tuningfork.data.store import Selection
 from tuningfork.data.summary.sets import SetData
 from tuningfork.data.summary.summarize import summarize
-from tuningfork.errors import ConfigError, ModelError
+from tuningfork.errors import ConfigError, ModelError, counted
 from tuningfork.files import exclusive
 from tuningfork.models.config import ModelConfig
 from tuningfork.models.load import comparable, load, load_config, load_tokenizer
@@ -108,7 +108,8 @@ def reference(config: RunConfig) -> int:
     examples = Selection([data.train, data.held_out])
     start.objective.check(examples)
     store = open_reference(start, config.pack.share_prompt, config.reference.cache, examples, data.limits, console)
-    console.print(f"{config.reference.cache}: {len(store):,} answers cached, all {len(examples):,} examples covered")
+    covered = counted(len(examples), "example")
+    console.print(f"{config.reference.cache}: {counted(len(store), 'answer')} cached, all of {covered} covered")
     return 0
 
 
@@ -136,7 +137,8 @@ def summary(result: RunResult, data: Data) -> str:
     """What a finished run ended with, as text."""
     parts = [table("data", _data_rows("train", data.train_report) + _held_out_rows(data))]
     if result.pairs_checked is not None:
-        parts.append(f"step-0 check: margin exactly 0 for all {result.pairs_checked} pairs of the first step")
+        checked = counted(result.pairs_checked, "pair")
+        parts.append(f"step-0 check: margin exactly 0 for all {checked} of the first step")
     if result.after is not None:
         parts.append(table("held-out pairs", _evaluation_rows(result.before, result.after)))
     if result.throughput.get("steps"):

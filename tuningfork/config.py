@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 from tuningfork import recipe as recipes
 from tuningfork.data.config import DataConfig, PackConfig
-from tuningfork.errors import ConfigError
+from tuningfork.errors import ConfigError, counted
 from tuningfork.models.config import ModelConfig
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.reference.config import ReferenceConfig
@@ -106,8 +106,8 @@ def _check_mix(data: DataConfig) -> None:
     for name, numbers in given.items():
         if len(numbers) != len(sources):
             raise ConfigError(
-                f"data.{name} has {len(numbers)} entries, but data.train names {len(sources)} sources. "
-                "Give one for each."
+                f"data.{name} has {counted(len(numbers), 'entry', 'entries')}, but data.train names "
+                f"{counted(len(sources), 'source')}. Give one for each."
             )
 
 
