@@ -32,7 +32,9 @@ HUB = "hub:"  # in front of owner/name
 def read_rows(path: str | Path) -> list[tuple[int, Row]]:
     """All rows of a file with their numbers from 1: the line of a JSONL file, else the place in the file.
 
-    Values are exactly the file's. Raises DataError naming file, line and column where something is wrong.
+    Values are exactly the file's, but for nulls in the objects of a table: a column's objects all have the same fields
+    there, and one that an object did not have is null. These go; a table cannot tell them from nulls that were meant.
+    Raises DataError naming file, line and column where something is wrong.
     """
     if str(path).startswith(HUB):
         return _dataset_rows(str(path), lambda: _from_hub(str(path)))
@@ -123,7 +125,7 @@ def _loading(name: str) -> Iterator[None]:
 
 def _dataset_rows(name: str, load: Callable[[], datasets.Dataset]) -> list[tuple[int, Row]]:
     with _loading(name):
-        rows = list(enumerate(load(), 1))
+        rows = _table_rows(load())
     if not rows:
         raise DataError(f"{name}: has no rows.")
     return rows
@@ -192,12 +194,30 @@ def _parquet_rows(path: Path, plain: Path, folder: Path) -> list[tuple[int, Row]
         raise DataError(f"{path}: is not a whole Parquet file ({_cause(error)}). Copy or write it again.") from error
     try:
         table = datasets.Dataset.from_parquet(str(plain), cache_dir=str(folder), keep_in_memory=True)
-        return list(enumerate(table, 1))
+        return _table_rows(table)
     except Exception as error:
         raise DataError(
             f"{path}: its rows cannot be read ({_cause(error)[:300]}). Copy it again, or write it with plain columns, "
             "each with a name of its own."
         ) from error
+
+
+def _table_rows(table: datasets.Dataset) -> list[tuple[int, Row]]:
+    """The rows of a table. A field of a row may be null, an object in it has only the fields that say something."""
+    kinds = table.features
+    return [
+        (n, {key: _without_fill(value, kinds[key]) for key, value in row.items()}) for n, row in enumerate(table, 1)
+    ]
+
+
+def _without_fill(value: Any, kind: Any) -> Any:
+    """A value of a table's column without the nulls that fill up its objects. Items of a list are no fill."""
+    if isinstance(value, dict) and isinstance(kind, dict):
+        return {key: _without_fill(inner, kind[key]) for key, inner in value.items() if inner is not None}
+    inner = getattr(kind, "feature", None)  # of any of the library's kinds of list
+    if isinstance(value, list) and inner is not None and not isinstance(inner, datasets.Value):
+        return [_without_fill(item, inner) for item in value]
+    return value
 
 
 def _json_rows(path: Path, plain: Path, folder: Path) -> list[tuple[int, Row]]:
