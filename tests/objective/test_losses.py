@@ -255,11 +255,11 @@ def test_only_simpo_does_without_a_reference():
     assert needs == {"dpo": True, "dpo_norm": True, "ipo": True, "ipo_sum": True, "simpo": False}
 
 
-@pytest.mark.parametrize("answers", [(5,), (5, 6, 7)])
-def test_only_pairs_are_compared(answers):
+@pytest.mark.parametrize(("answers", "found"), [((5,), "1 answer"), ((5, 6, 7), "3 answers")])
+def test_only_pairs_are_compared(answers, found):
     objective = PreferenceObjective(ObjectiveConfig("dpo"))
     objective.check(random_pairs(3))
-    with pytest.raises(DataError, match=rf"random:2: has {len(answers)} answers, objective dpo compares two"):
+    with pytest.raises(DataError, match=rf"random:2: has {found}, objective dpo compares two"):
         objective.check(random_examples([(3, (4, 5)), (3, answers)]))
 
 

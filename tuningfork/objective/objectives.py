@@ -71,9 +71,8 @@ class PreferenceObjective:
                     f"place for. Use {' or '.join(sorted(_OFFSET))}, or remove the field 'margin' from the rows."
                 )
             if len(example.answers) != 2:
-                raise DataError(
-                    f"{example.id}: has {len(example.answers)} answers, objective {self.config.name} compares two."
-                )
+                found = "1 answer" if len(example.answers) == 1 else f"{len(example.answers)} answers"
+                raise DataError(f"{example.id}: has {found}, objective {self.config.name} compares two.")
 
     def rewards(self, logps: Tensor, reference_logps: Tensor | None, lengths: Tensor) -> Tensor:
         """What the policy values each answer at, see losses.py. All [N, 2], chosen first."""
