@@ -81,7 +81,30 @@ def labelled(rng: random.Random) -> Row:
 
 
 def instruction(rng: random.Random) -> Row:
-    return {"instruction": text(rng), "input": rng.choice(("", text(rng))), **pair(rng), "system": text(rng)}
+    asked = {"instruction": text(rng), "input": rng.choice(("", text(rng))), "history": rng.choice(([], [["a", "b"]]))}
+    return {**asked, "chosen": text(rng), "rejected": text(rng), "system": text(rng)}
+
+
+def judged(rng: random.Random) -> Row:
+    fields = rng.choice(
+        (
+            ("prompt", "response_1", "response_2", "preference_strength"),
+            ("context", "response1", "response2", "overall_preference"),
+            ("prompt", "response_0", "response_1", "better_response_id"),
+            ("history", "human_ref_A", "human_ref_B", "labels"),
+        )
+    )
+    return dict(zip(fields, (text(rng), text(rng), text(rng), rng.choice((-2, 0, 1, None))), strict=True))
+
+
+def repeated(rng: random.Random) -> Row:
+    """Answers that hold the prompt, as text, as messages, or as the JSON text of messages."""
+    prompt = rng.choice((text(rng), f"\n\nHuman: {text(rng)}\n\nAssistant:"))
+    if rng.random() < 0.5:
+        return {"prompt": prompt, "chosen": f"{prompt} {text(rng)}", "rejected": f"{prompt} {text(rng)}"}
+    written = rng.choice((list, json.dumps))
+    both = {key: written([{"role": "user", "content": prompt}, *answers(rng)]) for key in ("chosen", "rejected")}
+    return {rng.choice(("prompt", "question", "input")): prompt, **both}
 
 
 def message_lists(rng: random.Random) -> Row:
@@ -90,7 +113,8 @@ def message_lists(rng: random.Random) -> Row:
 
 
 def openai(rng: random.Random) -> Row:
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    arguments = rng.choice(("{}", '{"x": "\\ud800"}', "[", {"x": None}))
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
     given = {"messages": [turn("user", rng)], "tools": rng.choice(([], [{"name": "f"}], "[]"))}
     return {"input": given, "preferred_output": [rng.choice((call, gpt(rng)))], "non_preferred_output": answers(rng)}
 
@@ -100,7 +124,9 @@ def single(rng: random.Random) -> Row:
 
 
 def ranking(rng: random.Random) -> Row:
-    found = [text(rng) for _ in range(rng.randint(1, 4))]
+    found: list[Any] = [text(rng) for _ in range(rng.randint(1, 4))]
+    if rng.random() < 0.3:
+        found = [{"answer": answer, "rank": rng.randint(1, 9)} for answer in found]
     return {"prompt": text(rng), "answers": found, **rng.choice(({}, {"scores": [rng.random() for _ in found]}))}
 
 
@@ -150,7 +176,7 @@ def text(rng: random.Random) -> str:
 
 FORMS: tuple[Callable[[random.Random], Row], ...] = (
     *(pair, messages, conversations, transcripts, sharegpt, labelled, instruction, message_lists, openai),
-    *(single, ranking, conversation, document),
+    *(single, ranking, conversation, document, judged, repeated),
 )
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tuningfork.data.forms import read_examples
+from tuningfork.data.examples import read_examples
 from tuningfork.records import Example, Message
 
 HH = "\n\nHuman: {}\n\nAssistant: {}"

@@ -1,221 +1,19 @@
-"""Rows: every row becomes an example or a listed drop."""
+"""Forms: which field of a row is what, and which form a file has."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 
-from tests.data.rows import HH, PAIR, assistant, drop, one, turns, user, write
+from tests.data.rows import PAIR, assistant, turns, user, write
 from tuningfork.data.config import DataConfig
-from tuningfork.data.forms import FORMS, read_examples
+from tuningfork.data.examples import read_examples
+from tuningfork.data.forms import FORMS
 from tuningfork.errors import DataError
-from tuningfork.records import Example, Message, Source
-
-
-def test_strings_become_turns(tmp_path: Path) -> None:
-    example = one(tmp_path, {"prompt": "q", "chosen": " a", "rejected": "b"})
-    assert example.prompt == turns(user("q"))
-    assert example.answers == (turns(assistant(" a")), turns(assistant("b")))
-    assert example.source == Source(str(tmp_path / "pairs.jsonl"), 1)
-
-
-def test_explicit_messages(tmp_path: Path) -> None:
-    prompt = [{"role": "system", "content": ""}, user("q")]
-    example = one(tmp_path, {"prompt": prompt, "chosen": [assistant("a")], "rejected": [assistant("b")]})
-    assert example.prompt == turns(*prompt)
-    assert example.answers == (turns(assistant("a")), turns(assistant("b")))
-    full = {"prompt": prompt, "chosen": [*prompt, assistant("a")], "rejected": [*prompt, assistant("b")]}
-    assert one(tmp_path, full) == example
-    assert one(tmp_path, {"prompt": prompt, "chosen": "a", "rejected": assistant("b")}) == example
-
-
-def test_implicit_prompt_is_the_common_start(tmp_path: Path) -> None:
-    start = [user("q"), assistant("x"), user("r")]
-    row = {"chosen": [*start, assistant("a"), user("s"), assistant("c")], "rejected": [*start, assistant("b")]}
-    example = one(tmp_path, row)
-    assert example.prompt == turns(*start)
-    assert example.answers == (turns(*row["chosen"][3:]), turns(assistant("b")))
-
-
-def test_implicit_prompt_is_cut_back_to_where_both_go_on_with_the_assistant(tmp_path: Path) -> None:
-    # The conversations part at a user turn, so the last common assistant turn is part of both answers.
-    row = {
-        "chosen": [user("q"), assistant("x"), user("r"), assistant("a")],
-        "rejected": [user("q"), assistant("x"), user("s"), assistant("b")],
-    }
-    example = one(tmp_path, row)
-    assert example.prompt == turns(user("q"))
-    assert example.answers == (turns(*row["chosen"][1:]), turns(*row["rejected"][1:]))
-    # One conversation is the start of the other.
-    longer = {"chosen": row["chosen"], "rejected": row["chosen"][:2]}
-    assert one(tmp_path, longer).answers == (turns(*row["chosen"][1:]), turns(assistant("x")))
-
-
-def test_a_prompt_string_beside_full_conversations(tmp_path: Path) -> None:
-    for start in ([user("q")], [{"role": "system", "content": "s"}, user("q")], [user("q"), assistant("x"), user("r")]):
-        row = {"prompt": "q", "chosen": [*start, assistant("a")], "rejected": [*start, assistant("b")], "score": 5}
-        example = one(tmp_path, row)
-        assert example.prompt == turns(*start)
-        assert example.answers == (turns(assistant("a")), turns(assistant("b")))
-    row = {"prompt": "q", "chosen": [assistant("a")], "rejected": [assistant("b")]}
-    assert one(tmp_path, row).prompt == turns(user("q"))
-
-
-def test_conversations_with_from_and_value(tmp_path: Path) -> None:
-    row = {
-        "conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}],
-        "chosen": {"from": "gpt", "value": "a"},
-        "rejected": {"from": "gpt", "value": "b"},
-    }
-    example = one(tmp_path, row)
-    assert example.prompt == turns({"role": "system", "content": "s"}, user("q"))
-    assert example.answers == (turns(assistant("a")), turns(assistant("b")))
-
-
-def test_transcripts(tmp_path: Path) -> None:
-    start = "\n\nHuman: Hi\n\nAssistant: Hello:\n\n- x\n\nHuman: More\n\nAssistant:"
-    row = {"chosen": f"{start} yes ", "rejected": f"{start} no"}
-    example = one(tmp_path, row)
-    assert example.prompt == turns(user("Hi"), assistant("Hello:\n\n- x"), user("More"))
-    assert example.answers == (turns(assistant("yes")), turns(assistant("no")))
-    as_text = one(tmp_path, row, as_text=True)
-    assert (as_text.prompt, as_text.answers) == (start, (" yes ", " no"))
-
-
-def test_strings_stay_as_they_are_without_a_template(tmp_path: Path) -> None:
-    example = one(tmp_path, {"prompt": "", "chosen": " a\n", "rejected": "b"}, as_text=True)
-    assert (example.prompt, example.answers) == ("", (" a\n", "b"))
-
-
-def test_messages_need_a_template(tmp_path: Path) -> None:
-    path = write(tmp_path, [{"chosen": [user("q"), assistant("a")], "rejected": [user("q"), assistant("b")]}])
-    with pytest.raises(DataError, match=r"pairs\.jsonl:1: field 'chosen' holds messages.*data\.template: chat"):
-        read_examples(path, as_text=True)
-
-
-def test_parquet_messages(tmp_path: Path) -> None:
-    rows = [
-        {"prompt": [user("q")], "chosen": [assistant("a")], "rejected": [assistant("b")], "id": 1},
-        {"prompt": [user("q")], "chosen": None, "rejected": [assistant("b")], "id": 2},
-    ]
-    path = tmp_path / "t.parquet"
-    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path)
-    result = read_examples(path, as_text=False)
-    assert result.examples == [
-        Example(Source(str(path), 1), turns(user("q")), (turns(assistant("a")), turns(assistant("b"))))
-    ]
-    assert [(d.row, d.reason) for d in result.dropped] == [(2, "null field")]
-
-
-# ---- rows that are dropped
-
-CALL = {**assistant("a"), "tool_calls": [{"name": "f"}]}
-BAD_ROWS: dict[str, tuple[dict[str, Any], str, str]] = {
-    "missing": ({"prompt": "q", "chosen": "a"}, "missing field", "no rejected; found prompt, chosen"),
-    "no fields": ({"prompt": "q"}, "missing field", "no chosen"),
-    "null": ({**PAIR, "chosen": None}, "null field", "chosen is null"),
-    "number": ({**PAIR, "rejected": 3}, "wrong type", "'rejected' is a number, expected a string or a list"),
-    "number in list": ({**PAIR, "chosen": [3]}, "wrong type", "chosen[0] is a number, expected a message"),
-    "content parts": ({**PAIR, "chosen": [assistant([])]}, "wrong type", "chosen[0].content is a list without"),  # type: ignore[arg-type]
-    "no content": ({**PAIR, "chosen": [{"role": "assistant"}]}, "missing field", "no chosen[0].content"),
-    "null content": ({**PAIR, "chosen": [assistant(None)]}, "null field", "chosen[0].content is null"),  # type: ignore[arg-type]
-    "empty": ({**PAIR, "rejected": ""}, "empty answer", "rejected"),
-    "both blank": ({**PAIR, "chosen": " \n", "rejected": "\t"}, "empty answer", "chosen and rejected"),
-    "blank turn": ({**PAIR, "chosen": [assistant("a"), user("u"), assistant(" ")]}, "empty answer", "chosen"),
-    "empty prompt": ({**PAIR, "prompt": " "}, "empty message", "message 1 of the prompt, a user turn"),
-    "empty list": ({**PAIR, "rejected": []}, "empty messages", "'rejected'"),
-    "role": ({**PAIR, "chosen": [{"role": "critic", "content": "x"}]}, "unknown role", "chosen[0].role is 'critic'"),
-    "tool first": ({**PAIR, "chosen": [{"role": "tool", "content": "x"}, assistant("a")]},
-                   "answer starts with another role", "'chosen' starts with a tool turn"),
-    "equal": ({**PAIR, "chosen": "b"}, "chosen equals rejected", ""),
-    "user last": ({**PAIR, "chosen": [assistant("a"), user("u")]}, "last turn not assistant", "ends with a user"),
-    "user first": ({**PAIR, "chosen": [user("z"), assistant("a")]}, "answer starts with another role", "'chosen'"),
-    "image": ({**PAIR, "images": ["a.png"]}, "unsupported field", "images is filled"),
-    "image part": ({**PAIR, "chosen": [assistant([{"type": "image"}])]}, "unsupported content", "of type 'image'"),  # type: ignore[list-item]
-    "calls": ({**PAIR, "chosen": [{**assistant("a"), "tool_calls": "[f("}]}, "wrong type", "tool_calls is a string"),
-    "call": ({"prompt": "q", "chosen": [{"from": "function_call", "value": "{}"}], "rejected": "b"},
-             "wrong type", "chosen[0].value is no call with name and arguments"),
-    "loss weight": ({**PAIR, "chosen": [{**assistant("a"), "loss_weight": 0.5}]}, "unsupported field", "is 0.5"),
-    "loss on a user": ({"prompt": [{**user("q"), "loss_weight": 1}], "chosen": "a", "rejected": "b"},
-                       "unsupported field", "prompt[0].loss_weight is 1 for a user turn"),
-    "weight": ({**PAIR, "weight": "2"}, "wrong type", "weight is a string, expected a finite number"),
-    "negative weight": ({**PAIR, "weight": -1}, "negative weight", "-1"),
-    "no weight": ({**PAIR, "weight": 0}, "weight 0", ""),
-    "margin": ({**PAIR, "margin": True}, "wrong type", "margin is True, expected a finite number"),
-    "tools": ({**PAIR, "tools": "[1]"}, "wrong type", "tools is a list, expected a list of objects"),
-    "arguments": ({**PAIR, "chat_template_kwargs": [1]}, "wrong type", "chat_template_kwargs is a list"),
-    "systems": ({**PAIR, "prompt": [{"role": "system", "content": "s"}, user("q")], "system": "Be brief."},
-                "two system messages", "differ"),
-    "surrogate": ({**PAIR, "chosen": "ab\ud83d"}, "broken text", "chosen has half a surrogate pair at character 3"),
-    "implicit equal": ({"chosen": [user("q"), assistant("a")]} | {"rejected": [user("q"), assistant("a")]},
-                       "chosen equals rejected", ""),
-    "implicit differ": ({"chosen": [user("q"), assistant("a")]} | {"rejected": [user("r"), assistant("b")]},
-                        "prompts differ", "do not part at an assistant turn"),
-    "no prompt": ({"chosen": [assistant("a")], "rejected": [assistant("b")]}, "empty prompt", ""),
-    "not a transcript": ({"chosen": "hello", "rejected": "there"}, "not a transcript", "need a 'prompt' field"),
-    "text before": ({"chosen": "x" + HH.format(1, 2), "rejected": HH.format(1, 3)}, "not a transcript", "'chosen'"),
-    "transcripts differ": ({"chosen": HH.format(1, 2), "rejected": HH.format(3, 4)}, "prompts differ", "22 characters"),
-    "transcript empty": ({"chosen": HH.format(1, 2), "rejected": HH.format(1, "")}, "empty answer", "rejected"),
-    "human last": ({"chosen": HH.format(1, 2), "rejected": HH.format(1, "2\n\nHuman: 3")},
-                   "last turn not assistant", "'rejected' ends with a Human turn"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", BAD_ROWS)
-def test_a_bad_row_is_dropped_and_listed(case: str, tmp_path: Path) -> None:
-    row, reason, detail = BAD_ROWS[case]
-    found = drop(tmp_path, row)
-    assert found[0] == reason and detail in found[1], found
-
-
-TEXT_CASES = "missing,null,both blank,equal,surrogate,transcript empty,human last,transcripts differ,not a transcript"
-
-
-@pytest.mark.parametrize("case", TEXT_CASES.split(","))
-def test_plain_text_rows_are_dropped_alike(case: str, tmp_path: Path) -> None:
-    row, reason, _ = BAD_ROWS[case]
-    assert drop(tmp_path, row, as_text=True)[0] == reason
-    if case == "missing":
-        assert drop(tmp_path, {**PAIR, "chosen": 3}, as_text=True) == (
-            "wrong type",
-            "chosen is a number, expected a string",
-        )
-
-
-def test_fields_without_effect_are_no_trouble(tmp_path: Path) -> None:
-    message = {**assistant("a"), "tool_calls": None, "weight": 1, "name": "x"}
-    row = {"prompt": "q", "chosen": [message], "rejected": "b", "system": "", "tools": [], "score_chosen": 7}
-    assert one(tmp_path, row).answers[0] == turns(assistant("a"))
-
-
-def test_a_field_may_change_its_type_from_row_to_row(tmp_path: Path) -> None:
-    rows = [
-        {**PAIR, "score": 1},
-        {**PAIR, "score": "high"},
-        {**PAIR, "chosen": [assistant("a")]},
-        {**PAIR, "chosen": 5},
-    ]
-    result = read_examples(write(tmp_path, rows), as_text=False)
-    assert result.examples[0].answers == result.examples[1].answers == result.examples[2].answers
-    assert [(d.row, d.reason) for d in result.dropped] == [(4, "wrong type")]
-
-
-def test_every_row_is_accounted_for(tmp_path: Path) -> None:
-    rows = [row for row, _, _ in BAD_ROWS.values() if "prompt" in row] + [PAIR] * 5
-    result = read_examples(write(tmp_path, rows), as_text=False)
-    numbers = [e.source.row for e in result.examples] + [d.row for d in result.dropped]
-    assert sorted(numbers) == list(range(1, len(rows) + 1)) and result.rows_read == len(rows)
-    assert Counter(d.reason for d in result.dropped)["empty answer"] == 3
-    assert len(result.examples) == 5
-
-
-# ---- other forms
+from tuningfork.records import Example, Message
 
 
 def other(folder: Path, row: dict[str, Any], form: str, as_text: bool = False) -> Example:
@@ -240,6 +38,9 @@ def test_a_labelled_row_puts_the_better_output_first(tmp_path: Path) -> None:
     assert other(tmp_path, row, "labelled", as_text=True).answers == ("b", "a")
     with pytest.raises(DataError, match="row 2 has label 0, so labels count from 0"):
         read_examples(write(tmp_path, [{**row, "label": 1}, {**row, "label": 0}]), False)
+    asked = {**row, "instruction": "i"}
+    assert other(tmp_path, asked, "labelled").prompt == turns(user("i\nq"))
+    assert other(tmp_path, {**asked, "input": ""}, "labelled").prompt == turns(user("i"))
     for label in (3, "2", True, None):
         (dropped,) = read_examples(write(tmp_path, [{**row, "label": label}]), False).dropped
         assert dropped.reason in ("unknown label", "null field"), label
@@ -249,6 +50,9 @@ def test_an_instruction_with_its_input(tmp_path: Path) -> None:
     row = {"instruction": "Add.", "input": "1 2", "chosen": "3", "rejected": "4", "system": "s"}
     assert other(tmp_path, row, "instruction").prompt == turns({"role": "system", "content": "s"}, user("Add.\n1 2"))
     assert other(tmp_path, {**row, "input": "", "system": ""}, "instruction").prompt == turns(user("Add."))
+    assert other(tmp_path, {**row, "instruction": "", "system": ""}, "instruction").prompt == turns(user("1 2"))
+    (dropped,) = read_examples(write(tmp_path, [{**row, "instruction": "", "input": " "}]), False).dropped
+    assert dropped.reason == "empty message"
 
 
 def test_two_lists_of_messages_with_parts_and_loss_weights(tmp_path: Path) -> None:
@@ -304,6 +108,100 @@ def test_rankings(tmp_path: Path) -> None:
     assert dropped.detail == "answers[1]"
 
 
+def test_answers_with_ranks_of_their_own(tmp_path: Path) -> None:
+    """Nectar: rank 1 is the best; its prompts are transcripts."""
+    ranked = [{"answer": text, "model": "m", "rank": rank} for text, rank in ((" c", 3.0), ("a", 1.0), ("b", 2.0))]
+    row = {"prompt": "\n\nHuman: q\n\nAssistant: ", "answers": ranked, "turns": 1, "num_responses": 3, "source": ["x"]}
+    example = other(tmp_path, row, "ranking")
+    assert example.prompt == turns(user("q"))
+    assert example.answers == tuple(turns(assistant(text)) for text in "abc")
+    for change, reason in (
+        ({"rank": 2.0}, "answers tie"),
+        ({"rank": None}, "null field"),
+        ({"rank": "x"}, "wrong type"),
+    ):
+        answers = [{**ranked[0], **change}, *ranked[1:]]
+        (dropped,) = read_examples(write(tmp_path, [{**row, "answers": answers}]), False).dropped
+        assert dropped.reason == reason
+
+
+JUDGED = [
+    ("helpsteer2", ("prompt", "response_1", "response_2", "preference_strength"), {-3: 0, -1: 0, 1: 1, 2.0: 1}, (0, 4)),
+    ("helpsteer3", ("context", "response1", "response2", "overall_preference"), {-2: 0, 3: 1}, (0, "1")),
+    ("saferlhf", ("prompt", "response_0", "response_1", "better_response_id"), {0: 0, 1: 1}, (2, True)),
+    ("shp", ("history", "human_ref_A", "human_ref_B", "labels"), {1: 0, 0: 1}, (2, False)),
+]
+
+
+@pytest.mark.parametrize(("form", "keys", "better", "bad"), JUDGED)
+def test_two_answers_and_a_field_that_says_which_is_better(
+    form: str, keys: tuple[str, ...], better: dict[Any, int], bad: tuple[Any, ...], tmp_path: Path
+) -> None:
+    """The values as the cards of these data sets explain them."""
+    for verdict, first in better.items():
+        example = other(tmp_path, dict(zip(keys, ("q", "a", "b", verdict), strict=True)), form)
+        assert example.prompt == turns(user("q"))
+        assert example.answers == tuple(turns(assistant(text)) for text in ("ab", "ba")[first])
+    for verdict in bad:
+        path = write(tmp_path, [dict(zip(keys, ("q", "a", "b", verdict), strict=True))])
+        (dropped,) = read_examples(path, False).dropped
+        assert dropped.reason == ("answers tie" if verdict == 0 and verdict is not False else "unknown label")
+        assert keys[-1] in dropped.detail
+
+
+def test_turns_marked_within_a_prompt_of_helpsteer2_are_refused(tmp_path: Path) -> None:
+    prompt = "q\n<extra_id_1>Assistant\nx\n<extra_id_1>User\nr"
+    row = {"prompt": prompt, "response_1": "a", "response_2": "b", "preference_strength": 1}
+    (dropped,) = read_examples(write(tmp_path, [row]), False).dropped
+    assert dropped.reason == "turns within a string"
+
+
+@pytest.mark.parametrize("key", ["question", "input"])
+def test_a_prompt_may_be_a_question_or_an_input(key: str, tmp_path: Path) -> None:
+    """orca_dpo_pairs, and its cleaned twin."""
+    row = {"system": "s", key: "q", "chosen": "a", "rejected": "b"}
+    example = other(tmp_path, row, key)
+    assert example.prompt == turns({"role": "system", "content": "s"}, user("q"))
+    assert example.answers == (turns(assistant("a")), turns(assistant("b")))
+    assert other(tmp_path, {**row, "system": ""}, key).prompt == turns(user("q"))
+
+
+def test_pairs_with_what_data_sets_keep_beside_them(tmp_path: Path) -> None:
+    """UltraFeedback binarized, Capybara, Argilla's mix: whole conversations, their first or last question, scores."""
+    start = [user("q"), assistant("x"), user("r")]
+    both = {"chosen": [*start, assistant("a")], "rejected": [*start, assistant("b")]}
+    for beside in (
+        {"prompt": "q", "prompt_id": "1", "messages": [*start, assistant("a")], "score_chosen": 8.0},
+        {
+            "prompt": "r",
+            "rating_chosen": 5,
+            "rating_rejected": 4,
+            "chosen_model": "m",
+            "conversation": [{"input": "q"}],
+        },
+        {"dataset": "d", "chosen_rating": 5.0, "rejected_rating": 4.0},
+    ):
+        example = other(tmp_path, {**both, **beside}, "pairs" if "prompt" in beside else "conversations")
+        assert example.prompt == turns(*start)
+        assert example.answers == (turns(assistant("a")), turns(assistant("b")))
+
+
+def test_ratings_that_give_no_order_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    """UltraFeedback as it first came: completions rated on several scales."""
+    row = {"source": "s", "instruction": "q", "completions": [{"response": "a", "overall_score": 7}], "models": []}
+    with pytest.raises(DataError, match=r"Fields found: completions, .*completions are rated.*write chosen and reject"):
+        read_examples(write(tmp_path, [row]), False)
+
+
+def test_a_label_of_single_answers_is_true_or_false(tmp_path: Path) -> None:
+    for label in (1, 0, "true"):
+        (dropped,) = read_examples(write(tmp_path, [{"prompt": "q", "completion": "a", "label": label}]), False).dropped
+        assert dropped.reason == "unknown label"
+        assert dropped.detail == (
+            f"label is {label!r}; write true for a completion that is wanted, false for one that is not"
+        )
+
+
 def test_single_answers(tmp_path: Path) -> None:
     wanted = other(tmp_path, {"prompt": "q", "completion": "a", "label": False}, "unpaired")
     assert (wanted.prompt, wanted.answers, wanted.label) == (turns(user("q")), (turns(assistant("a")),), False)
@@ -337,33 +235,41 @@ def test_calls_and_observations_of_sharegpt(tmp_path: Path) -> None:
         Message("assistant", "", {"tool_calls": [{"type": "function", "function": call}]}),
         Message("tool", "7"),
     )
-    assert example.template == {"tools": [{"name": "f"}]}
-
-
-def test_what_a_row_says_beside_its_text(tmp_path: Path) -> None:
-    row = {**PAIR, "weight": 0.5, "margin": 2, "chat_template_kwargs": {"enable_thinking": False}, "system": "s"}
-    example = one(tmp_path, row)
-    assert (example.weight, example.margin, example.template) == (0.5, 2.0, {"enable_thinking": False})
-    assert example.prompt == turns({"role": "system", "content": "s"}, user("q"))
-    same = [{"role": "system", "content": "s"}, user("q")]
-    assert one(tmp_path, {**row, "prompt": same}).prompt == turns(*same)
-    for key in ("system", "tools", "chat_template_kwargs"):  # nothing would print it
-        assert drop(tmp_path, {**PAIR, key: [1]}, as_text=True)[0] == "unsupported field"
-
-
-def test_scores_the_wrong_way_round_are_noted(tmp_path: Path) -> None:
-    scores = [(5, 1), (3, 3), (1, 2.5), (None, 1)]
-    rows = [{**PAIR, "score_chosen": chosen, "score_rejected": rejected} for chosen, rejected in scores]
-    path = write(tmp_path, rows)
-    found = [Source(str(path), row) for row in (2, 3)]
-    assert read_examples(path, False).notes == {"chosen is not scored higher": found}
+    assert example.template == {"tools": [{"type": "function", "function": {"name": "f"}}]}
 
 
 def test_the_most_rows_decide_and_a_recipe_can_decide_otherwise(tmp_path: Path) -> None:
     path = write(tmp_path, [{"text": "t"}, {"prompt": "q", "completion": "a", "label": True}, {"text": "u"}])
     result = read_examples(path, False)
     assert (result.form, [d.row for d in result.dropped]) == ("text", [2])
+    path = write(tmp_path, [{"prompt": "q", "completion": "a", "label": True}, {"text": "u"}])
     asked = read_examples(path, False, "completion")
     assert (asked.form, [e.label for e in asked.examples]) == ("completion", [None])
     with pytest.raises(DataError, match=r"no row has the fields of data\.format ranking: prompt, answers; its"):
         read_examples(path, False, "ranking")
+
+
+def test_a_form_is_told_by_fields_that_are_filled(tmp_path: Path) -> None:
+    """In a table of several forms every row has all fields, and those of the other forms are null."""
+    empty = dict.fromkeys(("conversations", "completion", "label", "answers", "instruction", "input"))
+    path = write(tmp_path, [{**empty, **PAIR}, {**empty, **PAIR, "prompt": "r"}])
+    result = read_examples(path, False)
+    assert (result.form, len(result.examples), result.notes) == ("pairs", 2, {})
+    single = {**empty, **dict.fromkeys(PAIR), "prompt": "q", "completion": "a"}
+    assert read_examples(write(tmp_path, [single]), False).form == "completion"
+    mixed = read_examples(write(tmp_path, [{**empty, **PAIR}, {**empty, **PAIR}, single]), False)
+    assert [(d.row, d.reason, d.detail) for d in mixed.dropped] == [(3, "null field", "chosen is null")]
+    nothing = read_examples(write(tmp_path, [dict.fromkeys(PAIR)]), False)  # no form is filled, so the names tell
+    assert [d.reason for d in nothing.dropped] == ["null field"]
+
+
+def test_a_row_that_says_more_than_its_files_form_reads_is_refused(tmp_path: Path) -> None:
+    """The completion would be imitated although its row says that it is not wanted."""
+    single = {"prompt": "q", "completion": "a"}
+    result = read_examples(write(tmp_path, [single, single, {**single, "label": False}]), False)
+    assert (result.form, len(result.examples)) == ("completion", 2)
+    (dropped,) = result.dropped
+    assert (dropped.row, dropped.reason) == (3, "another form than the file")
+    assert "looks like unpaired, most of the file like completion" in dropped.detail
+    asked = read_examples(write(tmp_path, [single, {**single, "label": False}]), False, "completion")
+    assert len(asked.examples) == 2 and list(asked.notes) == ["fields that are not read: label"]

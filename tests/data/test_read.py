@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.data.rows import PAIR, write
-from tuningfork.data.forms import read_examples
+from tuningfork.data.examples import read_examples
 from tuningfork.data.read import read_rows
 from tuningfork.errors import DataError
 
@@ -56,6 +56,22 @@ def test_any_text_survives(tmp_path: Path, texts: list[str]) -> None:
 def test_big_numbers_nulls_and_missing_fields_stay_apart(tmp_path: Path) -> None:
     rows = [{"a": 123456789012345678901234567890}, {"a": None}, {"b": [{"c": 1}, {"d": "x"}]}, {}]
     assert [row for _, row in read_rows(write(tmp_path, rows))] == rows
+
+
+def test_nulls_that_fill_up_the_objects_of_a_table_go_and_others_stay(tmp_path: Path) -> None:
+    """A table gives all objects of a column the same fields; its items of lists and fields of rows are its own."""
+    rows = [
+        {"a": {"x": {"y": 1}}, "b": [[{"c": 1}], [{"d": "z"}]], "e": [1, None], "f": None},
+        {"a": {"v": None}, "b": [[], [None]], "e": None, "f": "g"},
+    ]
+    table = pa.Table.from_pylist(rows)
+    assert table.column("a")[1].as_py() == {"x": None, "v": None}  # so it is written
+    path = tmp_path / "t.parquet"
+    pyarrow.parquet.write_table(table, path)
+    datasets.Dataset(table).save_to_disk(tmp_path / "saved")
+    expected = [rows[0], {**rows[1], "a": {}}]
+    for found in (read_rows(path), read_rows(tmp_path / "saved")):
+        assert [row for _, row in found] == expected
 
 
 def test_row_numbers_are_line_numbers(tmp_path: Path) -> None:

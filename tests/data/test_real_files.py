@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from tests.data.tiny_tokenizers import CHATML, INST, byte_bpe
 from tuningfork.data.audit import prepare
 from tuningfork.data.config import DataConfig
-from tuningfork.data.forms import read_examples
+from tuningfork.data.examples import read_examples
 from tuningfork.errors import DataError
 from tuningfork.records import Example
 

@@ -12,7 +12,7 @@ from tests.data.joint import Style, border, differences, encoded, printed, refus
 from tests.real_tokenizers import DEEPSEEK_V4, REAL, Unavailable, real_tokenizer, vocabulary
 from tuningfork.data.template import render
 from tuningfork.data.tokenize import Encoder
-from tuningfork.data.turns import Unusable
+from tuningfork.data.values import Unusable
 from tuningfork.records import Example, Message, Source, TokenExample, Turns
 
 CHATML = Style("<|im_start|>assistant\n", "<|im_end|>")
@@ -186,6 +186,43 @@ def test_thoughts_count_where_the_template_prints_them(name: str, answer: tuple[
     joint = tokenizer(printed(tokenizer, (*user("q"), *turns)), add_special_tokens=False).input_ids
     ids = [*example.prompt_ids, *first.ids]
     assert ids == joint[: len(ids)]
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x":1}'}}
+
+
+@pytest.mark.parametrize(
+    ("name", "counted"),
+    [
+        ("qwen2_5", '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>'),
+        ("qwen3", '<think>\n\n</think>\n\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>'),
+        ("llama3_1", '{"name": "f", "parameters": {"x": 1}}<|eot_id|>'),
+        ("gpt_oss", ' to=functions.f<|channel|>commentary json<|message|>{"x": 1}<|call|>'),
+    ],
+)
+def test_arguments_written_as_json_text_are_printed_once(name: str, counted: str) -> None:
+    """OpenAI writes a call's arguments as text, which these templates would write as JSON once more."""
+    tokenizer, encoder = loaded(name)
+    call = (Message("assistant", "", {"tool_calls": [CALL]}),)
+    answer, _ = encoded(tokenizer, user("q"), (call, assistant("no")), encoder).answers
+    assert text_of(tokenizer, answer.ids[answer.mask]) == counted
+
+
+@pytest.mark.parametrize(
+    ("name", "counted"),
+    [
+        ("qwen3", "<think>\nhm\n</think>\n\nyes<|im_end|>"),
+        (
+            "gpt_oss",  # it calls them thinking
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>yes<|return|>",
+        ),
+    ],
+)
+def test_thoughts_beside_the_content_are_printed(name: str, counted: str) -> None:
+    tokenizer, encoder = loaded(name)
+    thinks = (Message("assistant", "yes", {"reasoning_content": "hm"}),)
+    answer, _ = encoded(tokenizer, user("q"), (thinks, assistant("no")), encoder).answers
+    assert text_of(tokenizer, answer.ids[answer.mask]) == counted
 
 
 def test_first_thoughts_are_taken_out_of_the_prompt_as_the_template_does() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tuningfork.data.shorten import CUT_ANSWERS, CUT_ONE_SIDE, CUT_PROMPT, OverLength, shorten
-from tuningfork.data.turns import Unusable
+from tuningfork.data.values import Unusable
 from tuningfork.records import Source, TokenAnswer, TokenExample
 
 BOS = 1

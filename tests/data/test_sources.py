@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.rows import PAIR, write
-from tuningfork.data.forms import read_examples
+from tuningfork.data.examples import read_examples
 from tuningfork.data.read import read_rows
 from tuningfork.data.sources import Tables, expand, expand_all, mix
 from tuningfork.errors import DataError

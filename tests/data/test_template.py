@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tests.data.tiny_tokenizers import CHATML, INST, REWRITING, byte_bpe
 from tuningfork.data.template import REOPENS, REWRITES, RenderedExample, check_template, render
-from tuningfork.data.turns import Unusable
+from tuningfork.data.values import Unusable
 from tuningfork.errors import DataError
 from tuningfork.records import Example, Message, Source
 
@@ -191,6 +191,45 @@ def test_tools_and_calls_are_printed() -> None:
 def test_a_template_that_knows_no_tools_costs_the_row(example: Example) -> None:
     with pytest.raises(Unusable, match=r"the chat template leaves out a field.*tool"):
         render(example, byte_bpe(chat_template=CHATML))
+
+
+ONE_CALL = "{% for m in messages %}{% for c in m['tool_calls'] or [] %}{{ ARGUMENTS }};{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("given", ['{"x":1}', {"x": 1}])
+def test_arguments_are_what_the_template_can_print(given: object) -> None:
+    """A template that writes JSON is given the object, one that puts text together the text, the file's own."""
+    call = Message("assistant", "", {"tool_calls": [{"name": "f", "arguments": given}]})
+    text = given if isinstance(given, str) else '{"x": 1}'
+    for arguments, expected in (("c['arguments'] | tojson", '{"x": 1};'), ("'@' + c['arguments']", f"@{text};")):
+        template = ONE_CALL.replace("ARGUMENTS", arguments)
+        example = Example(SOURCE, (*turns("q"), call, Message("tool", "7")), (answer("a"), answer("b")))
+        assert render_text(example, template + "{{ messages[-1]['content'] }}") == f"{expected}a"
+
+
+def render_text(example: Example, template: str) -> str:
+    return render(example, byte_bpe(chat_template=template)).texts[0]
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_thoughts_go_by_the_name_that_the_template_has(name: str) -> None:
+    """Words such as reasoning_effort or enable_thinking are other words."""
+    template = (
+        "{{ reasoning_effort }}{{ enable_thinking }}{% for m in messages %}"
+        f"{{{{ m['{name}'] }}}}{{{{ m['content'] }}}};{{% endfor %}}"
+    )
+    thinks = (Message("assistant", "a", {"reasoning_content": "hm:"}),)
+    for written in (template, template.replace(f"m['{name}']", f"m.{name}")):
+        assert render_text(Example(SOURCE, turns("q"), (thinks, answer("b"))), written) == "q;hm:a;"
+    with pytest.raises(Unusable, match=r"the chat template leaves out a field.*reasoning_content of message 2"):
+        render_text(Example(SOURCE, turns("q"), (thinks, answer("b"))), CHATML)
+
+
+def test_half_a_surrogate_pair_in_a_tool_costs_the_row() -> None:
+    tools = [{"name": "f", "description": "\ud83d"}]
+    template = "{{ tools | tojson }}{% for m in messages %}{{ m['content'] }};{% endfor %}"
+    with pytest.raises(Unusable, match="half a surrogate pair"):
+        render_text(Example(SOURCE, turns("q"), (answer("a"), answer("b")), template={"tools": tools}), template)
 
 
 def test_plain_text_stays_as_it_is() -> None:

@@ -13,7 +13,7 @@ from tests.data.joint import Style, border, byte_spans, differences, encoded, re
 from tests.data.tiny_tokenizers import CHATML, INST, REWRITING, SPECIAL, byte_bpe, sentence_piece
 from tuningfork.data.template import render
 from tuningfork.data.tokenize import Encoder
-from tuningfork.data.turns import Unusable
+from tuningfork.data.values import Unusable
 from tuningfork.records import Example, Message, Source, TokenExample, Turns
 
 BOS, EOS = 0, 1

@@ -26,7 +26,7 @@ from tuningfork.data.shorten import shorten, size_of
 from tuningfork.data.store import Columns, columns_of
 from tuningfork.data.template import RenderedExample, render
 from tuningfork.data.tokenize import Encoded, Encoder
-from tuningfork.data.turns import Unusable
+from tuningfork.data.values import Unusable
 from tuningfork.errors import DataError
 from tuningfork.records import DroppedRow, Example, Size, TokenExample
 

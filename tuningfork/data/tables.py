@@ -24,7 +24,7 @@ from tuningfork import records
 from tuningfork.data import store
 from tuningfork.data.chunks import Block, encode_chunks
 from tuningfork.data.config import DataConfig
-from tuningfork.data.forms import read_examples
+from tuningfork.data.examples import read_examples
 from tuningfork.data.read import digest_of
 from tuningfork.data.store import Columns, TokenTable
 from tuningfork.data.tokenize import Encoder

@@ -10,6 +10,8 @@ turn's content is exchanged for a marker, and what the two whole printings share
 from __future__ import annotations
 
 import inspect
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, cast
@@ -17,7 +19,8 @@ from typing import Any, Literal, cast
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from tuningfork.data.turns import Unusable
+from tuningfork.data.tools import THOUGHTS, with_object_arguments, with_text_arguments
+from tuningfork.data.values import Unusable, string
 from tuningfork.errors import DataError
 from tuningfork.records import Example, Message, Source, Turns
 
@@ -108,16 +111,37 @@ class _Printer:
         """The texts of the tokenizer's added tokens: thousands for some, so not asked for where they do not matter."""
         return [token.content for token in self.tokenizer.added_tokens_decoder.values()]
 
+    @cached_property
+    def thought(self) -> str:
+        """The name that this template has for an assistant's thoughts; the usual one where it has none."""
+        template = self.tokenizer.get_chat_template(tools=self.arguments.get("tools"))
+        names = (name for name in THOUGHTS if re.search(rf"\.{name}\b|['\"]{name}['\"]", template))
+        return next(names, THOUGHTS[0])
+
     def _print(self, turns: Turns, open_turn: bool) -> str:
-        messages = [{"role": turn.role, "content": turn.content, **turn.extra} for turn in turns]
-        try:
-            return str(
-                self.tokenizer.apply_chat_template(
+        refused: Exception | None = None
+        for messages in self._messages(turns):
+            try:
+                text = self.tokenizer.apply_chat_template(
                     messages, tokenize=False, add_generation_prompt=open_turn, **self.arguments
                 )
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            raise Unusable("the chat template refuses the conversation", str(error)[:300]) from error
+                return string(text, "what the chat template prints")
+            except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+                refused = refused or error
+        raise Unusable("the chat template refuses the conversation", str(refused)[:300]) from refused
+
+    def _messages(self, turns: Turns) -> Iterator[list[dict[str, Any]]]:
+        """The turns as the template takes them. Arguments of calls are objects for most templates, which write JSON of
+        them. Those that put text together cannot take an object, and get JSON text."""
+        called = any("tool_calls" in turn.extra for turn in turns)
+        for change in (with_object_arguments, with_text_arguments) if called else (None,):
+            messages = []
+            for turn in turns:
+                extra = {self.thought if key == THOUGHTS[0] else key: value for key, value in turn.extra.items()}
+                if change is not None and "tool_calls" in extra:
+                    extra["tool_calls"] = change(extra["tool_calls"])
+                messages.append({"role": turn.role, "content": turn.content, **extra})
+            yield messages
 
     def marker(self, tail: str, after: str) -> int:
         """Length of the end marker in `after`, which stands behind a turn, where `tail` closes it as the last one.

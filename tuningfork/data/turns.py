@@ -1,89 +1,38 @@
 """Values of a row -> turns of a conversation, or text; and two conversations -> what they share and where they part.
 
-Whatever is wrong with a value raises Unusable, which costs its row and no other.
+A conversation is a list of messages, the JSON text of one, or a transcript "\\n\\nHuman: ...\\n\\nAssistant: ...".
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tuningfork.data.read import Row, kind_of
+from tuningfork.data.tools import THOUGHTS, call_list, spoken_call, thought
+from tuningfork.data.values import Unusable, fields, filled, number, string
 from tuningfork.records import Message, Turns
-
-# Fields that change what is trained on and that no part of this house knows. Ignoring one would train on something else
-# than the file says, so a row that fills it is dropped. Other extra fields (scores, ids) are none of our business.
-UNSUPPORTED = ("images", "image", "videos", "video", "audios", "audio", "documents")
-NEUTRAL: tuple[Any, ...] = (None, "", [], {})  # values with which such a field changes nothing
-
-# Fields of a message beside role and content that chat templates print, by the role that may fill them.
-PRINTED = {"assistant": ("tool_calls", "reasoning_content"), "tool": ("tool_call_id", "name")}
 
 ROLES = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
-    **{"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"},
+    **{"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool", "function": "tool"},
 }
+NAMED_BY = (("role", "content"), ("from", "value"))  # the two ways to write a message
+SPOKEN = ("tool_calls", "function_call", *THOUGHTS)  # what only an assistant can say beside its content
+ANSWERED = ("tool_call_id", "name")  # what a tool's answer says beside its content
+READ = {*NAMED_BY[0], *NAMED_BY[1], *SPOKEN, "loss_weight", "weight"}  # fields of any message that are used
+TURN_START = "\n\nHuman:"
 ANSWER_MARK = "\n\nAssistant:"
 TURN_MARK = re.compile(r"\n\n(Human|Assistant):")
 
 
-class Unusable(Exception):
-    """One row cannot be trained on. `reason` is one of a few short phrases, `detail` says what was found where."""
-
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(reason, detail)
-        self.reason, self.detail = reason, detail
-
-
-def fields(row: Row, keys: Iterable[str], place: str = "") -> list[Any]:
-    """The values of the keys, none of them null, in a row or in the message at a place in it."""
-    found = []
-    for key in keys:
-        if key not in row:
-            raise Unusable("missing field", f"no {place}{key}; found {', '.join(row) or 'none'}")
-        if row[key] is None:
-            raise Unusable("null field", f"{place}{key} is null")
-        found.append(row[key])
-    for key in UNSUPPORTED:
-        if row.get(key) not in NEUTRAL:
-            raise Unusable("unsupported field", f"{place}{key} is filled; it would change what is trained on")
-    return found
-
-
-def string(value: Any, field: str) -> str:
-    """The value, which must be text that UTF-8 can hold."""
-    if not isinstance(value, str):
-        raise Unusable("wrong type", f"{field} is {kind_of(value)}, expected a string")
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise Unusable("broken text", f"{field} has half a surrogate pair at character {error.start + 1}") from None
-    return value
-
-
-def number(value: Any, field: str) -> float:
-    """The value, which must be a finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
-        shown = repr(value) if isinstance(value, int | float) else kind_of(value)
-        raise Unusable("wrong type", f"{field} is {shown[:40]}, expected a finite number")
-    return float(value)
-
-
-def parsed(value: Any, field: str) -> Any:
-    """The value, or what its JSON says where it is a string: columns of a table often hold lists as text."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(string(value, field))
-    except (ValueError, RecursionError) as error:
-        raise Unusable("wrong type", f"{field} is a string that is not JSON ({error})") from None
-
-
 def turns(value: Any, field: str, role: str) -> Turns:
-    """A string, one message or a list of messages as turns; a string is one turn of `role`."""
+    """One message, a list of messages, or a conversation written as text; any other string is one turn of `role`."""
+    value = unpacked(value, field)
+    if is_transcript(value):
+        return transcript_turns(string(value, field))
     if isinstance(value, str):
         return (Message(role, string(value, field)),)
     messages = [value] if isinstance(value, dict) else value
@@ -94,26 +43,76 @@ def turns(value: Any, field: str, role: str) -> Turns:
     return tuple(_message(message, f"{field}[{i}]") for i, message in enumerate(messages))
 
 
+def unpacked(value: Any, field: str) -> Any:
+    """The value, or the messages that it is the JSON text of: columns of a table often hold lists as text.
+
+    Raises Unusable where the text is a list of messages in Python's writing, which is not JSON.
+    """
+    if not isinstance(value, str) or not (text := value.strip()).startswith(("[", "{")):
+        return value
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if (
+            re.match(r"\[\s*\{", text)
+            and re.search(r"\}\s*\]$", text)
+            and any(all(re.search(rf"'{key}'\s*:", text) for key in keys) for keys in NAMED_BY)
+        ):
+            raise Unusable(
+                "messages that are not JSON",
+                f"{field} is messages as Python prints them ({error}); write them with json.dumps",
+            ) from None
+        return value
+    messages = found if isinstance(found, list) else [found]
+    return found if messages and all(map(_looks_like_a_message, messages)) else value
+
+
+def _looks_like_a_message(value: Any) -> bool:
+    """Whether this is surely a message: a known role, and something said. Answers may be JSON of other kinds."""
+    if not isinstance(value, dict):
+        return False
+    role, content = NAMED_BY[0] if value.get("role") is not None else NAMED_BY[1]
+    known = isinstance(value.get(role), str) and value[role] in ROLES
+    return known and (content in value or filled(value, "tool_calls"))
+
+
 def _message(message: Any, field: str) -> Message:
     if not isinstance(message, dict):
         raise Unusable("wrong type", f"{field} is {kind_of(message)}, expected a message with role and content")
-    keys = ("from", "value") if "from" in message and "role" not in message else ("role", "content")
-    if message.get("tool_calls") not in NEUTRAL and message.get(keys[1]) is None:
+    keys = NAMED_BY[1] if message.get("from") is not None and message.get("role") is None else NAMED_BY[0]
+    if message.get(keys[1]) is None and any(filled(message, key) for key in ("tool_calls", "function_call")):
         message = {**message, keys[1]: ""}  # a call needs no words
     given, content = fields(message, keys, f"{field}.")
     given = string(given, f"{field}.{keys[0]}")
     if given not in ROLES:
         raise Unusable("unknown role", f"{field}.{keys[0]} is {given!r}; known are {', '.join(ROLES)}")
     role = ROLES[given]
-    printed = {key: message[key] for key in PRINTED.get(role, ()) if message.get(key) not in NEUTRAL}
     text = _content(content, f"{field}.{keys[1]}")
+    if role != "assistant" and (spoken := [key for key in SPOKEN if filled(message, key)]):
+        raise Unusable("unsupported field", f"{field}.{spoken[0]} is filled for a {role} turn, not the assistant's")
+    extra = {key: message[key] for key in ANSWERED if role == "tool" and filled(message, key)}
     if given == "function_call":
-        text, printed = "", {"tool_calls": _calls(text, f"{field}.{keys[1]}")}
-    if "tool_calls" in printed:
-        printed["tool_calls"] = parsed(printed["tool_calls"], f"{field}.tool_calls")
-    if "reasoning_content" in printed:
-        string(printed["reasoning_content"], f"{field}.reasoning_content")
-    return Message(role, text, printed, _counts(message, role, field))
+        text, extra = "", {"tool_calls": spoken_call(text, f"{field}.{keys[1]}")}
+    calls = [key for key in ("tool_calls", "function_call") if filled(message, key)]
+    if len(calls) + (given == "function_call") > 1:
+        raise Unusable("unsupported field", f"{field} writes its calls twice: {', '.join(calls)}")
+    for key in calls:
+        if found := call_list(message[key], f"{field}.{key}"):
+            extra["tool_calls"] = found
+    if (thinking := thought(message, field)) is not None:
+        extra["reasoning_content"] = thinking
+    return Message(role, text, extra, _counts(message, role, field))
+
+
+def unread(value: Any) -> list[str]:
+    """Names of filled fields of messages that are not used."""
+    found: dict[str, None] = {}
+    for message in value if isinstance(value, list) else [value]:
+        if isinstance(message, dict):
+            answered = any(ROLES.get(str(message.get(by))) == "tool" for by, _ in NAMED_BY)
+            others = (key for key in message if key not in READ and not (answered and key in ANSWERED))
+            found |= dict.fromkeys(key for key in others if filled(message, key))
+    return list(found)
 
 
 def _content(content: Any, field: str) -> str:
@@ -137,15 +136,6 @@ def _text_key(part: dict[str, Any]) -> str | None:
     return next((key for key in ("text", "value") if key in part), None)
 
 
-def _calls(text: str, field: str) -> list[dict[str, Any]]:
-    """ShareGPT's function_call turn, JSON {name, arguments} or a list of them, as chat templates take calls."""
-    found = parsed(text, field)
-    calls = found if isinstance(found, list) else [found]
-    if not calls or not all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls):
-        raise Unusable("wrong type", f"{field} is no call with name and arguments")
-    return [{"type": "function", "function": call} for call in calls]
-
-
 def _counts(message: Row, role: str, field: str) -> bool:
     """Whether a message's own loss weight lets it count; other turns than the assistant's never do."""
     key = next((key for key in ("loss_weight", "weight") if message.get(key) is not None), None)
@@ -153,7 +143,7 @@ def _counts(message: Row, role: str, field: str) -> bool:
         return True
     weight = number(message[key], f"{field}.{key}")
     if weight not in (0.0, 1.0) or (weight == 1.0 and key == "loss_weight" and role != "assistant"):
-        raise Unusable("unsupported field", f"{field}.{key} is {weight:g} for a {role} turn; it can be 0, or 1 for an "
+        raise Unusable("unsupported field", f"{field}.{key} is {weight:g} for role {role}; it can be 0, or 1 for an "
                        "assistant turn")  # fmt: skip
     return weight == 1.0
 
@@ -169,9 +159,40 @@ def fork(conversations: Sequence[Turns]) -> tuple[Turns, list[Turns]]:
     return conversations[0][:same], [c[same:] for c in conversations]
 
 
+def after_prompt(prompt: Turns, answers: list[Turns], one_turn: bool) -> tuple[Turns, list[Turns]]:
+    """Prompt and answers, where the answers may be whole conversations that repeat the prompt.
+
+    A prompt of one turn given as text is one of theirs, as data sets keep it beside conversations of several turns:
+    then what the conversations share is the prompt. Other prompts are their start, with or without a system turn.
+    """
+    if one_turn and all(answer[0].role in ("system", "developer", "user") for answer in answers):
+        start, rest = fork(answers)
+        if any(turn.role == "user" and turn.content.strip() == prompt[0].content.strip() for turn in start):
+            return start, rest
+        raise Unusable("prompts differ", "the answers are whole conversations, and they share no turn like the prompt")
+    system, said = _parted(prompt)
+    repeated = [_parted(answer) for answer in answers]
+    if all(rest[: len(said)] == said and head == repeated[0][0] for head, rest in repeated):
+        given = repeated[0][0]
+        if system and given and system != given:
+            raise Unusable("two system messages", "the prompt's and the answers' differ")
+        return (system or given) + said, [rest[len(said) :] for _, rest in repeated]
+    return prompt, answers
+
+
+def _parted(conversation: Turns) -> tuple[Turns, Turns]:
+    """The system turns that open a conversation, and the rest."""
+    roles = (i for i, turn in enumerate(conversation) if turn.role not in ("system", "developer"))
+    n = next(roles, len(conversation))
+    return conversation[:n], conversation[n:]
+
+
 def is_transcript(value: Any) -> bool:
-    """Whether a value reads "\\n\\nHuman: ...\\n\\nAssistant: ..."."""
-    return isinstance(value, str) and value.startswith("\n\nHuman:") and ANSWER_MARK in value
+    """Whether a value reads "\\n\\nHuman: ...\\n\\nAssistant: ..."; stripped, it must end where the answer begins."""
+    if not isinstance(value, str):
+        return False
+    opened = value.lstrip().startswith(TURN_START.strip()) and value.rstrip().endswith(ANSWER_MARK)
+    return value.startswith(TURN_START) or opened
 
 
 def split_transcripts(transcripts: Sequence[tuple[str, Any]]) -> tuple[str, list[str]]:
@@ -180,7 +201,7 @@ def split_transcripts(transcripts: Sequence[tuple[str, Any]]) -> tuple[str, list
     for name, value in transcripts:
         text = string(value, name)
         prompt, mark, answer = text.rpartition(ANSWER_MARK)
-        if not is_transcript(text):
+        if not text.lstrip().startswith(TURN_START.strip()) or not mark:
             hint = "plain strings need a 'prompt' field beside them"
             raise Unusable("not a transcript", f"{name!r} is no '\\n\\nHuman: ...\\n\\nAssistant: ...'; {hint}")
         if TURN_MARK.search(answer):
@@ -194,8 +215,8 @@ def split_transcripts(transcripts: Sequence[tuple[str, Any]]) -> tuple[str, list
     return prompts[0], answers
 
 
-def transcript_turns(prompt: str) -> Turns:
-    """The turns of a transcript's prompt, which ends with an assistant mark; spaces around each are the format's."""
-    marks = TURN_MARK.split(prompt.removesuffix(ANSWER_MARK))[1:]  # role, content, role, content, ...
+def transcript_turns(text: str) -> Turns:
+    """The turns of a transcript; spaces around each are the format's. A mark of the assistant at its end opens none."""
+    marks = TURN_MARK.split("\n\n" + text.strip().removesuffix(ANSWER_MARK).lstrip())[1:]  # role, content, role, ...
     roles = ["user" if mark == "Human" else "assistant" for mark in marks[::2]]
     return tuple(Message(role, content.strip()) for role, content in zip(roles, marks[1::2], strict=True))

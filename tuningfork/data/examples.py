@@ -1,0 +1,345 @@
+"""Rows -> examples: every row becomes an Example or a DroppedRow with its reason.
+
+A row that cannot be used is dropped and listed; a file that cannot be used is a DataError. Nothing that would change
+what the model sees is passed over: it is used, or its row is dropped, and fields that are not read are noted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from tuningfork.data.forms import FORMS, Form, Parts, form_of, form_of_file
+from tuningfork.data.read import Row, kind_of, read_rows
+from tuningfork.data.tools import holds_null, template_arguments
+from tuningfork.data.turns import (
+    after_prompt,
+    fork,
+    is_transcript,
+    split_transcripts,
+    transcript_turns,
+    turns,
+    unpacked,
+    unread,
+)
+from tuningfork.data.values import Unusable, filled, number, parsed, string
+from tuningfork.errors import DataError
+from tuningfork.records import DroppedRow, Example, Message, Source, Turns
+
+SYSTEM = ("system", "system_prompt")  # either holds the system message
+SCORES = (
+    *(("score_chosen", "score_rejected"), ("chosen_score", "rejected_score")),
+    *(("rating_chosen", "rating_rejected"), ("chosen_rating", "rejected_rating"), ("chosen-rating", "rejected-rating")),
+)
+# Fields that every form reads.
+READ = {
+    *(*SYSTEM, "history", "tools", "functions", "chat_template_kwargs", "weight", "margin"),
+    *(name for pair in SCORES for name in pair),
+}
+ASKED = ("instruction", "input", "question", "query")  # fields that hold what was asked, where no prompt does
+CUT_REPEATED = "answers repeat the prompt: cut off"
+BEGIN_ALIKE = "all answers begin with the whole prompt"
+NULLS = "null within tools or calls, which a template may print"
+UNREAD_SHOWN = 20  # names in the note of fields that are not read
+
+
+@dataclass(frozen=True, slots=True)
+class ReadResult:
+    """What became of a file's rows: rows_read = len(examples) + len(dropped)."""
+
+    form: str
+    examples: list[Example]
+    dropped: list[DroppedRow]
+    rows_read: int
+    notes: dict[str, list[Source]] = field(default_factory=dict)  # what is worth knowing of rows -> which
+
+
+def read_examples(path: str | Path, as_text: bool, form: str = "auto") -> ReadResult:
+    """Read a file of examples; the answers of each are in order, the best first.
+
+    as_text=False: prompts and answers are turns; a string becomes one user or one assistant turn. as_text=True: they
+    are the file's own strings; a file with messages is refused. Documents are text either way. `form`: a name of FORMS.
+    Raises DataError where the whole file is unusable.
+    """
+    rows = read_rows(path)
+    name = form_of_file(path, [row for _, row in rows], form)
+    FORMS[name].check(path, rows)
+    found = [_parts(row, name, form) for _, row in rows]
+    repeats = _answers_repeat_prompts([parts for parts in found if isinstance(parts, Parts)])
+    result = ReadResult(name, [], [], len(rows))
+    not_read: dict[str, list[Source]] = {}
+    for (row_number, row), parts in zip(rows, found, strict=True):
+        source = Source(str(path), row_number)
+        try:
+            if isinstance(parts, Unusable):
+                raise parts
+            cut = _without_repeated_prompt(parts) if repeats or is_transcript(_text(parts.prompt)) else parts
+            example = _example(source, row, FORMS[name], cut, as_text)
+        except Unusable as unusable:
+            result.dropped.append(DroppedRow(source.file, row_number, unusable.reason, unusable.detail))
+            continue
+        result.examples.append(example)
+        for note in _notes(row, parts, cut, example):
+            result.notes.setdefault(note, []).append(source)
+        for key in _not_read(row, FORMS[name], parts):
+            not_read.setdefault(key, []).append(source)
+    _note_not_read(result, not_read)
+    return result
+
+
+def _parts(row: Row, name: str, asked: str) -> Parts | Unusable:
+    """What the file's form finds in a row, or why it finds nothing."""
+    own = form_of(row) if asked == "auto" else None
+    if own not in (None, name) and FORMS[name].fits(row):
+        return Unusable(
+            "another form than the file",
+            f"the row looks like {own}, most of the file like {name}; split the file, or set data.format",
+        )
+    try:
+        return FORMS[name].parts(row)
+    except Unusable as unusable:
+        return unusable
+
+
+def _text(named: tuple[str, Any] | None) -> str:
+    return named[1] if named is not None and isinstance(named[1], str) else ""
+
+
+def _begin_alike(parts: Parts) -> bool:
+    """Whether all answers are strings that go on behind the whole prompt."""
+    prompt = _text(parts.prompt)
+    return bool(prompt.strip()) and all(
+        isinstance(answer, str) and answer.startswith(prompt) and len(answer) > len(prompt)
+        for _, answer in parts.answers
+    )
+
+
+def _answers_repeat_prompts(found: Sequence[Parts]) -> bool:
+    """Whether the answers of a file hold the prompt, too: more than half of its rows with strings look like it.
+
+    One row does not tell: "Hello" may well be answered by "Hello!".
+    """
+    strings = [parts for parts in found if _text(parts.prompt) and all(isinstance(a, str) for _, a in parts.answers)]
+    return 2 * sum(map(_begin_alike, strings)) > len(strings)
+
+
+def _without_repeated_prompt(parts: Parts) -> Parts:
+    """The answers without the prompt in front. Raises Unusable where only some of them have it."""
+    prompt = _text(parts.prompt)
+    if _begin_alike(parts):
+        answers = [(name, answer[len(prompt) :]) for name, answer in parts.answers]
+        return Parts(parts.prompt, answers, parts.label, parts.tools)
+    if prompt.strip() and any(isinstance(a, str) and a.startswith(prompt) for _, a in parts.answers):
+        raise Unusable("only some answers repeat the prompt", "all of them must, or none")
+    return parts
+
+
+def _example(source: Source, row: Row, form: Form, parts: Parts, as_text: bool) -> Example:
+    if parts.document:
+        text = string(parts.answers[0][1], parts.answers[0][0])
+        if not text.strip():
+            raise Unusable("empty answer", "text")
+        _check_asked(row, form, text)
+        return Example(source, "", (text,), weight=_weight(row))
+    beside = {key: value for key, value in row.items() if key not in form.keys}
+    found: tuple[Any, list[Any]] = _text_parts(source, parts, beside) if as_text else _turn_parts(parts, beside)
+    prompt, answers = found
+    _check_asked(row, form, prompt if isinstance(prompt, str) else "\n".join(turn.content for turn in prompt))
+    _check_distinct(parts, answers)
+    return Example(
+        source,
+        prompt,
+        tuple(answers),
+        label=parts.label,
+        weight=_weight(row),
+        margin=None if row.get("margin") is None else number(row["margin"], "margin"),
+        template={} if as_text else template_arguments(beside, parts.tools, "input.tools"),
+    )
+
+
+def _text_parts(source: Source, parts: Parts, row: Row) -> tuple[str, list[str]]:
+    """Prompt and answers as the file's own strings."""
+    given = [*([parts.prompt] if parts.prompt else []), *parts.answers]
+    for name, value in given:
+        if isinstance(unpacked(value, name), list | dict):
+            raise DataError(
+                f"{source}: field {name!r} holds messages, which need a chat template. Set data.template: chat, "
+                "or give prompts and answers as strings."
+            )
+    for key in (*SYSTEM, "history", "tools", "functions", "chat_template_kwargs"):
+        if filled(row, key):
+            raise Unusable("unsupported field", f"{key} is filled, and there is no chat template to print it")
+    if parts.prompt is None:
+        prompt, answers = split_transcripts(parts.answers)
+    else:
+        prompt, *answers = [string(value, name) for name, value in given]
+        if whole := [name for name, value in parts.answers if is_transcript(value)]:
+            raise Unusable("prompts differ", f"{whole[0]} is a whole transcript that does not begin with the prompt")
+    _check_filled(parts, [bool(answer.strip()) for answer in answers])
+    return prompt, answers
+
+
+def _turn_parts(parts: Parts, row: Row) -> tuple[Turns, list[Turns]]:
+    """Prompt and answers as turns."""
+    values = [(name, unpacked(value, name)) for name, value in parts.answers]
+    if parts.prompt is None and all(isinstance(value, str) for _, value in values):
+        text, answers = split_transcripts(values)
+        found: list[Turns] = [(Message("assistant", answer.strip()),) for answer in answers]
+        prompt = transcript_turns(text)
+    elif parts.prompt is None:
+        conversations = [turns(value, name, "assistant") for name, value in values]
+        prompt, found = fork(conversations) if len(conversations) > 1 else _first_answer(conversations[0])
+    else:
+        name, asked = parts.prompt
+        if is_transcript(asked):  # spaces around a turn are the format's
+            values = [(name, value.strip() if isinstance(value, str) else value) for name, value in values]
+        conversations = [turns(value, name, "assistant") for name, value in values]
+        prompt = turns(asked, name, "user")
+        one_turn = isinstance(unpacked(asked, name), str) and not is_transcript(asked)
+        prompt, found = after_prompt(prompt, conversations, one_turn)
+    prompt = _with_system(_with_history(prompt, row), row)
+    return _checked(parts, prompt, found)
+
+
+def _with_history(prompt: Turns, row: Row) -> Turns:
+    """The prompt behind the turns of a `history`: [user, assistant] each, or messages."""
+    if not filled(row, "history"):
+        return prompt
+    if len(prompt) != 1:
+        raise Unusable("unsupported field", "history is filled beside a prompt of several turns; write all as messages")
+    given = parsed(row["history"], "history")
+    if isinstance(given, list) and all(isinstance(said, list) and len(said) == 2 for said in given):
+        named = [(role, text) for said in given for role, text in zip(("user", "assistant"), said, strict=True)]
+        return (*(Message(role, string(text, f"history, {role}")) for role, text in named), *prompt)
+    if isinstance(given, list) and all(isinstance(message, dict) for message in given):
+        return (*turns(given, "history", "user"), *prompt)
+    raise Unusable("wrong type", f"history is {kind_of(given)}, expected a list of [user, assistant] or of messages")
+
+
+def _with_system(prompt: Turns, row: Row) -> Turns:
+    """The prompt with the row's system message in front. An empty field means none; an empty message is one."""
+    found = {key: string(row[key], key) for key in SYSTEM if filled(row, key)}
+    said = [text for text in found.values() if text.strip()]
+    if not said:
+        return prompt
+    if len(set(said)) > 1:
+        raise Unusable("two system messages", f"{' and '.join(found)} differ")
+    system = Message("system", said[0])
+    if prompt and prompt[0].role == "system" and prompt[0] != system:
+        raise Unusable("two system messages", "the system field and the first message differ")
+    return (system, *(prompt[1:] if prompt and prompt[0].role == "system" else prompt))
+
+
+def _first_answer(conversation: Turns) -> tuple[Turns, list[Turns]]:
+    """One conversation -> its start, and all from its first assistant turn on."""
+    first = next((i for i, turn in enumerate(conversation) if turn.role == "assistant"), None)
+    if first is None:
+        raise Unusable("no assistant turn", f"roles are {', '.join(turn.role for turn in conversation)}")
+    return conversation[:first], [conversation[first:]]
+
+
+def _checked(parts: Parts, prompt: Turns, answers: list[Turns]) -> tuple[Turns, list[Turns]]:
+    if not prompt:
+        raise Unusable("empty prompt", "the answers have no turn before them")
+    _check_filled(parts, [bool(answer) for answer in answers])
+    for (name, _), answer in zip(parts.answers, answers, strict=True):
+        if answer[-1].role != "assistant":
+            raise Unusable("last turn not assistant", f"{name!r} ends with a {answer[-1].role} turn")
+        if answer[0].role != "assistant":
+            raise Unusable("answer starts with another role", f"{name!r} starts with a {answer[0].role} turn")
+    _check_filled(parts, [all(map(_says_something, (m for m in a if m.role == "assistant"))) for a in answers])
+    for place, message in enumerate(prompt, 1):
+        if message.role != "system" and not _says_something(message):
+            raise Unusable("empty message", f"message {place} of the prompt, of role {message.role}")
+    if prompt[-1].role == "assistant":
+        raise Unusable(
+            "prompt ends with an assistant turn",
+            "an answer would be a second one in a row; end the prompt with a user or tool turn, or give text to be "
+            "continued as strings with data.template: none",
+        )
+    return prompt, answers
+
+
+def _says_something(message: Message) -> bool:
+    return bool(message.content.strip() or message.extra.get("tool_calls"))
+
+
+def _check_filled(parts: Parts, full: list[bool]) -> None:
+    if not all(full):
+        empty = [name for (name, _), there in zip(parts.answers, full, strict=True) if not there]
+        raise Unusable("empty answer", " and ".join(empty))
+
+
+def _check_distinct(parts: Parts, answers: Sequence[Turns | str]) -> None:
+    names = [name for name, _ in parts.answers]
+    for (first, one), (second, other) in combinations(zip(names, answers, strict=True), 2):
+        if one == other:
+            reason = "chosen equals rejected" if len(answers) == 2 else "answers are equal"
+            raise Unusable(reason, "" if len(answers) == 2 else f"{first} and {second}")
+
+
+def _check_asked(row: Row, form: Form, prompt: str) -> None:
+    """Raise Unusable where a field that usually holds what was asked says something that the prompt does not."""
+    for key in ASKED:
+        if key not in (*form.keys, *form.more) and filled(row, key):
+            value = row[key]
+            if not isinstance(value, str) or value.strip() not in prompt:
+                raise Unusable(
+                    "unsupported field",
+                    f"{key} is filled, and the prompt does not hold it; put it there or remove the field",
+                )
+
+
+def _weight(row: Row) -> float:
+    if row.get("weight") is None:
+        return 1.0
+    weight = number(row["weight"], "weight")
+    if weight < 0:
+        raise Unusable("negative weight", f"weight is {weight:g}")
+    if weight == 0:
+        raise Unusable("weight 0", "the row asks not to be trained on")
+    return weight
+
+
+def _notes(row: Row, parts: Parts, cut: Parts, example: Example) -> Iterator[str]:
+    """What is worth knowing of a row that is used."""
+    for chosen, rejected in SCORES:
+        better, worse = _score(row.get(chosen)), _score(row.get(rejected))
+        if better is not None and worse is not None and better <= worse:
+            yield "chosen is not scored higher"
+            break
+    if cut is not parts:
+        yield CUT_REPEATED
+    elif _begin_alike(parts):
+        yield BEGIN_ALIKE
+    said = [turn.extra for part in (example.prompt, *example.answers) for turn in part if isinstance(turn, Message)]
+    if any(map(holds_null, (example.template.get("tools", []), *said))):
+        yield NULLS
+
+
+def _score(value: Any) -> float | None:
+    """A score, which may be written as text; None for anything else."""
+    try:
+        return None if isinstance(value, bool) or not isinstance(value, int | float | str) else float(value)
+    except (ValueError, OverflowError):
+        return None
+
+
+def _not_read(row: Row, form: Form, parts: Parts) -> Iterator[str]:
+    """Names of filled fields of a row and of its messages that nothing reads."""
+    known = {*READ, *form.keys, *form.more}
+    yield from (key for key in row if key not in known and filled(row, key))
+    for name, value in [*([parts.prompt] if parts.prompt else []), *parts.answers]:
+        yield from (f"{name}[].{key}" for key in unread(unpacked(value, name)))
+
+
+def _note_not_read(result: ReadResult, not_read: dict[str, list[Source]]) -> None:
+    if not_read:
+        names = list(not_read)
+        more = f" and {len(names) - UNREAD_SHOWN} more" if len(names) > UNREAD_SHOWN else ""
+        rows = {source: None for sources in not_read.values() for source in sources}
+        note = f"fields that are not read: {', '.join(names[:UNREAD_SHOWN])}{more}"
+        result.notes[note] = sorted(rows, key=lambda source: source.row)
