@@ -128,7 +128,7 @@ def test_nothing_left_is_an_error_with_reasons_and_counts(tmp_path: Path) -> Non
     with pytest.raises(DataError) as caught:
         prepare(path, byte_bpe(), replace(NONE, max_length=5), 260)
     assert str(caught.value) == (
-        f"{path}: no row can be used, of 3: 2 x empty answer (first: row 1, rejected); "
+        f"{path}: none of its 3 rows can be used: 2 x empty answer (first: row 1, rejected); "
         "1 x longer than max_length (first: row 3, prompt 20, answers 2 and 2 tokens; data.max_length is 5). "
         "Mend the rows or change the settings named here."
     )
