@@ -3,11 +3,33 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tuningfork.data.examples import read_examples
-from tuningfork.records import Example, Message
+from tuningfork.data import examples, read
+from tuningfork.records import DroppedRow, Example, Message, Source
+
+
+@dataclass(frozen=True)
+class Read:
+    """A whole table as examples."""
+
+    form: str
+    rows_read: int
+    examples: list[Example]
+    dropped: list[DroppedRow]
+    notes: dict[str, list[Source]]
+
+
+def read_examples(path: str | Path, as_text: bool, form: str = "auto") -> Read:
+    reading = examples.Reading(path, as_text, form)
+    return Read(reading.form, reading.rows_read, list(reading), reading.dropped, reading.notes)
+
+
+def read_rows(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
+    return list(read.read_rows(path))
+
 
 HH = "\n\nHuman: {}\n\nAssistant: {}"
 

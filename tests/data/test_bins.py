@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.lengths import QUANTILES, draw
+from tests.data.rows import read_examples
 from tests.data.test_real_files import DPO_EN, HH
 from tuningfork.data.bins import PATIENCE, best_fit, even_fit, members_of, stream_fit
-from tuningfork.data.examples import read_examples
 
 CAPACITY = st.integers(12, 60)
 # Few sizes, so that many items and many bins are alike.

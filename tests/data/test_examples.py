@@ -11,8 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from tests.data.rows import HH, PAIR, assistant, drop, one, turns, user, write
-from tuningfork.data.examples import read_examples
+from tests.data.rows import HH, PAIR, assistant, drop, one, read_examples, turns, user, write
 from tuningfork.errors import DataError
 from tuningfork.records import Example, Source
 

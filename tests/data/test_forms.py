@@ -8,9 +8,8 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from tests.data.rows import PAIR, assistant, turns, user, write
+from tests.data.rows import PAIR, assistant, read_examples, turns, user, write
 from tuningfork.data.config import DataConfig
-from tuningfork.data.examples import read_examples
 from tuningfork.data.forms import FORMS
 from tuningfork.errors import DataError
 from tuningfork.records import Example, Message

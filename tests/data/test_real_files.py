@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from tests.data.rows import read_examples
 from tests.data.tiny_tokenizers import CHATML, INST, byte_bpe
 from tuningfork.data.audit import prepare
 from tuningfork.data.config import DataConfig
-from tuningfork.data.examples import read_examples
 from tuningfork.errors import DataError
 from tuningfork.records import Example
 

@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.data.rows import PAIR, write
-from tuningfork.data.examples import read_examples
-from tuningfork.data.read import read_rows
+from tests.data.rows import PAIR, read_examples, read_rows, write
 from tuningfork.data.sources import Tables, expand, expand_all, mix
 from tuningfork.errors import DataError
 

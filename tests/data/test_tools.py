@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from tests.data.rows import PAIR, drop, one, user, write
-from tuningfork.data.examples import NULLS, read_examples
+from tests.data.rows import PAIR, drop, one, read_examples, user, write
+from tuningfork.data.examples import NULLS
 from tuningfork.data.tools import call_list, tool_list, with_object_arguments, with_text_arguments
 from tuningfork.records import Message
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.data.rows import HH, PAIR, assistant, drop, one, turns, user, write
-from tuningfork.data.examples import BEGIN_ALIKE, CUT_REPEATED, read_examples
+from tests.data.rows import HH, PAIR, assistant, drop, one, read_examples, turns, user, write
+from tuningfork.data.examples import BEGIN_ALIKE, CUT_REPEATED
 from tuningfork.errors import DataError
 from tuningfork.records import Message
 

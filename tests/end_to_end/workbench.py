@@ -187,6 +187,7 @@ def job_in(folder: Path, shelf: Path) -> Job:
             "model.path": shelf / "model",
             "data.train": shelf / "pairs.jsonl",
             "data.max_length": 128,
+            "data.cache": folder / "tokens",
             "pack.tokens": 512,
             "reference.cache": folder / "cache",
             "train.examples_per_step": 4,

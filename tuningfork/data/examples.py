@@ -7,13 +7,13 @@ what the model sees is passed over: it is used, or its row is dropped, and field
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from tuningfork.data.forms import FORMS, Form, Parts, form_of, form_of_file
-from tuningfork.data.read import Row, kind_of, read_rows
+from tuningfork.data.json_rows import Row, kind_of
+from tuningfork.data.read import read_rows
 from tuningfork.data.tools import holds_null, template_arguments
 from tuningfork.data.turns import (
     after_prompt,
@@ -46,62 +46,80 @@ NULLS = "null within tools or calls, which a template may print"
 UNREAD_SHOWN = 20  # names in the note of fields that are not read
 
 
-@dataclass(frozen=True, slots=True)
-class ReadResult:
-    """What became of a file's rows: rows_read = len(examples) + len(dropped)."""
+class Reading:
+    """A table's rows as examples; the answers of each are in order, the best first.
 
-    form: str
-    examples: list[Example]
-    dropped: list[DroppedRow]
-    rows_read: int
-    notes: dict[str, list[Source]] = field(default_factory=dict)  # what is worth knowing of rows -> which
-
-
-def read_examples(path: str | Path, as_text: bool, form: str = "auto") -> ReadResult:
-    """Read a file of examples; the answers of each are in order, the best first.
-
-    as_text=False: prompts and answers are turns; a string becomes one user or one assistant turn. as_text=True: they
-    are the file's own strings; a file with messages is refused. Documents are text either way. `form`: a name of FORMS.
-    Raises DataError where the whole file is unusable.
+    Rows are read as examples are drawn, and the account grows with them; in the end rows_read = the examples drawn +
+    dropped. Only the form of the rows, and whether answers repeat their prompts, is found in passes of their own.
     """
-    rows = read_rows(path)
-    name = form_of_file(path, [row for _, row in rows], form)
-    FORMS[name].check(path, rows)
-    found = [_parts(row, name, form) for _, row in rows]
-    repeats = _answers_repeat_prompts([parts for parts in found if isinstance(parts, Parts)])
-    result = ReadResult(name, [], [], len(rows))
-    not_read: dict[str, list[Source]] = {}
-    for (row_number, row), parts in zip(rows, found, strict=True):
-        source = Source(str(path), row_number)
-        try:
-            if isinstance(parts, Unusable):
-                raise parts
-            cut = _without_repeated_prompt(parts) if repeats or is_transcript(_text(parts.prompt)) else parts
-            example = _example(source, row, FORMS[name], cut, as_text)
-        except Unusable as unusable:
-            result.dropped.append(DroppedRow(source.file, row_number, unusable.reason, unusable.detail))
-            continue
-        result.examples.append(example)
-        for note in _notes(row, parts, cut, example):
-            result.notes.setdefault(note, []).append(source)
-        for key in _not_read(row, FORMS[name], parts):
-            not_read.setdefault(key, []).append(source)
-    _note_not_read(result, not_read)
-    return result
+
+    def __init__(self, path: str | Path, as_text: bool, form: str = "auto") -> None:
+        """as_text=False: prompts and answers are turns; a string becomes one user or one assistant turn. as_text=True:
+        they are the file's own strings; a file with messages is refused. Documents are text either way. `form`: a name
+        of FORMS. Raises DataError where the whole file is unusable.
+        """
+        self.path, self.as_text, self.asked = str(path), as_text, form
+        self.rows = read_rows(path)
+        self.form = form_of_file(path, self.rows, form)
+        FORMS[self.form].check(path, self.rows)
+        self.rows_read, self.repeat_prompts = self._survey()
+        self.dropped: list[DroppedRow] = []
+        self.notes: dict[str, list[Source]] = {}  # what is worth knowing of rows -> which
+
+    def __iter__(self) -> Iterator[Example]:
+        not_read: dict[str, list[Source]] = {}
+        form = FORMS[self.form]
+        for place, row in self.rows:
+            source = Source(self.path, place)
+            try:
+                parts = _parts(row, self.form, self.asked)
+                repeats = self.repeat_prompts or is_transcript(_text(parts.prompt))
+                cut = _without_repeated_prompt(parts) if repeats else parts
+                example = _example(source, row, form, cut, self.as_text)
+            except Unusable as unusable:
+                self.dropped.append(DroppedRow(source.file, place, unusable.reason, unusable.detail))
+                continue
+            for note in _notes(row, parts, cut, example):
+                self.notes.setdefault(note, []).append(source)
+            for key in _not_read(row, form, parts):
+                not_read.setdefault(key, []).append(source)
+            yield example
+        self._note_not_read(not_read)
+
+    def _survey(self) -> tuple[int, bool]:
+        """How many rows there are, and whether answers hold their prompts, too: more than half of the rows with strings
+        look like it. One row does not tell: "Hello" may well be answered by "Hello!".
+        """
+        count = strings = alike = 0
+        for _, row in self.rows:
+            count += 1
+            try:
+                parts = _parts(row, self.form, self.asked)
+            except Unusable:
+                continue
+            if _text(parts.prompt) and all(isinstance(answer, str) for _, answer in parts.answers):
+                strings += 1
+                alike += _begin_alike(parts)
+        return count, 2 * alike > strings
+
+    def _note_not_read(self, not_read: dict[str, list[Source]]) -> None:
+        if not_read:
+            names = list(not_read)
+            more = f" and {len(names) - UNREAD_SHOWN} more" if len(names) > UNREAD_SHOWN else ""
+            rows = {source: None for sources in not_read.values() for source in sources}
+            note = f"fields that are not read: {', '.join(names[:UNREAD_SHOWN])}{more}"
+            self.notes[note] = sorted(rows, key=lambda source: source.row)
 
 
-def _parts(row: Row, name: str, asked: str) -> Parts | Unusable:
-    """What the file's form finds in a row, or why it finds nothing."""
+def _parts(row: Row, name: str, asked: str) -> Parts:
+    """What the file's form finds in a row. Raises Unusable where it finds nothing."""
     own = form_of(row) if asked == "auto" else None
     if own not in (None, name) and FORMS[name].fits(row):
-        return Unusable(
+        raise Unusable(
             "another form than the file",
             f"the row looks like {own}, most of the file like {name}; split the file, or set data.format",
         )
-    try:
-        return FORMS[name].parts(row)
-    except Unusable as unusable:
-        return unusable
+    return FORMS[name].parts(row)
 
 
 def _text(named: tuple[str, Any] | None) -> str:
@@ -115,15 +133,6 @@ def _begin_alike(parts: Parts) -> bool:
         isinstance(answer, str) and answer.startswith(prompt) and len(answer) > len(prompt)
         for _, answer in parts.answers
     )
-
-
-def _answers_repeat_prompts(found: Sequence[Parts]) -> bool:
-    """Whether the answers of a file hold the prompt, too: more than half of its rows with strings look like it.
-
-    One row does not tell: "Hello" may well be answered by "Hello!".
-    """
-    strings = [parts for parts in found if _text(parts.prompt) and all(isinstance(a, str) for _, a in parts.answers)]
-    return 2 * sum(map(_begin_alike, strings)) > len(strings)
 
 
 def _without_repeated_prompt(parts: Parts) -> Parts:
@@ -334,12 +343,3 @@ def _not_read(row: Row, form: Form, parts: Parts) -> Iterator[str]:
     yield from (key for key in row if key not in known and filled(row, key))
     for name, value in [*([parts.prompt] if parts.prompt else []), *parts.answers]:
         yield from (f"{name}[].{key}" for key in unread(unpacked(value, name)))
-
-
-def _note_not_read(result: ReadResult, not_read: dict[str, list[Source]]) -> None:
-    if not_read:
-        names = list(not_read)
-        more = f" and {len(names) - UNREAD_SHOWN} more" if len(names) > UNREAD_SHOWN else ""
-        rows = {source: None for sources in not_read.values() for source in sources}
-        note = f"fields that are not read: {', '.join(names[:UNREAD_SHOWN])}{more}"
-        result.notes[note] = sorted(rows, key=lambda source: source.row)

@@ -8,13 +8,14 @@ them (`data/examples.py`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tuningfork.data.read import Row, kind_of
+from tuningfork.data.json_rows import Row, kind_of
+from tuningfork.data.read import Rows
 from tuningfork.data.values import Unusable, fields, filled, number, parsed, string
 from tuningfork.errors import DataError
 
@@ -36,7 +37,7 @@ class Parts:
     document: bool = False
 
 
-def _no_check(path: str | Path, rows: Sequence[tuple[int, Row]]) -> None:
+def _no_check(path: str | Path, rows: Rows) -> None:
     """For forms of which any row can be read by itself."""
 
 
@@ -49,7 +50,7 @@ class Form:
 
     keys: tuple[str, ...]
     parts: Callable[[Row], Parts]
-    check: Callable[[str | Path, Sequence[tuple[int, Row]]], None] = _no_check
+    check: Callable[[str | Path, Rows], None] = _no_check
     more: tuple[str, ...] = ()
 
     @classmethod
@@ -121,7 +122,7 @@ def _labelled(row: Row) -> Parts:
     return parts
 
 
-def _check_labels(path: str | Path, rows: Sequence[tuple[int, Row]]) -> None:
+def _check_labels(path: str | Path, rows: Rows) -> None:
     """Raise DataError where labels count from 0: a 1 would then name the other output."""
     for place, row in rows:
         if row.get("label") == 0 and not isinstance(row["label"], bool):
@@ -234,27 +235,27 @@ def _first_form(there: frozenset[str]) -> str | None:
     return next((name for name, form in FORMS.items() if there.issuperset(form.keys)), None)
 
 
-def form_of_file(path: str | Path, rows: Sequence[Row], asked: str) -> str:
+def form_of_file(path: str | Path, rows: Rows, asked: str) -> str:
     """The form that most rows have, or the one asked for; rows that lack one of its fields are dropped later.
 
     Raises DataError where no row has any form, or the one asked for.
     """
-    counts = Counter(name for name in map(form_of, rows) if name is not None)
+    counts = Counter(name for _, row in rows if (name := form_of(row)) is not None)
     if not counts:  # fields with nothing in them: say that of each row
-        counts = Counter(name for name in (_first_form(frozenset(row)) for row in rows) if name is not None)
+        counts = Counter(name for _, row in rows if (name := _first_form(frozenset(row))) is not None)
     if asked != "auto":
-        if any(all(key in row for key in FORMS[asked].keys) for row in rows):
+        if any(all(key in row for key in FORMS[asked].keys) for _, row in rows):
             return asked
         hint = f"its rows look like {counts.most_common(1)[0][0]}" if counts else "they have no known form"
         needed = ", ".join(FORMS[asked].keys)
         raise DataError(f"{path}: no row has the fields of data.format {asked}: {needed}; {hint}. {_found(rows)}")
     if not counts:
         supported = "; ".join(f"{', '.join(form.keys)} ({name})" for name, form in FORMS.items())
-        known = [says for keys, says in UNREAD.items() if any(all(filled(row, key) for key in keys) for row in rows)]
+        known = [s for keys, s in UNREAD.items() if any(all(filled(row, key) for key in keys) for _, row in rows)]
         hint = f" {known[0]}." if known else ""
         raise DataError(f"{path}: no known form of data. {_found(rows)}{hint} Supported: {supported}.")
     return counts.most_common(1)[0][0]
 
 
-def _found(rows: Sequence[Row]) -> str:
-    return f"Fields found: {', '.join(sorted({key for row in rows for key in row})[:40]) or 'none'}."
+def _found(rows: Rows) -> str:
+    return f"Fields found: {', '.join(sorted({key for _, row in rows for key in row})[:40]) or 'none'}."

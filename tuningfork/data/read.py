@@ -12,8 +12,7 @@ import json
 import shutil
 import tempfile
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,31 +21,47 @@ import datasets
 import pyarrow.parquet
 import xxhash
 
+from tuningfork.data.json_rows import GZIP, Row, array_rows, is_array, line_rows
 from tuningfork.errors import DataError
 
-Row = dict[str, Any]
 SUFFIXES = (".jsonl", ".json", ".parquet")
 HUB = "hub:"  # in front of owner/name
 
 
-def read_rows(path: str | Path) -> list[tuple[int, Row]]:
-    """All rows of a file with their numbers from 1: the line of a JSONL file, else the place in the file.
+class Rows:
+    """A table's rows with their numbers from 1: the line of a JSONL file, else the place in the table.
 
-    Values are exactly the file's, but for nulls in the objects of a table: a column's objects all have the same fields
-    there, and one that an object did not have is null. These go; a table cannot tell them from nulls that were meant.
-    Raises DataError naming file, line and column where something is wrong.
+    Each iteration reads them anew, so that a table may be larger than memory. Values are exactly the table's, but for
+    nulls in the objects of a column: they all have the same fields there, and one that an object did not have is null.
+    These go; a table cannot tell them from nulls that were meant. Raises DataError, naming file, line and column, where
+    something is wrong.
     """
+
+    def __init__(self, read: Callable[[], Iterable[tuple[int, Row]]]) -> None:
+        self._read = read
+
+    def __iter__(self) -> Iterator[tuple[int, Row]]:
+        return iter(self._read())
+
+
+def read_rows(path: str | Path) -> Rows:
+    """The rows of a file, a saved data set or a hub name. Raises DataError where it cannot be opened or has none."""
     if str(path).startswith(HUB):
-        return _dataset_rows(str(path), lambda: _from_hub(str(path)))
+        return _of_dataset(str(path), lambda: _from_hub(str(path)))
     path = Path(path)
     if is_saved_dataset(path):
-        return _dataset_rows(str(path), lambda: datasets.load_from_disk(str(path)))
+        return _of_dataset(str(path), lambda: datasets.load_from_disk(str(path)))
     suffix = _checked_suffix(path)
-    with _plain_twin(path, suffix) as (plain, folder), _quiet_library():
-        if plain.stat().st_size == 0:
-            raise DataError(f"{path}: the file is empty. Give a file with preference pairs.")
-        rows = _parquet_rows(path, plain, folder) if suffix == ".parquet" else _json_rows(path, plain, folder)
-    if not rows:
+    if path.stat().st_size == 0:
+        raise DataError(f"{path}: the file is empty. Give a file with preference pairs.")
+    if suffix == ".parquet":
+        rows = _of_parquet(path)
+    elif suffix == ".json" and is_array(path):
+        whole = array_rows(path)
+        rows = Rows(lambda: whole)
+    else:
+        rows = Rows(lambda: line_rows(path))
+    if next(iter(rows), None) is None:
         raise DataError(f"{path}: the file has no rows. Give a file with preference pairs.")
     return rows
 
@@ -123,12 +138,12 @@ def _loading(name: str) -> Iterator[None]:
         raise DataError(f"{name}: cannot be loaded ({_cause(error)[:300]}). {hint}.") from error
 
 
-def _dataset_rows(name: str, load: Callable[[], datasets.Dataset]) -> list[tuple[int, Row]]:
+def _of_dataset(name: str, load: Callable[[], datasets.Dataset]) -> Rows:
     with _loading(name):
-        rows = _table_rows(load())
-    if not rows:
+        table = load()
+    if not len(table):
         raise DataError(f"{name}: has no rows.")
-    return rows
+    return Rows(lambda: _table_rows(table))
 
 
 def _checked_suffix(path: Path) -> str:
@@ -149,30 +164,6 @@ def _checked_suffix(path: Path) -> str:
 
 
 @contextmanager
-def _plain_twin(path: Path, suffix: str) -> Iterator[tuple[Path, Path]]:
-    """The file, unzipped, under a plain name in a fresh folder; yields (file, folder).
-
-    The library takes a path for a pattern, so `pairs[1].jsonl` would load another file; and its cache in the user's
-    home could answer with a file's old content. A name and a cache folder of our own rule out both.
-    """
-    with tempfile.TemporaryDirectory(prefix="tuningfork-") as name:
-        plain = Path(name) / f"rows{suffix}"
-        try:
-            with open(path, "rb") as file:
-                zipped = file.read(2) == b"\x1f\x8b"
-            if zipped:
-                with gzip.open(path) as file, open(plain, "wb") as out:
-                    shutil.copyfileobj(file, out)
-            else:
-                plain.symlink_to(path.resolve())
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise DataError(f"{path}: the gzip data is cut short or damaged ({error}). Copy the file again.") from error
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror or error}). Check the file's rights.") from error
-        yield plain, Path(name)
-
-
-@contextmanager
 def _quiet_library() -> Iterator[None]:
     """No progress bars and no log lines from `datasets`: what it has to say is in our errors."""
     level, silent = datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()
@@ -186,28 +177,62 @@ def _quiet_library() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _parquet_rows(path: Path, plain: Path, folder: Path) -> list[tuple[int, Row]]:
+def _of_parquet(path: Path) -> Rows:
+    """The library takes a path for a pattern, so `pairs[1].parquet` would load another file; and its cache in the
+    user's home could answer with a file's old content. A name and a cache folder of our own rule out both."""
+    with tempfile.TemporaryDirectory(prefix="tuningfork-") as folder, _quiet_library():
+        plain = Path(folder) / "rows.parquet"
+        _plain_twin(path, plain)
+        try:
+            if pyarrow.parquet.read_metadata(plain).num_rows == 0:  # the library fails on a table without rows
+                return Rows(lambda: ())
+        except Exception as error:  # the library raises whatever its own libraries raise
+            raise DataError(
+                f"{path}: is not a whole Parquet file ({_cause(error)}). Copy or write it again."
+            ) from error
+        with _readable(path):
+            # Mapped from a file in that folder, which goes with the map and not with the folder's name.
+            table = datasets.Dataset.from_parquet(str(plain), cache_dir=folder)
+
+    def rows() -> Iterator[tuple[int, Row]]:
+        with _readable(path):
+            yield from _table_rows(table)
+
+    return Rows(rows)
+
+
+def _plain_twin(path: Path, plain: Path) -> None:
+    """Give a file a plain name; unzipped, if it is gzipped."""
     try:
-        if pyarrow.parquet.read_metadata(plain).num_rows == 0:  # the library fails on a table without rows
-            return []
+        with open(path, "rb") as file:
+            zipped = file.read(len(GZIP)) == GZIP
+        if zipped:
+            with gzip.open(path) as file, open(plain, "wb") as out:
+                shutil.copyfileobj(file, out)
+        else:
+            plain.symlink_to(path.resolve())
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: the gzip data is cut short or damaged ({error}). Copy the file again.") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error}). Check the file's rights.") from error
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
     except Exception as error:  # the library raises whatever its own libraries raise
-        raise DataError(f"{path}: is not a whole Parquet file ({_cause(error)}). Copy or write it again.") from error
-    try:
-        table = datasets.Dataset.from_parquet(str(plain), cache_dir=str(folder), keep_in_memory=True)
-        return _table_rows(table)
-    except Exception as error:
         raise DataError(
             f"{path}: its rows cannot be read ({_cause(error)[:300]}). Copy it again, or write it with plain columns, "
             "each with a name of its own."
         ) from error
 
 
-def _table_rows(table: datasets.Dataset) -> list[tuple[int, Row]]:
+def _table_rows(table: datasets.Dataset) -> Iterator[tuple[int, Row]]:
     """The rows of a table. A field of a row may be null, an object in it has only the fields that say something."""
     kinds = table.features
-    return [
-        (n, {key: _without_fill(value, kinds[key]) for key, value in row.items()}) for n, row in enumerate(table, 1)
-    ]
+    for number, row in enumerate(table, 1):
+        yield number, {key: _without_fill(value, kinds[key]) for key, value in row.items()}
 
 
 def _without_fill(value: Any, kind: Any) -> Any:
@@ -220,65 +245,5 @@ def _without_fill(value: Any, kind: Any) -> Any:
     return value
 
 
-def _json_rows(path: Path, plain: Path, folder: Path) -> list[tuple[int, Row]]:
-    """Rows of JSON Lines, or of a .json file that is one array.
-
-    The library's text loader gives the lines and json the values. Its JSON loader would guess types for whole columns:
-    answers that look like dates become timestamps, a missing field becomes null, numbers change, blank lines vanish.
-    """
-    try:
-        table = datasets.Dataset.from_text(str(plain), cache_dir=str(folder), keep_in_memory=True, encoding="utf-8-sig")
-        lines: list[str] = table[:]["text"]
-    except Exception as error:  # the library raises whatever its own libraries raise
-        raise DataError(f"{path}: {_not_utf8(plain) or 'cannot be read as text'} ({_cause(error)}).") from error
-    whole = next((line for line in lines if line.strip()), "").lstrip().startswith("[") and plain.suffix == ".json"
-    if whole:
-        rows = _parsed(path, 1, "\n".join(lines))
-        numbered = list(enumerate(rows, 1))
-    else:
-        numbered = [(n, _parsed(path, n, line)) for n, line in enumerate(lines, 1) if line.strip()]
-    for number, row in numbered:
-        if not isinstance(row, dict):
-            place = "row" if whole else "line"
-            raise DataError(f"{path}: {place} {number} is {kind_of(row)}, not an object like a preference pair.")
-    return numbered
-
-
-def _parsed(path: Path, line: int, text: str) -> Any:
-    try:
-        return json.loads(text, object_pairs_hook=_object)
-    except json.JSONDecodeError as error:
-        line += error.lineno - 1
-        place, what = f"line {line}", f"{error.msg}, column {error.colno}"
-    except (ValueError, RecursionError) as error:  # a field given twice; a number or a nesting beyond all use
-        place, what = f"line {line}", str(error)
-    raise DataError(
-        f"{path}: {place} is not JSON ({what}). Mend or remove it: a file has one object a line, "
-        "or (.json only) one array of objects."
-    )
-
-
-def _object(pairs: list[tuple[str, Any]]) -> Row:
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"field {twice!r} is given twice")
-    return row
-
-
-def _not_utf8(plain: Path) -> str | None:
-    try:
-        plain.read_bytes().decode()
-    except UnicodeDecodeError as error:  # counted here, since the library's positions begin anew at every chunk
-        line = error.object.count(b"\n", 0, error.start) + 1
-        return f"line {line} is not UTF-8 text. Save the file as UTF-8"
-    return None
-
-
 def _cause(error: BaseException) -> str:
     return str(error.__cause__ or error).strip().split("\n")[0]
-
-
-def kind_of(value: Any) -> str:
-    names = {str: "a string", dict: "an object", list: "a list", bool: "a boolean", int: "a number", float: "a number"}
-    return names.get(type(value), "null" if value is None else f"a {type(value).__name__}")

@@ -22,9 +22,9 @@ from transformers import PreTrainedTokenizerBase
 
 from tuningfork import records
 from tuningfork.data import store
-from tuningfork.data.chunks import Block, encode_chunks
+from tuningfork.data.chunks import encode_chunks
 from tuningfork.data.config import DataConfig
-from tuningfork.data.examples import read_examples
+from tuningfork.data.examples import Reading
 from tuningfork.data.read import digest_of
 from tuningfork.data.store import Columns, TokenTable
 from tuningfork.data.tokenize import Encoder
@@ -32,7 +32,7 @@ from tuningfork.files import ASIDE, exclusive, whole_folder
 from tuningfork.records import DroppedRow, Size
 
 Progress = Callable[[int, int], None]
-"""Called with (examples done, examples in all) of a table."""
+"""Called with (rows done, rows in all) of a table."""
 Notice = Callable[[str], None]
 """Called with a sentence for the user."""
 
@@ -121,20 +121,24 @@ def _make(
     table: str, tokenizer: PreTrainedTokenizerBase, config: DataConfig, progress: Progress | None
 ) -> tuple[TableAccount, Iterator[Columns]]:
     """Read and encode a table. The account is complete once the columns are drawn."""
-    read = read_examples(table, as_text=config.template == "none", form=config.format)
-    notes = {note: [place.row for place in places] for note, places in read.notes.items()}
-    account = TableAccount(read.form, read.rows_read, notes=notes)
-    account.add(read.dropped)
+    reading = Reading(table, as_text=config.template == "none", form=config.format)
+    account = TableAccount(reading.form, reading.rows_read)
 
     def columns() -> Iterator[Columns]:
-        done, count = 0, len(read.examples)
-        for block in encode_chunks(iter(read.examples), count, tokenizer, config):
-            _enter(block, account)
+        done = 0
+        for block in encode_chunks(iter(reading), reading.rows_read, tokenizer, config):
             yield block.columns
+            account.add(block.dropped)
+            account.sizes.update(block.sizes)
+            for note, row in block.notes:
+                account.notes.setdefault(note, []).append(row)
             done += block.read
             if progress is not None:
-                progress(done, count)
+                progress(done + len(reading.dropped), reading.rows_read)
+        account.add(reading.dropped)
         account.dropped.sort(key=lambda row: row[0])
+        for note, places in reading.notes.items():
+            account.notes[note] = sorted([*account.notes.get(note, []), *(place.row for place in places)])
 
     return account, columns()
 
@@ -152,19 +156,12 @@ def _keep(folder: Path, account: TableAccount, blocks: Iterator[Columns]) -> Non
     (folder / ACCOUNT).write_text(json.dumps(written))
 
 
-def _enter(block: Block, account: TableAccount) -> None:
-    account.add(block.dropped)
-    account.sizes.update(block.sizes)
-    for note, row in block.notes:
-        account.notes.setdefault(note, []).append(row)
-
-
 def _origin(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str:
     """All that decides what becomes of a table's bytes, as text."""
     backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
     template = json.dumps(tokenizer.chat_template, sort_keys=True, default=str)
     facts = {
-        "tokenizer": xxhash.xxh3_128_hexdigest(backend.to_str()),
+        "tokenizer": xxhash.xxh3_128_hexdigest(backend.to_str().encode()),
         "class": type(tokenizer).__name__,
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "template": template,

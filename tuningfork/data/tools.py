@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from tuningfork.data.read import Row, kind_of
+from tuningfork.data.json_rows import Row, kind_of
 from tuningfork.data.values import NEUTRAL, Unusable, filled, parsed, string
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names for what an assistant thought before it spoke

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from tuningfork.data.read import Row, kind_of
+from tuningfork.data.json_rows import Row, kind_of
 from tuningfork.data.tools import THOUGHTS, call_list, spoken_call, thought
 from tuningfork.data.values import Unusable, fields, filled, number, string
 from tuningfork.records import Message, Turns

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from tuningfork.data.read import Row, kind_of
+from tuningfork.data.json_rows import Row, kind_of
 
 # Fields that change what is trained on and that no part of this house knows. Ignoring one would train on something else
 # than the file says, so a row that fills it is dropped. Other extra fields (scores, ids) are noted as not read.

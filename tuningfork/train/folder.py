@@ -19,6 +19,7 @@ CONFIG = "config.yaml"  # the first file of a run, written before anything else
 # are rounded. model.path and model.dtype may be spelt anew: a checkpoint knows which model and dtype they must name.
 FREE_TO_CHANGE = (
     *("output.", "train.device", "train.activation_memory", "reference.cache", "objective.head_chunk_rows"),
+    *("data.cache", "data.workers"),
     *("model.path", "model.dtype"),
 )
 

@@ -1,0 +1,91 @@
+"""Flat columns of token examples: what goes in comes out, from memory and from files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tuningfork.data.store import Selection, TokenTable, columns_of, joined, mapped, write
+from tuningfork.records import Source, TokenAnswer, TokenExample
+
+IDS = st.lists(st.integers(0, 2**31 - 1), max_size=5)
+ANSWER = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), max_size=5)
+ROW = st.tuples(
+    IDS,
+    st.lists(ANSWER, min_size=1, max_size=4),
+    st.sampled_from([None, True, False]),
+    st.floats(0, 1e9),
+    st.none() | st.floats(-1e9, 1e9),
+)
+
+
+def example(row: int, prompt: list[int], answers: list[list[tuple[int, bool]]], *said) -> TokenExample:
+    tokens = [
+        TokenAnswer(np.array([i for i, _ in a], dtype=np.int32), np.array([c for _, c in a], dtype=bool))
+        for a in answers
+    ]
+    return TokenExample(Source("f", row), np.array(prompt, dtype=np.int32), tuple(tokens), *said)
+
+
+def told(e: TokenExample) -> tuple:
+    """All that an example says, comparable."""
+    answers = tuple((tuple(a.ids.tolist()), tuple(a.mask.tolist())) for a in e.answers)
+    return e.source, tuple(e.prompt_ids.tolist()), answers, e.label, e.weight, e.margin
+
+
+@given(st.lists(ROW, max_size=6), st.integers(0, 6))
+def test_blocks_come_back_as_they_were(tmp_path_factory: pytest.TempPathFactory, rows: list, cut: int) -> None:
+    examples = [example(7 + n, *row) for n, row in enumerate(rows)]
+    blocks = [columns_of(examples[:cut]), columns_of(examples[cut:])]
+    folder = tmp_path_factory.mktemp("table")
+    write(folder, iter(blocks))
+    for table in (TokenTable("f", joined(blocks)), TokenTable("f", mapped(folder))):
+        assert list(map(told, table)) == list(map(told, examples))
+        assert [told(table[i]) for i in range(-len(examples), 0)] == list(map(told, examples))
+        for one in table:
+            assert one.prompt_ids.dtype == np.int32 and {(a.ids.dtype.str, a.mask.dtype.str) for a in one.answers} == {
+                ("<i4", "|b1")
+            }
+
+
+def test_columns_by_hand(tmp_path: Path) -> None:
+    """Files of plain numbers: what a reader without this code would expect to find."""
+    first = example(3, [5], [[(6, True)], [(7, False), (8, True)]], None, 0.5, 2.0)
+    second = example(9, [], [[(1, True)]], False)
+    write(tmp_path, [columns_of([first, second])])
+    raw = {name: np.fromfile(tmp_path / name, kind).tolist() for name, kind in
+           {"row": "<i8", "answers": "<i4", "prompt": "<i4", "label": "i1", "weight": "<f8", "answer": "<i4",
+            "ids": "<i4", "counts": "?"}.items()}  # fmt: skip
+    assert raw == {
+        "row": [3, 9], "answers": [2, 1], "prompt": [1, 0], "label": [-1, 0], "weight": [0.5, 1.0], "answer": [1, 2, 1],
+        "ids": [5, 6, 7, 8, 1], "counts": [False, True, False, True, True],
+    }  # fmt: skip
+    margins = np.fromfile(tmp_path / "margin", "<f8")
+    assert margins[0] == 2.0 and np.isnan(margins[1])
+
+
+def test_an_example_out_of_range_is_an_error() -> None:
+    table = TokenTable("f", columns_of([example(1, [1], [[(2, True)]])]))
+    for places in (table, Selection([table, table], [1, 0])):
+        with pytest.raises(IndexError):
+            places[len(places)]
+
+
+def test_a_selection_counts_through_its_parts() -> None:
+    parts = [[example(row, [row], [[(1, True)]]) for row in rows] for rows in ([10, 11], [], [20, 21, 22])]
+
+    def rows(chosen: Selection) -> list[int]:
+        assert [chosen[i].source.row for i in range(len(chosen))] == [e.source.row for e in chosen]
+        return [e.source.row for e in chosen]
+
+    everything = Selection(parts)
+    assert rows(everything) == [10, 11, 20, 21, 22]
+    assert rows(Selection(parts, [4, 0, 2])) == [22, 10, 20]
+    assert rows(everything.take([3, 1]).take([1, 1])) == [11, 11]
+    assert rows(everything[1:4]) == [11, 20, 21]
+    assert rows(Selection([])) == rows(Selection([[], []])) == []
+    assert everything[-1].source.row == 22
