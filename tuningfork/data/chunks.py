@@ -105,8 +105,10 @@ def encode_chunks(
         yield from map(ChunkEncoder(tokenizer, config), chunks)
         return
     copies = pickle.dumps((tokenizer, config))
-    # Fresh processes: a copy of this one would have the tokenizer's and PyTorch's threads in any state.
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin, (copies,))
+    # Not copies of this process, whose threads may be in any state, but of a fresh one that has imported this once.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    pool = ProcessPoolExecutor(workers, context, _begin, (copies,))
     try:
         waiting: deque[Future[Block]] = deque()
         for chunk in chunks:
