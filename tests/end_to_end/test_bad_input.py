@@ -155,7 +155,7 @@ def test_empty_file(job: Job, name: str, content: bytes) -> None:
 def test_all_rows_dropped(job: Job) -> None:
     """Each reason with its count and its first row."""
     message = with_rows(job, PAIR | {"chosen": ""}, PAIR | {"rejected": "gladly"}, PAIR | {"chosen": " "}).refused()
-    assert "no row can be used, of 3" in message
+    assert "none of its 3 rows can be used" in message
     assert "2 x empty answer (first: row 1" in message and "1 x chosen equals rejected (first: row 2" in message
 
 

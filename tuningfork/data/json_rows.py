@@ -37,7 +37,8 @@ def line_rows(path: Path) -> Iterator[tuple[int, Row]]:
     """The rows of a file with one object a line, with the numbers of their lines. Raises DataError."""
     for number, line in _lines(path):
         if line.strip():
-            yield number, _checked(path, f"line {number}", _parsed(path, number, line))
+            # Without its end, behind which a fault would be on the next line.
+            yield number, _checked(path, f"line {number}", _parsed(path, number, line.rstrip("\n")))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:

@@ -81,6 +81,8 @@ class TableReader:
         entry = self.folder / xxhash.xxh3_128_hexdigest(f"{digest_of(table)} {self.origin}".encode())
         if (found := self._kept(entry)) is not None:
             self.notice(f"{table}: tokens of before, from {self.folder}")
+            if progress is not None:
+                progress(found[1].rows_read, found[1].rows_read)
         else:
             with exclusive(self.folder, lambda: self.notice(f"{self.folder}: another process writes there; waiting")):
                 found = self._kept(entry)  # by the process that was waited for
