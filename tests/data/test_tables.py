@@ -222,3 +222,35 @@ def test_a_killed_process_is_an_error_that_says_what_to_do(tmp_path: Path, monke
     monkeypatch.setattr(chunks, "_work", _killed)
     with pytest.raises(DataError, match=r"was killed.*data.workers to less: 1"):
         Opened(monkeypatch, None)(write(tmp_path, ROWS), config=replace(CONFIG, workers=2))
+
+
+def _keep_at_work(table: str, pids: Path) -> None:
+    """Encode without end, in two processes whose ids are written down."""
+    reader = TableReader(byte_bpe(chat_template=CHATML), replace(CONFIG, workers=2), None)
+    _, columns = tables._make(table, reader.tokenizer, reader.config, None)
+    next(columns)
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    below = [Path(f"/proc/{child}/task/{child}/children").read_text().split() for child in children]
+    pids.with_suffix(".aside").write_text(" ".join(pid for found in below for pid in found))
+    pids.with_suffix(".aside").rename(pids)
+    time.sleep(600)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc to see processes")
+def test_working_processes_end_with_the_one_that_is_killed(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    table = write(tmp_path, [{**ROWS[0], "prompt": f"question {n}"} for n in range(3000)])
+    first = multiprocessing.get_context("spawn").Process(target=_keep_at_work, args=(table, pids))
+    first.start()
+    _until(pids.exists)
+    workers = pids.read_text().split()
+    assert len(workers) == 2 and all(Path(f"/proc/{pid}").exists() for pid in workers)
+    first.kill()
+    _until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+
+
+def _until(happened: Any, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.05)

@@ -8,9 +8,11 @@ an example depends on that example alone, so the result is the same for any numb
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
 import signal
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -133,7 +135,16 @@ def _begin(copies: bytes) -> None:
     global _encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, and the first of them ends the others
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core already
+    threading.Thread(target=_end_with_the_first, daemon=True).start()
     _encoder = ChunkEncoder(*pickle.loads(copies))
+
+
+def _end_with_the_first() -> None:
+    """End this process when the one that it works for has gone, which may have had no time to say so."""
+    first = multiprocessing.parent_process()
+    assert first is not None
+    multiprocessing.connection.wait([first.sentinel])
+    os._exit(1)
 
 
 def _work(examples: list[Example]) -> Block:
