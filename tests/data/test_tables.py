@@ -229,9 +229,8 @@ def _keep_at_work(table: str, pids: Path) -> None:
     reader = TableReader(byte_bpe(chat_template=CHATML), replace(CONFIG, workers=2), None)
     _, columns = tables._make(table, reader.tokenizer, reader.config, None)
     next(columns)
-    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    below = [Path(f"/proc/{child}/task/{child}/children").read_text().split() for child in children]
-    pids.with_suffix(".aside").write_text(" ".join(pid for found in below for pid in found))
+    children = [str(child.pid) for child in multiprocessing.active_children()]
+    pids.with_suffix(".aside").write_text(" ".join(children))
     pids.with_suffix(".aside").rename(pids)
     time.sleep(600)
 

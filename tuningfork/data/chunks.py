@@ -107,10 +107,8 @@ def encode_chunks(
         yield from map(ChunkEncoder(tokenizer, config), chunks)
         return
     copies = pickle.dumps((tokenizer, config))
-    # Not copies of this process, whose threads may be in any state, but of a fresh one that has imported this once.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    pool = ProcessPoolExecutor(workers, context, _begin, (copies,))
+    # Fresh processes: in copies of this one, the tokenizer's and PyTorch's threads would be in any state.
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin, (copies,))
     try:
         waiting: deque[Future[Block]] = deque()
         for chunk in chunks:
