@@ -114,6 +114,25 @@ def test_parquet_messages(tmp_path: Path) -> None:
 # ---- rows that are dropped
 
 CALL = {**assistant("a"), "tool_calls": [{"name": "f"}]}
+
+
+def nested(levels: int) -> dict[str, Any]:
+    """So many objects within each other."""
+    made: dict[str, Any] = {"a": 1}
+    for _ in range(levels - 1):
+        made = {"a": made}
+    return made
+
+
+def test_a_hundred_levels_are_no_trouble(tmp_path: Path) -> None:
+    row = {**PAIR, "tools": [nested(99)], "chat_template_kwargs": nested(100)}
+    assert one(tmp_path, row).template == {"tools": [nested(99)], **nested(100)}
+
+
+def called(arguments: Any) -> dict[str, Any]:
+    return {**assistant("a"), "tool_calls": [{"name": "f", "arguments": arguments}]}
+
+
 BAD_ROWS: dict[str, tuple[dict[str, Any], str, str]] = {
     "missing": ({"prompt": "q", "chosen": "a"}, "missing field", "no rejected; found prompt, chosen"),
     "no fields": ({"prompt": "q"}, "missing field", "no chosen"),
@@ -150,6 +169,17 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str, str]] = {
     "margin": ({**PAIR, "margin": True}, "wrong type", "margin is True, expected a finite number"),
     "tools": ({**PAIR, "tools": "[1]"}, "wrong type", "tools is a list, expected a list of objects"),
     "arguments": ({**PAIR, "chat_template_kwargs": [1]}, "wrong type", "chat_template_kwargs is a list"),
+    "a tool of 101 levels": ({**PAIR, "tools": [nested(100)]}, "nested too deeply", "tools has more than 100 levels"),
+    "a tool's half character": ({**PAIR, "tools": [{"name": "a\ud83d"}]}, "broken text", "tools has half a surrogate"),
+    "a key's half character": ({**PAIR, "tools": [{"\ud83d": "a"}]}, "broken text", "tools has half a surrogate"),
+    "deep arguments": ({**PAIR, "chosen": [called({"x": nested(99)})]}, "nested too deeply", "chosen[0].tool_calls has"),
+    "deep text": ({**PAIR, "chosen": [called(json.dumps(nested(99)))]}, "nested too deeply", "chosen[0].tool_calls"),
+    "deep kwargs": ({**PAIR, "chat_template_kwargs": nested(101)}, "nested too deeply", "chat_template_kwargs has"),
+    "nan": ({**PAIR, "weight": float("nan")}, "wrong type", "weight is nan, expected a finite number"),
+    "inf": ({**PAIR, "margin": float("-inf")}, "wrong type", "margin is -inf, expected a finite number"),
+    "digits": ({**PAIR, "weight": 10**400}, "wrong type", f"weight is 1{'0' * 39}, expected a finite number"),
+    "prompt's surrogate": ({**PAIR, "prompt": "\udc00"}, "broken text", "prompt has half a surrogate pair at character 1"),
+    "names": ({"prompt": "q", "x" * 10**6: 1}, "missing field", f"no chosen; found prompt, {'x' * 292}"),
     "systems": ({**PAIR, "prompt": [{"role": "system", "content": "s"}, user("q")], "system": "Be brief."},
                 "two system messages", "differ"),
     "surrogate": ({**PAIR, "chosen": "ab\ud83d"}, "broken text", "chosen has half a surrogate pair at character 3"),

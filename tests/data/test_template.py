@@ -225,6 +225,26 @@ def test_thoughts_go_by_the_name_that_the_template_has(name: str) -> None:
         render_text(Example(SOURCE, turns("q"), (thinks, answer("b"))), CHATML)
 
 
+def test_a_template_that_loses_itself_costs_the_row() -> None:
+    """Templates that print a tool's parameters call themselves for each level of them."""
+    endless = "{% macro deeper(x) %}{{ deeper(x) }}{% endmacro %}{{ deeper(1) }}"
+    with pytest.raises(Unusable, match=r"the chat template refuses the conversation.*recursion"):
+        rendered(endless, answer("a"), answer("b"))
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_text_too_long_for_the_tokenizers_memory_costs_the_row(plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompt and answer together; to the character."""
+    prompt, long, short = ("q", "a" * 9, "b") if plain else (turns("q"), answer("a" * 9), answer("b"))
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    example = Example(SOURCE, prompt, (short, long))  # type: ignore[arg-type]
+    monkeypatch.setattr("tuningfork.data.template.LONGEST", 10)
+    assert [len(text) for text in render(example, byte_bpe(chat_template=template)).texts] == [2, 10]
+    monkeypatch.setattr("tuningfork.data.template.LONGEST", 9)
+    with pytest.raises(Unusable, match=r"too long to be encoded.*10 characters, 9 at most"):
+        render(example, byte_bpe(chat_template=template))
+
+
 def test_half_a_surrogate_pair_in_a_tool_costs_the_row() -> None:
     tools = [{"name": "f", "description": "\ud83d"}]
     template = "{{ tools | tojson }}{% for m in messages %}{{ m['content'] }};{% endfor %}"

@@ -250,6 +250,25 @@ def test_examples_encoded_together_equal_examples_encoded_alone() -> None:
     assert encoder([]) == []
 
 
+def test_the_tokenizer_is_given_no_more_text_at_once_than_a_batch_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it returns of a text takes hundreds of times the text's memory."""
+    tokenizer = byte_bpe(MERGES)
+    lengths = [3, 3, 5, 20, 1, 1]
+    rendered = [render(Example(Source("f", n), "", ("a" * n,)), tokenizer) for n in lengths]
+    calls: list[list[int]] = []
+    tokenize = type(tokenizer).__call__
+
+    def counting(self: Any, texts: list[str], **options: Any) -> Any:
+        calls.append([len(text) for text in texts])
+        return tokenize(self, texts, **options)
+
+    encoder = Encoder(tokenizer, "none")
+    monkeypatch.setattr(type(tokenizer), "__call__", counting)
+    monkeypatch.setattr("tuningfork.data.tokenize.BATCH", 8)
+    assert [len(example.answers[0].ids) for example in encoder(rendered)] == [n + 1 for n in lengths]  # and EOS
+    assert calls == [[3, 3], [5], [20], [1, 1]]
+
+
 # ---- tokenizers that do not fit
 
 

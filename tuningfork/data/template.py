@@ -31,6 +31,8 @@ REWRITES = "the chat template prints earlier turns otherwise"
 REOPENS = "the generation prompt is not how the turn is printed"
 # What apply_chat_template itself takes, and does not hand to the template.
 _HOW_TO_PRINT = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"tools", "documents"}
+LONGEST = 10_000_000
+"""Characters of one text. The tokenizer takes up to 300 bytes of memory for each, so more could end the whole run."""
 _MARKER = "\u2063tuningfork\u2063"  # invisible separators: no template takes it apart, no content has it
 
 
@@ -63,7 +65,7 @@ def render(
     """
     if isinstance(example.prompt, str):
         border = len(example.prompt)
-        texts = tuple(f"{example.prompt}{answer}" for answer in example.answers)
+        texts = tuple(_encodable(f"{example.prompt}{answer}") for answer in example.answers)
         return RenderedExample(example.source, border, texts, tuple(((border, len(t)),) for t in texts), plain=True)
     printer = _Printer(tokenizer, dict(example.template))
     answers = cast(tuple[Turns, ...], example.answers)
@@ -75,6 +77,15 @@ def render(
     spans = tuple(answer.spans for answer in printed)
     notes = {note for answer in printed for note in answer.notes}
     return RenderedExample(example.source, border, texts, spans, notes=tuple(sorted(notes)))
+
+
+def _encodable(text: str) -> str:
+    """The text. Raises Unusable where it is longer than any that can be encoded."""
+    if len(text) > LONGEST:
+        raise Unusable(
+            "too long to be encoded", f"prompt and answer have {len(text):,} characters, {LONGEST:,} at most"
+        )
+    return text
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -125,8 +136,8 @@ class _Printer:
                 text = self.tokenizer.apply_chat_template(
                     messages, tokenize=False, add_generation_prompt=open_turn, **self.arguments
                 )
-                return string(text, "what the chat template prints")
-            except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+                return _encodable(string(text, "what the chat template prints"))
+            except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
                 refused = refused or error
         raise Unusable("the chat template refuses the conversation", str(refused)[:300]) from refused
 

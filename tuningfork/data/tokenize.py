@@ -19,6 +19,7 @@ from tuningfork.data.template import RenderedExample, Span, check_template
 from tuningfork.errors import DataError
 from tuningfork.records import TokenAnswer, TokenExample
 
+BATCH = 4_000_000  # characters encoded in one call: what the tokenizer returns takes many times their memory
 MERGES = "tokens merge across the border of prompt and answer"  # a note
 
 
@@ -51,14 +52,15 @@ class Encoder:
         self.tokenizer = tokenizer
 
     def __call__(self, examples: Sequence[RenderedExample]) -> list[TokenExample]:
-        """Encode examples, all in one call of the tokenizer."""
+        """Encode examples, many in one call of the tokenizer."""
         return [encoded.example for encoded in self.encode(examples)]
 
     def encode(self, examples: Sequence[RenderedExample]) -> list[Encoded]:
-        """Encode examples, all in one call of the tokenizer, with what is worth knowing of each."""
+        """Encode examples, many in one call of the tokenizer, with what is worth knowing of each."""
+        return [encoded for batch in _batches(examples) for encoded in self._encode(batch)]
+
+    def _encode(self, examples: Sequence[RenderedExample]) -> list[Encoded]:
         texts = [text for example in examples for text in example.texts]
-        if not texts:
-            return []
         with _no_post_processing(self.tokenizer):
             encoded = self.tokenizer(
                 texts, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False
@@ -80,6 +82,21 @@ class Encoder:
         merged = any(p < len(s.ids) and s.starts[p] < example.border for s in sequences)
         notes = (*example.notes, MERGES) if merged else example.notes
         return Encoded(TokenExample(example.source, prompt_ids, answers), notes)
+
+
+def _batches(examples: Sequence[RenderedExample]) -> Iterator[list[RenderedExample]]:
+    """Examples whose texts together have no more than BATCH characters; a longer one stands alone."""
+    batch: list[RenderedExample] = []
+    size = 0
+    for example in examples:
+        length = sum(map(len, example.texts))
+        if batch and size + length > BATCH:
+            yield batch
+            batch, size = [], 0
+        batch.append(example)
+        size += length
+    if batch:
+        yield batch
 
 
 @contextmanager

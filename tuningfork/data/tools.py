@@ -14,6 +14,7 @@ from typing import Any
 from tuningfork.data.json_rows import Row, kind_of
 from tuningfork.data.values import NEUTRAL, Unusable, filled, parsed, string
 
+DEEPEST = 100  # levels of lists and objects within each other; templates and workers walk them by recursion
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names for what an assistant thought before it spoke
 
 
@@ -29,7 +30,7 @@ def template_arguments(row: Row, tools: Any = None, place: str = "") -> dict[str
         arguments = parsed(row[key], key)
         if not isinstance(arguments, dict):
             raise Unusable("wrong type", f"{key} is {kind_of(arguments)}, expected an object")
-        found |= _without_nulls(arguments)
+        found |= _without_nulls(_sound(arguments, key))
     given = [(place, tools), *((key, row.get(key)) for key in ("tools", "functions"))]
     lists = [(name, tool_list(value, name)) for name, value in given if value not in NEUTRAL]
     for name, other in lists[1:]:
@@ -48,7 +49,9 @@ def tool_list(value: Any, field: str) -> list[dict[str, Any]]:
 def call_list(value: Any, field: str) -> list[dict[str, Any]]:
     """A call or a list of calls, or their JSON; bare ones are wrapped. Raises Unusable for anything else."""
     value = parsed(value, field)
-    return [_wrapped(call) for call in _objects([value] if isinstance(value, dict) else value, field)]
+    calls = [_wrapped(call) for call in _objects([value] if isinstance(value, dict) else value, field)]
+    _sound(with_object_arguments(calls), field)
+    return calls
 
 
 def spoken_call(text: str, field: str) -> list[dict[str, Any]]:
@@ -93,7 +96,26 @@ def _objects(value: Any, field: str) -> list[dict[str, Any]]:
     value = parsed(value, field)
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise Unusable("wrong type", f"{field} is {kind_of(value)}, expected a list of objects")
+    _sound(value, field)
     return value
+
+
+def _sound(value: Any, field: str) -> Any:
+    """The value. Raises Unusable where it has text that UTF-8 cannot hold, or more levels than any template walks."""
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                inner += (*item, *item.values())
+            elif isinstance(item, list):
+                inner += item
+            elif isinstance(item, str):
+                string(item, field)
+        if not inner:
+            return value
+        level = inner
+    raise Unusable("nested too deeply", f"{field} has more than {DEEPEST} levels of lists and objects")
 
 
 def _wrapped(item: dict[str, Any]) -> dict[str, Any]:

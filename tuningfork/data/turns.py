@@ -12,7 +12,7 @@ from typing import Any
 
 from tuningfork.data.json_rows import Row, kind_of
 from tuningfork.data.tools import THOUGHTS, call_list, spoken_call, thought
-from tuningfork.data.values import Unusable, fields, filled, number, string
+from tuningfork.data.values import SHOWN, Unusable, fields, filled, number, string
 from tuningfork.records import Message, Turns
 
 ROLES = {
@@ -85,7 +85,7 @@ def _message(message: Any, field: str) -> Message:
     given, content = fields(message, keys, f"{field}.")
     given = string(given, f"{field}.{keys[0]}")
     if given not in ROLES:
-        raise Unusable("unknown role", f"{field}.{keys[0]} is {given!r}; known are {', '.join(ROLES)}")
+        raise Unusable("unknown role", f"{field}.{keys[0]} is {given[:SHOWN]!r}; known are {', '.join(ROLES)}")
     role = ROLES[given]
     text = _content(content, f"{field}.{keys[1]}")
     if role != "assistant" and (spoken := [key for key in SPOKEN if filled(message, key)]):
@@ -127,7 +127,8 @@ def _content(content: Any, field: str) -> str:
         if not isinstance(part, dict):
             raise Unusable("wrong type", f"{place} is {kind_of(part)}, expected a part of type text")
         if part.get("type", "text") != "text":
-            raise Unusable("unsupported content", f"{place} is of type {part['type']!r}; only text can be trained on")
+            shown = repr(part["type"])[:SHOWN]
+            raise Unusable("unsupported content", f"{place} is of type {shown}; only text can be trained on")
         texts.append(string(*((part[key], f"{place}.{key}") if (key := _text_key(part)) else (None, place))))
     return "".join(texts)
 

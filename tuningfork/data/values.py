@@ -14,6 +14,7 @@ from tuningfork.data.json_rows import Row, kind_of
 # Fields that change what is trained on and that no part of this house knows. Ignoring one would train on something else
 # than the file says, so a row that fills it is dropped. Other extra fields (scores, ids) are noted as not read.
 UNSUPPORTED = ("images", "image", "videos", "video", "audios", "audio", "documents")
+SHOWN = 300  # characters of a row's own names in a message, which may be of any length
 NEUTRAL: tuple[Any, ...] = (None, "", [], {})  # values with which such a field changes nothing
 
 
@@ -35,7 +36,7 @@ def fields(row: Row, keys: Iterable[str], place: str = "") -> list[Any]:
     found = []
     for key in keys:
         if key not in row:
-            raise Unusable("missing field", f"no {place}{key}; found {', '.join(row) or 'none'}")
+            raise Unusable("missing field", f"no {place}{key}; found {(', '.join(row) or 'none')[:SHOWN]}")
         if row[key] is None:
             raise Unusable("null field", f"{place}{key} is null")
         found.append(row[key])
