@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,29 @@ def _twice(folder: Path) -> Path:
     return folder / "t.parquet"
 
 
+def _pipe(folder: Path) -> Path:
+    os.mkfifo(folder / "a.jsonl")
+    return folder / "a.jsonl"
+
+
+def _link(folder: Path) -> Path:
+    (folder / "a.jsonl").symlink_to("b.jsonl")
+    return folder / "a.jsonl"
+
+
+def _bad_column(column: pa.Array, damage: Callable[[bytes], bytes] = lambda data: data) -> Callable[[Path], Path]:
+    """A good row, and one of which the column `noted` cannot be read."""
+
+    def make(folder: Path) -> Path:
+        path = folder / "t.parquet"
+        table = pa.table({"prompt": ["p", "q"], "noted": column})
+        pyarrow.parquet.write_table(table, path, compression="none", use_dictionary=False)
+        path.write_bytes(damage(path.read_bytes()))
+        return path
+
+    return make
+
+
 GOOD = b'{"prompt": "p", "chosen": "c", "rejected": "r"}\n'
 LONG = b"".join(b'{"prompt": "%d", "chosen": "c", "rejected": "r"}\n' % i for i in range(999))
 BAD_FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
@@ -174,11 +198,40 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
         ["line 3 is not JSON", "column 16", "',' delim"],
     ),
     "cut": (_bytes("a.jsonl", GOOD + GOOD[:20]), ["line 2 is not JSON", "column 17"]),
+    "no end": (_bytes("a.jsonl", b'{"prompt": "a"\r\n' + GOOD), ["line 1 is not JSON", "',' delimiter, column 15"]),
     "malformed array": (_bytes("a.json", b'[\n{"prompt": 1},\n{"prompt" 1}]'), ["line 3 is not JSON", "column 11"]),
     "field twice": (_bytes("a.jsonl", GOOD + b'{"chosen": "a", "chosen": "b"}'), ["line 2", "'chosen' is given twice"]),
     "deep": (_bytes("a.jsonl", b"[" * 100_000), ["line 1 is not JSON", "recursion"]),
     "not objects": (_bytes("a.jsonl", GOOD + b"[1]\n"), ["line 2 is a list, not an object"]),
     "not objects in an array": (_bytes("a.json", b'[{"a": 1}, "b"]'), ["row 2 is a string, not an object"]),
+    "comma behind the last of an array": (_bytes("a.json", b"[" + GOOD + b",\n]"), ["line 3 is not JSON", "column 1"]),
+    "comma behind the last field": (
+        _bytes("a.jsonl", GOOD + b'{"prompt": "a",}\n'),
+        ["line 2 is not JSON", "column 16"],
+    ),
+    "control character": (
+        _bytes("a.jsonl", GOOD + b'{"prompt": "a\0"}\n'),
+        ["line 2", "control character", "column 14"],
+    ),
+    "nothing but NULs": (_bytes("a.jsonl", b"\0" * 5000), ["line 1 is not JSON", "column 1"]),
+    "a number beyond use": (
+        _bytes("a.jsonl", b'{"weight": ' + b"9" * 5000 + b"}"),
+        ["line 1 is not JSON", "5000 digits"],
+    ),
+    "a mark of byte order within": (_bytes("a.jsonl", GOOD + b"\xef\xbb\xbf" + GOOD), ["line 2 is not JSON", "BOM"]),
+    "pipe": (_pipe, ["is a pipe or a device", "Write it to a file first"]),
+    "link to nothing": (_link, ["is a link to b.jsonl, which is not there"]),
+    "Latin-1": (_bytes("a.jsonl", GOOD + '{"prompt": "\xe9"}\n'.encode("latin-1")), ["line 2 is not UTF-8", "byte 12"]),
+    "UTF-16 without a mark": (_bytes("a.jsonl", GOOD.decode().encode("utf-16-le")), ["line 1 is not JSON", "column 2"]),
+    "table without columns": (_parquet(lambda data: data, [{}]), ["no rows"]),
+    "a date after the year 9999": (
+        _bad_column(pa.array([1, 10**8], pa.date32())),
+        ["row 2, column 'noted' cannot be read", "date value out of range"],
+    ),
+    "a text that is not UTF-8 in a table": (
+        _bad_column(pa.array(["fine", "spoilt"]), lambda data: data.replace(b"spoilt", b"spoil\xff")),
+        ["row 2, column 'noted' cannot be read", "0xff"],
+    ),
     "not UTF-8": (
         _bytes("a.jsonl", GOOD * 2 + b'{"prompt": "\xff"}\n'),
         ["line 3 is not UTF-8", "Save the file as UTF-8"],

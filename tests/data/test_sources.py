@@ -43,6 +43,33 @@ def test_patterns_and_folders_are_their_files_in_order(tmp_path: Path) -> None:
         expand(str(tmp_path / "empty"))
 
 
+@pytest.mark.parametrize(
+    ("name", "why"), [("x" * 300 + ".jsonl", "File name too long"), ("a\0.jsonl", "null byte"), ("circle.jsonl", "oop")]
+)
+def test_what_cannot_name_a_file_is_refused(name: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "circle.jsonl").symlink_to("circle.jsonl")
+    with pytest.raises(
+        DataError, match=rf"(?s)^{tmp_path}.*cannot be the name of a file \(.*{why}.*\)\. Check the path"
+    ):
+        expand(str(tmp_path / name))
+
+
+def test_a_part_of_a_folder_that_cannot_be_read_is_not_left_out(tmp_path: Path) -> None:
+    """A shard that is a link to nothing, as a broken download leaves it, is refused when it is read."""
+    write(tmp_path, ROWS, "a.jsonl")
+    (tmp_path / "b.jsonl").symlink_to("nowhere.jsonl")
+    (tmp_path / "c.jsonl").mkdir()
+    for source in (str(tmp_path), f"{tmp_path}/*.jsonl"):
+        assert names(expand(source), tmp_path) == ["a.jsonl", "b.jsonl"]
+
+
+@pytest.mark.parametrize("said", ["", "{", "[]", "{}", '{"splits": 3}', '{"splits": [1]}', '{"splits": []}'])
+def test_a_saved_data_set_that_does_not_tell_its_splits_is_refused(said: str, tmp_path: Path) -> None:
+    (tmp_path / "dataset_dict.json").write_text(said)
+    with pytest.raises(DataError, match=rf"^{tmp_path}/dataset_dict\.json: does not tell the splits .*Save it again"):
+        expand(str(tmp_path))
+
+
 def test_a_data_set_saved_by_the_library(tmp_path: Path) -> None:
     table = datasets.Dataset.from_list(ROWS)
     table.save_to_disk(str(tmp_path / "one"))

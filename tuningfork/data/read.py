@@ -102,9 +102,18 @@ def is_saved_dataset(folder: Path) -> bool:
 
 
 def read_names(folder: Path) -> list[str]:
-    """The splits of a folder of several tables as `datasets` saves it; none for any other folder."""
+    """The splits of a folder of several tables as `datasets` saves it; none for any other folder. Raises DataError."""
     names = folder / "dataset_dict.json"
-    return list(json.loads(names.read_text())["splits"]) if names.is_file() else []
+    if not names.is_file():
+        return []
+    try:
+        splits = json.loads(names.read_bytes())["splits"]
+        if isinstance(splits, list) and splits and all(isinstance(split, str) for split in splits):
+            return splits
+        why = 'it has no list "splits" of names'
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        why = str(error)
+    raise DataError(f"{names}: does not tell the splits of this data set ({why[:300]}). Save it again.")
 
 
 def hub_splits(name: str) -> list[str]:
@@ -151,12 +160,16 @@ def _checked_suffix(path: Path) -> str:
         inside = sorted(p.name for p in path.iterdir() if any(s in SUFFIXES for s in p.suffixes))[:5]
         hint = f"Name one of its files: {', '.join(inside)}." if inside else f"It has no {', '.join(SUFFIXES)} file."
         raise DataError(f"{path}: is a folder, not a file. {hint}")
+    if path.is_symlink() and not path.exists():
+        raise DataError(f"{path}: is a link to {path.readlink()}, which is not there. Mend the link, or name the file.")
     if not path.exists():
         names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, names, n=1)
         hint = f"did you mean {path.parent / near[0]}?" if near else "check the path in the recipe."
         where = "no such file" if path.parent.is_dir() else f"no such file, there is no folder {path.parent}"
         raise DataError(f"{path}: {where}; {hint}")
+    if not path.is_file():
+        raise DataError(f"{path}: is a pipe or a device, and data is read more than once. Write it to a file first.")
     suffix = suffix_of(path)
     if suffix not in SUFFIXES:
         raise DataError(f"{path}: unknown suffix {suffix!r}. Give {', '.join(SUFFIXES)}, plain or with .gz.")
@@ -195,10 +208,26 @@ def _of_parquet(path: Path) -> Rows:
             table = datasets.Dataset.from_parquet(str(plain), cache_dir=folder)
 
     def rows() -> Iterator[tuple[int, Row]]:
-        with _readable(path):
-            yield from _table_rows(table)
+        number = 0
+        try:
+            for number, row in _table_rows(table):
+                yield number, row
+        except Exception as error:
+            column = next((name for name in table.column_names if not _has_value(table, name, number)), "")
+            raise DataError(
+                f"{path}: row {number + 1}, column {column!r} cannot be read ({_cause(error)[:300]}). Write the column "
+                "anew with plain values, or leave it out."
+            ) from error
 
     return Rows(rows)
+
+
+def _has_value(table: datasets.Dataset, column: str, index: int) -> bool:
+    try:
+        table.data.column(column)[index].as_py()
+    except Exception:  # whatever a library makes of bytes that are no value
+        return False
+    return True
 
 
 def _plain_twin(path: Path, plain: Path) -> None:

@@ -51,6 +51,11 @@ def expand(source: str, use: Use = "train") -> Tables:
     Raises DataError where there is none, or where it is not told which of several splits is meant.
     """
     path = Path(source)
+    try:
+        path.resolve().is_file()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL in it, links in a circle
+        why = getattr(error, "strerror", None) or error
+        raise DataError(f"{source}: cannot be the name of a file ({why}). Check the path in the recipe.") from error
     if path.is_file() or is_saved_dataset(path):
         return Tables(source, [source], [])
     if source.startswith(HUB):
@@ -61,7 +66,7 @@ def expand(source: str, use: Use = "train") -> Tables:
             return _split(source, {name: str(path / name) for name in splits}, use)
         return _of_folder(source, path, use)
     if any(mark in source for mark in "*?["):
-        files = sorted(p for p in map(Path, glob.glob(source, recursive=True)) if p.is_file())
+        files = sorted(p for p in map(Path, glob.glob(source, recursive=True)) if not p.is_dir())
         if not files:
             raise DataError(f"{source}: no file matches this pattern.")
         return Tables(source, list(map(str, files)), [])
@@ -159,8 +164,8 @@ def _split(source: str, splits: Mapping[str, str], use: Use) -> Tables:
 def _of_folder(source: str, path: Path, use: Use) -> Tables:
     """The files of a folder, or those of its files that are for this use."""
     files = sorted(
-        p for p in path.rglob("*") if p.is_file() and suffix_of(p) in SUFFIXES and not _hidden(p.relative_to(path))
-    )
+        p for p in path.rglob("*") if not p.is_dir() and suffix_of(p) in SUFFIXES and not _hidden(p.relative_to(path))
+    )  # a link to nothing too: reading says so, where leaving it out would lose a part of the data
     if not files:
         raise DataError(f"{source}: this folder has no {', '.join(SUFFIXES)} file, plain or with .gz.")
     kinds = {str(file): kind_of_split(str(file.relative_to(path))) for file in files}
