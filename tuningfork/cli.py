@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tuningfork import __version__
 from tuningfork.errors import TuningforkError, enough_memory
+from tuningfork.report.words import visible
 
 _INTRODUCTION = """\
 Train language models on preference pairs.
@@ -63,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()  # now rather than at exit, where an error could not be caught
     except TuningforkError as error:
-        print(f"tuningfork: {error}", file=sys.stderr)
+        said = visible(str(error), newline="\n")  # it may quote what a file holds, which a terminal would obey
+        print(f"tuningfork: {said}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         go_on = "; what was saved is whole, continue with --resume" if arguments[:1] == ["train"] else ""

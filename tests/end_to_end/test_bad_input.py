@@ -165,6 +165,12 @@ def test_fields_of_no_known_form(job: Job) -> None:
     assert "question" in message and "prompt, chosen, rejected" in message
 
 
+def test_names_that_a_terminal_would_obey(job: Job) -> None:
+    """A message may quote a file's own names: control characters and half characters of them are shown, not sent."""
+    message = with_rows(job, {"\x1b[2J\0": 1, "\ud800": 2, "\u202e": 3}).refused()
+    assert "⟨U+001B⟩[2J⟨U+0000⟩, ⟨U+202E⟩, ⟨U+D800⟩" in message and message.encode()
+
+
 def test_a_damaged_gzip(job: Job) -> None:
     """A download that was cut short."""
     path = job.folder / "pairs.jsonl.gz"
