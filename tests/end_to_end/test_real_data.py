@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -56,3 +57,20 @@ def test_dpo_en_demo(job: Job) -> None:
     assert set(assert_accounted(job, 300)) == {"longer than max_length"}
     assert job.report()["used"] > 100
     assert_exact(job, outcome.out)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "used"),
+    [
+        ("hh_rlhf_helpful_base_test", 2354, 2354 - 9 - 4 - 2),
+        ("llamafactory_dpo_en_demo", 300, 300),
+        ("llmbar", 419, 419),
+        ("llamafactory_v1_dpo_demo", 10, 10),
+    ],
+)
+def test_the_report_on_each_file(job: Job, name: str, rows: int, used: int) -> None:
+    """Through `tuningfork data`, with room for the longest: no row is dropped for its length."""
+    job = on_real_data(job, DATA / f"{name}.jsonl.gz", max_length=30_000)
+    job.but({"train.examples_per_step": 2}).done("data")
+    train = json.loads((job.run / "data" / "data_report.json").read_text())["train"]
+    assert (train["rows_read"], train["used"], sum(train["dropped"].values())) == (rows, used, rows - used)

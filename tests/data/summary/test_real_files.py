@@ -12,24 +12,22 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from transformers import AutoTokenizer
 
-from tests.data.test_real_files import DPO_EN, HH, HH_DROPS, MODEL
+from tests.data.test_real_files import DATA, DPO_EN, HH, HH_DROPS, smollm2
 from tuningfork.data.audit import prepare
+from tuningfork.data.bins import best_fit
 from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.loader import EpochOrder
 from tuningfork.data.pack import PackLimits
 from tuningfork.data.summary.sets import SetData
 from tuningfork.data.summary.summarize import DataSummary, summarize
+from tuningfork.data.tokenize import MERGES
 
-pytestmark = [
-    pytest.mark.skipif(not HH.exists(), reason="no real data: set TUNINGFORK_DATA to a folder that has it"),
-    pytest.mark.skipif(not (MODEL / "tokenizer.json").exists(), reason="no demo/model: see demo/model.py"),
-]
+pytestmark = pytest.mark.skipif(not HH.exists(), reason="no real data: set TUNINGFORK_DATA to a folder that has it")
 
 
 def summary_of(path: Path, max_length: int) -> DataSummary:
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer = smollm2()
     config = DataConfig(max_length=max_length)
     examples, report = prepare(path, tokenizer, config, len(tokenizer))
     data = SetData.of(examples, report, tokenizer.bos_token_id)
@@ -83,9 +81,13 @@ def test_dpo_en() -> None:
         "sequence": [773, 576, 1877, 4574],
     }
     cost = summary.cost
+    padded, packed, shared = cost.layouts
     assert cost.tokens == 463_807
+    assert f"{2 * padded.prompt / cost.tokens:.3f}" == "0.578" and f"{cost.counted_tokens / cost.tokens:.3f}" == "0.422"
+    assert padded.slots / packed.slots == pytest.approx(2.3, abs=0.06)
+    assert padded.slots / shared.slots == pytest.approx(3.3, abs=0.06)
     assert f"{cost.tokens_saved:.3f}" == "0.289" and f"{cost.attention_saved:.3f}" == "0.242"
-    assert cost.layouts[0].pad_share == pytest.approx(0.576, abs=0.006)
+    assert padded.pad_share == pytest.approx(0.576, abs=0.006)
     with gzip.open(DPO_EN, "rt", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
     again = Counter(json.dumps([row["conversations"], row["chosen"], row["rejected"]]) for row in rows)
@@ -101,3 +103,46 @@ def test_rows_that_are_too_long_count_for_the_limits_and_nowhere_else() -> None:
         for summary in (short, whole)
     ]
     assert lost[0] == lost[1] and lost[0][2048][0] == 12 and lost[0][8192] == (0, 0)
+
+
+def test_llmbar() -> None:
+    summary = summary_of(DATA / "llmbar.jsonl.gz", 4096)
+    assert (summary.train.rows_read, summary.train.used, summary.train.dropped) == (419, 419, {})
+    assert published(summary) == {
+        "prompt": [67, 47, 144, 807],
+        "chosen": [74, 38, 265, 577],
+        "rejected": [148, 74, 523, 767],
+        "sequence": [178, 112, 509, 843],
+    }
+    cost = summary.cost
+    padded = cost.layouts[0]
+    assert cost.tokens == 149_036
+    assert f"{2 * padded.prompt / cost.tokens:.3f}" == "0.374" and f"{cost.counted_tokens / cost.tokens:.3f}" == "0.626"
+    assert f"{cost.tokens_saved:.3f}" == "0.187" and f"{cost.attention_saved:.3f}" == "0.083"
+    assert padded.pad_share == pytest.approx(0.667, abs=0.006)
+
+
+@pytest.mark.parametrize(("path", "rows"), [(HH, 2339), (DPO_EN, 300), (DATA / "llmbar.jsonl.gz", 419)])
+def test_no_row_has_a_token_across_its_border(path: Path, rows: int) -> None:
+    """With this tokenizer and these formats a prompt has the same ids by itself, counted by encoding both ways."""
+    _, report = prepare(path, smollm2(), DataConfig(max_length=8192), len(smollm2()))
+    assert report.used == rows and MERGES not in report.notes
+
+
+# Of the whole file, each kind of item by itself: capacity -> bins of sequences, of pairs, of shared prompts; then how
+# many items are too long for any.
+DPO_EN_BINS = {2048: (204, 103, 125), 4096: (112, 104, 80), 8192: (57, 56, 41), 16384: (29, 29, 21)}
+DPO_EN_LEFT = {2048: (19, 83, 31), 4096: (2, 8, 1), 8192: (0, 1, 0), 16384: (0, 0, 0)}
+
+
+def test_dpo_en_fills_as_many_bins_as_were_counted() -> None:
+    examples, _ = prepare(DPO_EN, smollm2(), DataConfig(max_length=8192), len(smollm2()))
+    kinds = (
+        [len(each.prompt_ids) + len(answer.ids) for each in examples for answer in each.answers],
+        [each.plain_tokens for each in examples],
+        [each.unique_tokens for each in examples],
+    )
+    for capacity, bins in DPO_EN_BINS.items():
+        fitting = [[size for size in sizes if size <= capacity] for sizes in kinds]
+        assert tuple(int(best_fit(sizes, capacity).max()) + 1 for sizes in fitting) == bins
+        assert tuple(len(a) - len(b) for a, b in zip(kinds, fitting, strict=True)) == DPO_EN_LEFT[capacity]
