@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import datasets
@@ -48,9 +49,7 @@ def test_patterns_and_folders_are_their_files_in_order(tmp_path: Path) -> None:
 )
 def test_what_cannot_name_a_file_is_refused(name: str, why: str, tmp_path: Path) -> None:
     (tmp_path / "circle.jsonl").symlink_to("circle.jsonl")
-    with pytest.raises(
-        DataError, match=rf"(?s)^{tmp_path}.*cannot be the name of a file \(.*{why}.*\)\. Check the path"
-    ):
+    with pytest.raises(DataError, match=rf"(?s)^{tmp_path}.*cannot be looked up \(.*{why}.*\)\. Check the path"):
         expand(str(tmp_path / name))
 
 
@@ -61,6 +60,16 @@ def test_a_part_of_a_folder_that_cannot_be_read_is_not_left_out(tmp_path: Path) 
     (tmp_path / "c.jsonl").mkdir()
     for source in (str(tmp_path), f"{tmp_path}/*.jsonl"):
         assert names(expand(source), tmp_path) == ["a.jsonl", "b.jsonl"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_closed_folder_is_named_wherever_it_lies(tmp_path: Path) -> None:
+    write(tmp_path, ROWS, "a.jsonl")
+    (closed := tmp_path / "closed").mkdir(mode=0)
+    for source in (tmp_path, closed, closed / "a.jsonl"):
+        with pytest.raises(DataError, match=rf"^{closed}.*cannot be looked up \(Permission denied\)"):
+            expand(str(source))
+    closed.chmod(0o700)
 
 
 @pytest.mark.parametrize("said", ["", "{", "[]", "{}", '{"splits": 3}', '{"splits": [1]}', '{"splits": []}'])

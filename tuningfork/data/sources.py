@@ -12,8 +12,9 @@ split. Where names do not tell which that is, the source is refused with the nam
 from __future__ import annotations
 
 import glob
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -50,12 +51,17 @@ def expand(source: str, use: Use = "train") -> Tables:
 
     Raises DataError where there is none, or where it is not told which of several splits is meant.
     """
-    path = Path(source)
     try:
-        path.resolve().is_file()
-    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL in it, links in a circle
+        Path(source).resolve().is_file()
+        return _expand(source, use)
+    except (OSError, ValueError, RuntimeError) as error:  # too long, closed to us, a NUL in it, links in a circle
         why = getattr(error, "strerror", None) or error
-        raise DataError(f"{source}: cannot be the name of a file ({why}). Check the path in the recipe.") from error
+        at = getattr(error, "filename", None) or source
+        raise DataError(f"{at}: cannot be looked up ({why}). Check the path in the recipe, and its rights.") from error
+
+
+def _expand(source: str, use: Use) -> Tables:
+    path = Path(source)
     if path.is_file() or is_saved_dataset(path):
         return Tables(source, [source], [])
     if source.startswith(HUB):
@@ -163,9 +169,7 @@ def _split(source: str, splits: Mapping[str, str], use: Use) -> Tables:
 
 def _of_folder(source: str, path: Path, use: Use) -> Tables:
     """The files of a folder, or those of its files that are for this use."""
-    files = sorted(
-        p for p in path.rglob("*") if not p.is_dir() and suffix_of(p) in SUFFIXES and not _hidden(p.relative_to(path))
-    )  # a link to nothing too: reading says so, where leaving it out would lose a part of the data
+    files = sorted(p for p in _files_under(path) if suffix_of(p) in SUFFIXES)
     if not files:
         raise DataError(f"{source}: this folder has no {', '.join(SUFFIXES)} file, plain or with .gz.")
     kinds = {str(file): kind_of_split(str(file.relative_to(path))) for file in files}
@@ -187,5 +191,13 @@ def _of_folder(source: str, path: Path, use: Use) -> Tables:
     )
 
 
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+def _files_under(folder: Path) -> Iterator[Path]:
+    """All that is no folder, hidden names left out. What cannot be read is there, too, so that reading it fails: a link
+    to nothing or a closed folder may be a part of the data. Raises OSError."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for place, folders, names in os.walk(folder, onerror=fail):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(place) / name for name in names if not name.startswith("."))
