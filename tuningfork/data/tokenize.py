@@ -1,9 +1,9 @@
 """Rendered text -> token ids: prompt once, each answer after it, and a mask over the tokens that count.
 
-A sequence is encoded whole, since tokens can merge across the border of prompt and answer: ids are never glued together
-from two encodings. The shared prompt is then what all of an example's encodings have in common before the border, and
-what the border cuts through belongs to the answer. Whether a token counts is decided by its characters, never by its
-id, so a pad token that is also the end token loses nothing.
+A sequence has the ids of its whole text, since tokens can merge across the border of prompt and answer; where it is
+encoded in two parts, that gives the same (`data/seams.py`). The shared prompt is then what an example's sequences have
+in common before the border, and what the border cuts through belongs to the answer. Whether a token counts is decided
+by its characters, never by its id, so a pad token that is also the end token loses nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from tuningfork.data.seams import Seams
 from tuningfork.data.template import RenderedExample, Span, check_template
 from tuningfork.errors import DataError
 from tuningfork.records import TokenAnswer, TokenExample
@@ -50,6 +51,7 @@ class Encoder:
         self.bos = _ids([bos] if bos is not None and tokenizer("").input_ids[:1] == [bos] else [])
         self.eos = _ids([eos] if eos is not None else [])
         self.tokenizer = tokenizer
+        self.seams = Seams(tokenizer)
 
     def __call__(self, examples: Sequence[RenderedExample]) -> list[TokenExample]:
         """Encode examples, many in one call of the tokenizer."""
@@ -60,14 +62,19 @@ class Encoder:
         return [encoded for batch in _batches(examples) for encoded in self._encode(batch)]
 
     def _encode(self, examples: Sequence[RenderedExample]) -> list[Encoded]:
-        texts = [text for example in examples for text in example.texts]
+        cuts = [self.seams.last(e.texts[0], e.border) if len(e.texts) > 1 else 0 for e in examples]
+        parts = [_parts(example, cut) for example, cut in zip(examples, cuts, strict=True)]
+        texts = [text for start, rests in parts for text in (*start, *rests)]
         with _no_post_processing(self.tokenizer):
             encoded = self.tokenizer(
                 texts, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False
             )
-        ids = iter(encoded["input_ids"])
-        offsets = iter(encoded["offset_mapping"])
-        return [self._split(e, [_Sequence(next(ids), next(offsets)) for _ in e.texts]) for e in examples]
+        made = map(_Sequence.of, encoded["input_ids"], encoded["offset_mapping"])
+        found = []
+        for example, cut, (start, rests) in zip(examples, cuts, parts, strict=True):
+            starts = [next(made) for _ in start]
+            found.append(self._split(example, [_joined(*starts, next(made).moved(cut)) for _ in rests]))
+        return found
 
     def _split(self, example: RenderedExample, sequences: list[_Sequence]) -> Encoded:
         """Cut an example's sequences behind the prompt tokens that all of them share."""
@@ -82,6 +89,11 @@ class Encoder:
         merged = any(p < len(s.ids) and s.starts[p] < example.border for s in sequences)
         notes = (*example.notes, MERGES) if merged else example.notes
         return Encoded(TokenExample(example.source, prompt_ids, answers), notes)
+
+
+def _parts(example: RenderedExample, cut: int) -> tuple[list[str], list[str]]:
+    """What all of an example's texts begin with, up to the cut, and what each of them has behind it."""
+    return [example.texts[0][:cut]] if cut else [], [text[cut:] for text in example.texts]
 
 
 def _batches(examples: Sequence[RenderedExample]) -> Iterator[list[RenderedExample]]:
@@ -123,12 +135,20 @@ def _answer(sequence: _Sequence, p: int, spans: Sequence[Span], eos: np.ndarray)
     return TokenAnswer(ids, mask)
 
 
-class _Sequence:
+class _Sequence(NamedTuple):
     """One encoded text: `ids` int32 [n], `starts` and `stops` int64 [n], the characters that each token covers."""
 
-    def __init__(self, ids: list[int], offsets: list[tuple[int, int]]) -> None:
-        self.ids = np.array(ids, dtype=np.int32)
-        self.starts, self.stops = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+    ids: np.ndarray
+    starts: np.ndarray
+    stops: np.ndarray
+
+    @classmethod
+    def of(cls, ids: list[int], offsets: list[tuple[int, int]]) -> _Sequence:
+        return cls(_ids(ids), *np.array(offsets, dtype=np.int64).reshape(-1, 2).T)
+
+    def moved(self, characters: int) -> _Sequence:
+        """The same tokens in a text that has this many characters in front."""
+        return _Sequence(self.ids, self.starts + characters, self.stops + characters)
 
     def tokens_before(self, border: int) -> int:
         """How many leading tokens end at or before the border."""
@@ -141,6 +161,10 @@ class _Sequence:
         for start, stop in spans:
             found |= (self.starts < stop) & (self.stops > start)
         return found
+
+
+def _joined(*parts: _Sequence) -> _Sequence:
+    return parts[0] if len(parts) == 1 else _Sequence(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
