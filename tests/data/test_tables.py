@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import time
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -204,14 +205,23 @@ def test_two_processes_make_a_table_once(tmp_path: Path) -> None:
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
+def _all_begun(ready: Any) -> bool:
+    return not wait(ready, timeout=120).not_done
+
+
 @pytest.mark.parametrize("workers", [2, 3])
 def test_any_number_of_processes_gives_the_same(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "CHUNK", 3)
+    monkeypatch.setattr(chunks, "_begun", _all_begun)
     rows = [{**ROWS[0], "prompt": f"question {n}"} if n % 5 else ROWS[2] for n in range(40)]
     table = write(tmp_path, rows)
     alone = Opened(monkeypatch, None)(table, config=replace(CONFIG, workers=1))
     assert Opened(monkeypatch, None)(table, config=replace(CONFIG, workers=workers)) == alone
     assert len(alone[0]) == 32 and len(alone[1].dropped) == 8
+    # Some chunks here, while the processes start, and the others there.
+    begun = iter([False, True, True])
+    monkeypatch.setattr(chunks, "_begun", lambda ready: next(begun, True) and _all_begun(ready))
+    assert Opened(monkeypatch, None)(table, config=replace(CONFIG, workers=workers)) == alone
 
 
 def _killed(examples: Any) -> Any:
@@ -220,6 +230,7 @@ def _killed(examples: Any) -> Any:
 
 def test_a_killed_process_is_an_error_that_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "_work", _killed)
+    monkeypatch.setattr(chunks, "_begun", _all_begun)
     with pytest.raises(DataError, match=r"was killed.*data.workers to less: 1"):
         Opened(monkeypatch, None)(write(tmp_path, ROWS), config=replace(CONFIG, workers=2))
 

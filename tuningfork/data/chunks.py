@@ -33,7 +33,7 @@ from tuningfork.errors import DataError
 from tuningfork.records import DroppedRow, Example, Size, TokenExample
 
 CHUNK = 256  # examples encoded in one call: enough to keep the tokenizer's threads busy, few enough to show progress
-ROWS_A_PROCESS = 4096  # fewer are done before a process of its own has started
+ROWS_A_PROCESS = 8192  # fewer are done before a process of its own has started
 _AHEAD = 3  # chunks that wait for each process, so that none is idle and few lie in memory
 
 
@@ -110,8 +110,13 @@ def encode_chunks(
     # Fresh processes: in copies of this one, the tokenizer's and PyTorch's threads would be in any state.
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin, (copies,))
     try:
+        ready = [pool.submit(_work, []) for _ in range(workers)]
+        encoder = ChunkEncoder(tokenizer, config)
         waiting: deque[Future[Block]] = deque()
         for chunk in chunks:
+            if not waiting and not _begun(ready):  # they take seconds to start; until then the work is done here
+                yield encoder(chunk)
+                continue
             waiting.append(pool.submit(_work, chunk))
             if len(waiting) >= workers * _AHEAD:
                 yield waiting.popleft().result()
@@ -124,6 +129,11 @@ def encode_chunks(
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _begun(ready: Sequence[Future[Block]]) -> bool:
+    """Whether a process is ready to work."""
+    return any(future.done() for future in ready)
 
 
 _encoder: ChunkEncoder  # of a working process
