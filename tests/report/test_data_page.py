@@ -48,8 +48,9 @@ def report_of(folder: Path) -> dict[str, Any]:
     tokenizer.name_or_path = f"folder {EVIL}"
     summary = summary_of(folder, rows, held_out, tokenizer=tokenizer, template="chat", max_length=900)
     found = summary.as_dict()
-    unknown = next(row for row in found["train"]["dropped_rows"] if row["reason"] == "unknown role")
-    unknown["detail"] += "q" * 100_000  # longer than a reader of rows lets it be: a page cuts, too
+    for row in found["train"]["dropped_rows"]:
+        if row["reason"] == "unknown role":
+            row["detail"] += "q" * 100_000  # longer than the reading of rows lets it be: a page cuts, too
     return {"made_by": "tuningfork data", "version": "1", **found}
 
 
@@ -197,10 +198,7 @@ def mixed_report(folder: Path) -> dict[str, Any]:
     sources = [str(folder / "a.jsonl"), str(folder / "b")]
     config = DataConfig(sources, template="none", max_length=20, over_length="truncate_answers", counts=[2, 5])
     summary = summary_of_files(config)
-    found = summary.as_dict()
-    unknown = next(row for row in found["train"]["dropped_rows"] if row["reason"] == "unknown role")
-    unknown["detail"] += "q" * 100_000  # longer than a reader of rows lets it be: a page cuts, too
-    return {"made_by": "tuningfork data", "version": "1", **found}
+    return {"made_by": "tuningfork data", "version": "1", **summary.as_dict()}
 
 
 def test_several_tables(tmp_path: Path) -> None:
