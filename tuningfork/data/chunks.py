@@ -12,6 +12,7 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from itertools import combinations, islice
+from pathlib import Path
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -106,12 +108,19 @@ def encode_chunks(
     if workers <= 1:
         yield from map(ChunkEncoder(tokenizer, config), chunks)
         return
-    copies = pickle.dumps((tokenizer, config))
+    with tempfile.NamedTemporaryFile(prefix="tuningfork-") as copies:
+        # In a file: handing megabytes to a process that dies as it starts would wait for ever.
+        copies.write(pickle.dumps((tokenizer, config)))
+        copies.flush()
+        yield from _spread(chunks, workers, ChunkEncoder(tokenizer, config), copies.name)
+
+
+def _spread(chunks: Iterator[list[Example]], workers: int, encoder: ChunkEncoder, copies: str) -> Iterator[Block]:
+    """The blocks of all chunks, made by this number of processes."""
     # Fresh processes: in copies of this one, the tokenizer's and PyTorch's threads would be in any state.
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin, (copies,))
     try:
         ready = [pool.submit(_work, []) for _ in range(workers)]
-        encoder = ChunkEncoder(tokenizer, config)
         waiting: deque[Future[Block]] = deque()
         for chunk in chunks:
             if not waiting and not _begun(ready):  # they take seconds to start; until then the work is done here
@@ -139,12 +148,12 @@ def _begun(ready: Sequence[Future[Block]]) -> bool:
 _encoder: ChunkEncoder  # of a working process
 
 
-def _begin(copies: bytes) -> None:
+def _begin(copies: str) -> None:
     global _encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, and the first of them ends the others
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core already
     threading.Thread(target=_end_with_the_first, daemon=True).start()
-    _encoder = ChunkEncoder(*pickle.loads(copies))
+    _encoder = ChunkEncoder(*pickle.loads(Path(copies).read_bytes()))
 
 
 def _end_with_the_first() -> None:
