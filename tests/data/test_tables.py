@@ -160,6 +160,31 @@ def test_a_table_that_fails_leaves_no_entry(opened: Opened, tmp_path: Path) -> N
     assert not (tmp_path / "cache").exists()
 
 
+def test_a_table_that_changes_while_it_is_read_is_refused(
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokens must not be kept under the name of what it was."""
+    table, encode = write(tmp_path, ROWS), tables.encode_chunks
+
+    def late(*args: Any) -> Any:
+        yield from encode(*args)
+        write(tmp_path, [*ROWS, ROWS[0]])
+
+    monkeypatch.setattr(tables, "encode_chunks", late)
+    with pytest.raises(DataError, match="changed while it was read"):
+        opened(table)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_tokenizer_that_splits_special_tokens_has_its_own_entry(opened: Opened, tmp_path: Path) -> None:
+    splitting = byte_bpe(chat_template=CHATML)
+    splitting.split_special_tokens = True
+    table = write(tmp_path, ROWS)
+    opened(table)
+    opened(table, splitting)
+    assert opened.made == 2
+
+
 def test_what_a_kill_left_behind_is_removed(opened: Opened, tmp_path: Path) -> None:
     rest = tmp_path / "cache" / "0123.partial"
     rest.mkdir(parents=True)

@@ -28,6 +28,7 @@ from tuningfork.data.examples import Reading
 from tuningfork.data.read import digest_of
 from tuningfork.data.store import Columns, TokenTable
 from tuningfork.data.tokenize import Encoder
+from tuningfork.errors import DataError
 from tuningfork.files import ASIDE, exclusive, whole_folder
 from tuningfork.records import DroppedRow, Size
 
@@ -78,7 +79,8 @@ class TableReader:
         if self.folder is None:
             account, blocks = _make(table, self.tokenizer, self.config, progress)
             return TokenTable(table, store.joined(blocks)), account
-        entry = self.folder / xxhash.xxh3_128_hexdigest(f"{digest_of(table)} {self.origin}".encode())
+        before = digest_of(table)
+        entry = self.folder / xxhash.xxh3_128_hexdigest(f"{before} {self.origin}".encode())
         if (found := self._kept(entry)) is not None:
             self.notice(f"{table}: tokens of before, from {self.folder}")
             if progress is not None:
@@ -91,6 +93,8 @@ class TableReader:
                         shutil.rmtree(rest)  # of a process that was killed: nobody else is at work
                     with whole_folder(entry) as aside:
                         _keep(aside, *_make(table, self.tokenizer, self.config, progress))
+                        if digest_of(table) != before:
+                            raise DataError(f"{table}: changed while it was read. Run again once it is whole.")
                     found = self._kept(entry)
                     assert found is not None, "what was written cannot be read"
         columns, account = found
@@ -166,6 +170,7 @@ def _origin(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str:
         "tokenizer": xxhash.xxh3_128_hexdigest(backend.to_str().encode()),
         "class": type(tokenizer).__name__,
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        "split": str(getattr(tokenizer, "split_special_tokens", None)),
         "template": template,
         # A template that prints the date gives other tokens tomorrow.
         "day": datetime.date.today().isoformat() if "strftime_now" in template else "",
