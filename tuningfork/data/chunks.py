@@ -51,7 +51,7 @@ class Block:
 
 
 class ChunkEncoder:
-    """Prints, encodes, shortens and checks chunks of examples."""
+    """Prints, encodes, shortens and checks chunks of examples. Raises DataError for an unfit tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
         self.tokenizer = tokenizer
@@ -96,23 +96,23 @@ class ChunkEncoder:
 
 
 def encode_chunks(
-    examples: Iterator[Example], count: int, tokenizer: PreTrainedTokenizerBase, config: DataConfig
+    examples: Iterator[Example], count: int, encoder: ChunkEncoder, config: DataConfig
 ) -> Iterator[Block]:
     """A block for each chunk of the examples, in their order. `count` is about how many there are.
 
-    data.workers processes work on them, or one for each core where there are enough to pay for their start. Raises
-    DataError for an unfit tokenizer, or where a process is killed.
+    data.workers processes work on them, each with an encoder like this one, or one for each core where there are
+    enough to pay for their start. Raises DataError where a process is killed.
     """
     chunks = iter(lambda: list(islice(examples, CHUNK)), [])
     workers = config.workers or min(_cores(), count // ROWS_A_PROCESS)
     if workers <= 1:
-        yield from map(ChunkEncoder(tokenizer, config), chunks)
+        yield from map(encoder, chunks)
         return
     with tempfile.NamedTemporaryFile(prefix="tuningfork-") as copies:
         # In a file: handing megabytes to a process that dies as it starts would wait for ever.
-        copies.write(pickle.dumps((tokenizer, config)))
+        copies.write(pickle.dumps((encoder.tokenizer, config)))
         copies.flush()
-        yield from _spread(chunks, workers, ChunkEncoder(tokenizer, config), copies.name)
+        yield from _spread(chunks, workers, encoder, copies.name)
 
 
 def _spread(chunks: Iterator[list[Example]], workers: int, encoder: ChunkEncoder, copies: str) -> Iterator[Block]:

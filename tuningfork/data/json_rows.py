@@ -12,13 +12,14 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from tuningfork.errors import DataError
 
 Row = dict[str, Any]
-GZIP = b"\x1f\x8b"  # what a gzipped file begins with
+_GZIP = b"\x1f\x8b"  # what a gzipped file begins with
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -41,22 +42,30 @@ def line_rows(path: Path) -> Iterator[tuple[int, Row]]:
             yield number, _checked(path, f"line {number}", _parsed(path, number, line.rstrip("\n")))
 
 
+@contextmanager
+def unzipped(path: Path) -> Iterator[IO[bytes]]:
+    """A file's bytes, plain or gzipped. Raises DataError where it cannot be read, from its beginning to its end."""
+    try:
+        with open(path, "rb") as file:
+            zipped = file.read(len(_GZIP)) == _GZIP
+        with gzip.open(path) if zipped else open(path, "rb") as opened:
+            yield cast(IO[bytes], opened)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: the gzip data is cut short or damaged ({error}). Copy the file again.") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error}). Check the file's rights.") from error
+
+
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     number = 0
     try:
-        with open(path, "rb") as file:
-            zipped = file.read(len(GZIP)) == GZIP
-        with gzip.open(path) if zipped else open(path, "rb") as lines:
+        with unzipped(path) as lines:
             for number, line in enumerate(lines, 1):
                 yield number, line.removeprefix(_BOM if number == 1 else b"").decode()
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path}: line {number} is not UTF-8 text. Save the file as UTF-8 ({error.reason}, byte {error.start})."
         ) from error
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path}: the gzip data is cut short or damaged ({error}). Copy the file again.") from error
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error}). Check the file's rights.") from error
 
 
 def _parsed(path: Path, line: int, text: str) -> Any:

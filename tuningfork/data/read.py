@@ -11,7 +11,6 @@ import gzip
 import json
 import shutil
 import tempfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ import datasets
 import pyarrow.parquet
 import xxhash
 
-from tuningfork.data.json_rows import GZIP, Row, array_rows, is_array, line_rows
+from tuningfork.data.json_rows import Row, array_rows, is_array, line_rows, unzipped
 from tuningfork.errors import DataError
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -31,10 +30,10 @@ HUB = "hub:"  # in front of owner/name
 class Rows:
     """A table's rows with their numbers from 1: the line of a JSONL file, else the place in the table.
 
-    Each iteration reads them anew, so that a table may be larger than memory. Values are exactly the table's, but for
-    nulls in the objects of a column: they all have the same fields there, and one that an object did not have is null.
-    These go; a table cannot tell them from nulls that were meant. Raises DataError, naming file, line and column, where
-    something is wrong.
+    Each iteration reads them anew, so that a table may be larger than memory; only an array of JSON is held as a whole.
+    Values are exactly the table's, but for nulls in the objects of a column: they all have the same fields there, and
+    one that an object did not have is null. These go; a table cannot tell them from nulls that were meant. Raises
+    DataError, naming file, line and column, where something is wrong.
     """
 
     def __init__(self, read: Callable[[], Iterable[tuple[int, Row]]]) -> None:
@@ -195,7 +194,12 @@ def _of_parquet(path: Path) -> Rows:
     user's home could answer with a file's old content. A name and a cache folder of our own rule out both."""
     with tempfile.TemporaryDirectory(prefix="tuningfork-") as folder, _quiet_library():
         plain = Path(folder) / "rows.parquet"
-        _plain_twin(path, plain)
+        with unzipped(path) as file:
+            if isinstance(file, gzip.GzipFile):
+                with open(plain, "wb") as out:
+                    shutil.copyfileobj(file, out)
+            else:
+                plain.symlink_to(path.resolve())
         try:
             if pyarrow.parquet.read_metadata(plain).num_rows == 0:  # the library fails on a table without rows
                 return Rows(lambda: ())
@@ -228,22 +232,6 @@ def _has_value(table: datasets.Dataset, column: str, index: int) -> bool:
     except Exception:  # whatever a library makes of bytes that are no value
         return False
     return True
-
-
-def _plain_twin(path: Path, plain: Path) -> None:
-    """Give a file a plain name; unzipped, if it is gzipped."""
-    try:
-        with open(path, "rb") as file:
-            zipped = file.read(len(GZIP)) == GZIP
-        if zipped:
-            with gzip.open(path) as file, open(plain, "wb") as out:
-                shutil.copyfileobj(file, out)
-        else:
-            plain.symlink_to(path.resolve())
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path}: the gzip data is cut short or damaged ({error}). Copy the file again.") from error
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error}). Check the file's rights.") from error
 
 
 @contextmanager

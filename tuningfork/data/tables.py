@@ -22,12 +22,11 @@ from transformers import PreTrainedTokenizerBase
 
 from tuningfork import records
 from tuningfork.data import store
-from tuningfork.data.chunks import encode_chunks
+from tuningfork.data.chunks import ChunkEncoder, encode_chunks
 from tuningfork.data.config import DataConfig
 from tuningfork.data.examples import Reading
 from tuningfork.data.read import digest_of
 from tuningfork.data.store import Columns, TokenTable
-from tuningfork.data.tokenize import Encoder
 from tuningfork.errors import DataError
 from tuningfork.files import ASIDE, exclusive, whole_folder
 from tuningfork.records import DroppedRow, Size
@@ -65,8 +64,8 @@ class TableReader:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, config: DataConfig, folder: Path | None, notice: Notice = print
     ) -> None:
-        Encoder(tokenizer, config.template)  # an unfit tokenizer is told before a table is read
-        self.tokenizer, self.config, self.folder, self.notice = tokenizer, config, folder, notice
+        self.encoder = ChunkEncoder(tokenizer, config)
+        self.config, self.folder, self.notice = config, folder, notice
         self.origin = "" if folder is None else _origin(tokenizer, config)
 
     def open(self, table: str, progress: Progress | None = None) -> tuple[TokenTable, TableAccount]:
@@ -77,7 +76,7 @@ class TableReader:
             RunFolderError: the cache cannot be written.
         """
         if self.folder is None:
-            account, blocks = _make(table, self.tokenizer, self.config, progress)
+            account, blocks = _make(table, self.encoder, self.config, progress)
             return TokenTable(table, store.joined(blocks)), account
         before = digest_of(table)
         entry = self.folder / xxhash.xxh3_128_hexdigest(f"{before} {self.origin}".encode())
@@ -92,7 +91,7 @@ class TableReader:
                     for rest in self.folder.glob(f"*{ASIDE}"):
                         shutil.rmtree(rest)  # of a process that was killed: nobody else is at work
                     with whole_folder(entry) as aside:
-                        _keep(aside, *_make(table, self.tokenizer, self.config, progress))
+                        _keep(aside, *_make(table, self.encoder, self.config, progress))
                         if digest_of(table) != before:
                             raise DataError(f"{table}: changed while it was read. Run again once it is whole.")
                     found = self._kept(entry)
@@ -124,7 +123,7 @@ class TableReader:
 
 
 def _make(
-    table: str, tokenizer: PreTrainedTokenizerBase, config: DataConfig, progress: Progress | None
+    table: str, encoder: ChunkEncoder, config: DataConfig, progress: Progress | None
 ) -> tuple[TableAccount, Iterator[Columns]]:
     """Read and encode a table. The account is complete once the columns are drawn."""
     reading = Reading(table, as_text=config.template == "none", form=config.format)
@@ -132,7 +131,7 @@ def _make(
 
     def columns() -> Iterator[Columns]:
         done = 0
-        for block in encode_chunks(iter(reading), reading.rows_read, tokenizer, config):
+        for block in encode_chunks(iter(reading), reading.rows_read, encoder, config):
             yield block.columns
             account.add(block.dropped)
             account.sizes.update(block.sizes)
