@@ -10,7 +10,8 @@ A pack is filled to the same rows twice: with each prompt laid once (shared), an
 jumps, and what a pack costs whatever is in it costs both the same. The two take turns, and turns at going first: where
 one always did, it took 2 to 3 % longer.
 
-    ms              milliseconds of a pack's device time, from the profiler; on a CPU operators' own time
+    ms              milliseconds of a pack's device time, from the profiler, the median of the turns; on a CPU
+                    operators' own time
     attention_ms    of it, in attention
     plain_tokens    tokens of its pairs with a prompt for each answer: the work that a pack gets done
     saved           1 - shared / unshared of ms for a plain token; saved_attention of attention_ms, saved_rest of what
@@ -27,6 +28,7 @@ one always did, it took 2 to 3 % longer.
 from __future__ import annotations
 
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import torch
@@ -78,22 +80,25 @@ def pairs_that_fill(ratio: float, answer: int, rows: int, vocabulary: int) -> li
 
 
 def measure(policy: Policy, packs: dict[str, PackedBatch], repeats: int) -> dict[str, float]:
-    """`ms` and `attention_ms` of each pack."""
-    profiles = {name: DeviceProfile() for name in packs}
+    """`ms` and `attention_ms` of each pack: medians, since one slow turn moves a mean by more than a saving's tenth."""
+    turns: dict[str, list[dict[str, float]]] = {name: [] for name in packs}
     order = list(packs)
     for turn in range(WARMUP + repeats):
         for name in order:
             if turn < WARMUP:
                 _run(policy, packs[name])
                 continue
-            profiles[name].start()
+            profile = DeviceProfile()
+            profile.start()
             _run(policy, packs[name])
-            profiles[name].stop()
+            profile.stop()
+            turns[name].append(profile.by_category(1))
         order.reverse()
     times: dict[str, float] = {}
-    for name, profile in profiles.items():
-        kinds = profile.by_category(repeats)
-        times |= {f"{name}_ms": round(sum(kinds.values()), 3), f"{name}_attention_ms": round(kinds["attention"], 3)}
+    for name, found in turns.items():
+        whole = median(sum(kinds.values()) for kinds in found)
+        attention = median(kinds["attention"] for kinds in found)
+        times |= {f"{name}_ms": round(whole, 3), f"{name}_attention_ms": round(attention, 3)}
     return times
 
 
