@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import json
 import os
 import shutil
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+import xxhash
+
 from tuningfork.errors import RunFolderError
 
 ASIDE = ".partial"  # the ending of what is not whole yet; a kill may leave one behind, see clear_abandoned
+DIGESTS = "digests.json"  # file name -> checksum, of all other files of a sealed folder
+CURE = "Make room or permit it, then continue with --resume; or choose another folder."
+
+SCRATCH_CURE = "Temporary files lie there: make room or permit it, or set TMPDIR to another folder."
 
 
 @contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Turn an OSError into a RunFolderError that names the file and the way out."""
+def explained(path: Path, cure: str = CURE) -> Iterator[None]:
+    """Turn an OSError into a RunFolderError that names the file and the way out, the `cure`."""
     try:
         yield
     except OSError as error:
-        raise RunFolderError(
-            f"{path} cannot be written: {error.strerror or error}. "
-            "Make room or permit it, then continue with --resume; or choose another folder."
-        ) from error
+        raise RunFolderError(f"{path} cannot be written: {error.strerror or error}. {cure}") from error
 
 
 @contextmanager
@@ -53,13 +59,14 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
+def whole_folder(path: Path, cure: str = CURE) -> Iterator[Path]:
     """A new empty folder to fill; it becomes `path` once the block ends, or is removed if the block fails.
 
-    `path` must not exist yet. Raises RunFolderError as `whole_file`.
+    `path` must not exist yet. Raises RunFolderError as `whole_file`, with this `cure`; an OSError of the block counts
+    as the disk's refusal.
     """
     aside = path.with_name(path.name + ASIDE)
-    with explained(path):
+    with explained(path, cure):
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         try:
@@ -76,6 +83,46 @@ def whole_folder(path: Path) -> Iterator[Path]:
         _sync_folder(path.parent)
 
 
+def seal(folder: Path) -> None:
+    """Write the checksums of a folder's files beside them. Raises OSError."""
+    (folder / DIGESTS).write_text(json.dumps({file.name: checksum(file) for file in sorted(folder.iterdir())}))
+
+
+def check_sealed(folder: Path) -> None:
+    """Raise ValueError where a file of a sealed folder is not as it was written; OSError where one cannot be read."""
+    digests = json.loads((folder / DIGESTS).read_bytes())
+    if not isinstance(digests, dict):
+        raise ValueError(f"{DIGESTS} is damaged")
+    for name, digest in digests.items():
+        if checksum(folder / name) != digest:
+            raise ValueError(f"{name} is damaged: it is not as it was written")
+
+
+def checksum(file: Path) -> str:
+    """A checksum of a file's bytes. Raises OSError."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, xxhash.xxh3_128).hexdigest()
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder. A folder is renamed first, so that a kill leaves none that looks whole."""
+    if path.is_dir() and not path.is_symlink():
+        aside = path.with_name(path.name.removesuffix(ASIDE) + ASIDE)
+        path.rename(aside)
+        shutil.rmtree(aside)
+    else:
+        path.unlink()
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder for temporary files, removed in the end. Raises RunFolderError where there is no place for one."""
+    with explained(Path(os.environ.get("TMPDIR", "/tmp")), SCRATCH_CURE):
+        folder = tempfile.TemporaryDirectory(prefix="tuningfork-", ignore_cleanup_errors=True)
+    with folder as name:
+        yield Path(name)
+
+
 def clear_abandoned(folder: Path) -> None:
     """Remove files that a kill left half written: those that no process holds locked any more."""
     for path in folder.glob(f"*{ASIDE}"):
@@ -85,32 +132,58 @@ def clear_abandoned(folder: Path) -> None:
 
 
 @contextmanager
-def exclusive(folder: Path, waiting: Callable[[], None] | None = None) -> Iterator[None]:
+def exclusive(folder: Path, waiting: Callable[[], None] | None = None, cure: str = CURE) -> Iterator[None]:
     """Hold a folder for this process alone, making it if need be; one that is still empty in the end is removed again.
 
     Where another process holds it, `waiting` is called and that process waited for. Raises RunFolderError in that case
     without `waiting`, or where the disk refuses.
     """
-    with explained(folder):
-        folder.mkdir(parents=True, exist_ok=True)  # FileExistsError where a file has that name
-        handle = os.open(folder, os.O_RDONLY)
+    handle = _locked(folder, waiting, cure)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if waiting is None:
-                raise RunFolderError(
-                    f"{folder} is in use: another process is running there. Wait for it to end."
-                ) from None
-            waiting()
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        except OSError:
-            pass  # a file system without locks: then keeping runs apart is the user's
         yield
     finally:
         with suppress(OSError):
             folder.rmdir()  # refuses a folder that has anything in it
         os.close(handle)
+
+
+def _locked(folder: Path, waiting: Callable[[], None] | None, cure: str) -> int:
+    """A locked handle of the folder."""
+    while True:
+        with explained(folder, cure):
+            folder.mkdir(parents=True, exist_ok=True)  # FileExistsError where a file has that name
+            try:
+                handle = os.open(folder, os.O_RDONLY)
+            except FileNotFoundError:  # removed just now
+                continue
+        try:
+            _lock(handle, folder, waiting)
+            if _is(folder, handle):
+                return handle
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)  # the process that held it has removed it
+
+
+def _lock(handle: int, folder: Path, waiting: Callable[[], None] | None) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if waiting is None:
+            raise RunFolderError(f"{folder} is in use: another process is running there. Wait for it to end.") from None
+        waiting()
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    except OSError:
+        pass  # a file system without locks: then keeping runs apart is the user's
+
+
+def _is(folder: Path, handle: int) -> bool:
+    """Whether the handle is of the folder that has this name now."""
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(folder))
+    except FileNotFoundError:
+        return False
 
 
 def _sync_folder(folder: Path) -> None:

@@ -262,7 +262,7 @@ def test_a_killed_process_is_an_error_that_says_what_to_do(tmp_path: Path, monke
 
 def _keep_at_work(table: str, pids: Path) -> None:
     """Encode without end, in two processes whose ids are written down."""
-    reader = TableReader(byte_bpe(chat_template=CHATML), replace(CONFIG, workers=2), None)
+    reader = TableReader(byte_bpe(chat_template=CHATML), replace(CONFIG, workers=2), None, print)
     _, columns = tables._make(table, reader.encoder, reader.config, None)
     next(columns)
     children = [str(child.pid) for child in multiprocessing.active_children()]

@@ -12,7 +12,6 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -32,6 +31,7 @@ from tuningfork.data.template import RenderedExample, render
 from tuningfork.data.tokenize import Encoded, Encoder
 from tuningfork.data.values import Unusable
 from tuningfork.errors import DataError
+from tuningfork.files import SCRATCH_CURE, explained, scratch
 from tuningfork.records import DroppedRow, Example, Size, TokenExample
 
 CHUNK = 256  # examples encoded in one call: enough to keep the tokenizer's threads busy, few enough to show progress
@@ -108,11 +108,12 @@ def encode_chunks(
     if workers <= 1:
         yield from map(encoder, chunks)
         return
-    with tempfile.NamedTemporaryFile(prefix="tuningfork-") as copies:
+    with scratch() as folder:
         # In a file: handing megabytes to a process that dies as it starts would wait for ever.
-        copies.write(pickle.dumps((encoder.tokenizer, config)))
-        copies.flush()
-        yield from _spread(chunks, workers, encoder, copies.name)
+        copies = folder / "encoder"
+        with explained(copies, SCRATCH_CURE):
+            copies.write_bytes(pickle.dumps((encoder.tokenizer, config)))
+        yield from _spread(chunks, workers, encoder, str(copies))
 
 
 def _spread(chunks: Iterator[list[Example]], workers: int, encoder: ChunkEncoder, copies: str) -> Iterator[Block]:
@@ -120,13 +121,13 @@ def _spread(chunks: Iterator[list[Example]], workers: int, encoder: ChunkEncoder
     # Fresh processes: in copies of this one, the tokenizer's and PyTorch's threads would be in any state.
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin, (copies,))
     try:
-        ready = [pool.submit(_work, []) for _ in range(workers)]
+        ready = [_submit(pool, []) for _ in range(workers)]
         waiting: deque[Future[Block]] = deque()
         for chunk in chunks:
             if not waiting and not _begun(ready):  # they take seconds to start; until then the work is done here
                 yield encoder(chunk)
                 continue
-            waiting.append(pool.submit(_work, chunk))
+            waiting.append(_submit(pool, chunk))
             if len(waiting) >= workers * _AHEAD:
                 yield waiting.popleft().result()
         while waiting:
@@ -140,6 +141,24 @@ def _spread(chunks: Iterator[list[Example]], workers: int, encoder: ChunkEncoder
         pool.shutdown(wait=True, cancel_futures=True)
 
 
+def _submit(pool: ProcessPoolExecutor, chunk: list[Example]) -> Future[Block]:
+    """Hand a chunk to the processes, of which this may start another one.
+
+    Ctrl-C reaches all processes, and the first of them ends the others: for them it is blocked from their beginning.
+    Raises DataError where the machine refuses another process.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return pool.submit(_work, chunk)
+    except OSError as error:
+        raise DataError(
+            f"The machine refuses another process that turns rows into tokens ({error.strerror or error}). Set "
+            "data.workers to less, such as 1."
+        ) from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _begun(ready: Sequence[Future[Block]]) -> bool:
     """Whether a process is ready to work."""
     return any(future.done() for future in ready)
@@ -150,7 +169,6 @@ _encoder: ChunkEncoder  # of a working process
 
 def _begin(copies: str) -> None:
     global _encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, and the first of them ends the others
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core already
     threading.Thread(target=_end_with_the_first, daemon=True).start()
     _encoder = ChunkEncoder(*pickle.loads(Path(copies).read_bytes()))

@@ -6,15 +6,16 @@ A file that cannot be used is a DataError that names file, line and column.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import errno
 import gzip
 import json
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import datasets
 import pyarrow.parquet
@@ -22,9 +23,11 @@ import xxhash
 
 from tuningfork.data.json_rows import Row, array_rows, is_array, line_rows, unzipped
 from tuningfork.errors import DataError
+from tuningfork.files import SCRATCH_CURE, explained, scratch
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 HUB = "hub:"  # in front of owner/name
+BATCH = 1000  # rows of a table that are made at once
 
 
 class Rows:
@@ -151,7 +154,7 @@ def _of_dataset(name: str, load: Callable[[], datasets.Dataset]) -> Rows:
         table = load()
     if not len(table):
         raise DataError(f"{name}: has no rows.")
-    return Rows(lambda: _table_rows(table))
+    return Rows(lambda: _table_rows(name, table))
 
 
 def _checked_suffix(path: Path) -> str:
@@ -192,12 +195,11 @@ def _quiet_library() -> Iterator[None]:
 def _of_parquet(path: Path) -> Rows:
     """The library takes a path for a pattern, so `pairs[1].parquet` would load another file; and its cache in the
     user's home could answer with a file's old content. A name and a cache folder of our own rule out both."""
-    with tempfile.TemporaryDirectory(prefix="tuningfork-") as folder, _quiet_library():
-        plain = Path(folder) / "rows.parquet"
+    with scratch() as folder, _quiet_library():
+        plain = folder / "rows.parquet"
         with unzipped(path) as file:
             if isinstance(file, gzip.GzipFile):
-                with open(plain, "wb") as out:
-                    shutil.copyfileobj(file, out)
+                _copy(file, plain)
             else:
                 plain.symlink_to(path.resolve())
         try:
@@ -209,29 +211,17 @@ def _of_parquet(path: Path) -> Rows:
             ) from error
         with _readable(path):
             # Mapped from a file in that folder, which goes with the map and not with the folder's name.
-            table = datasets.Dataset.from_parquet(str(plain), cache_dir=folder)
-
-    def rows() -> Iterator[tuple[int, Row]]:
-        number = 0
-        try:
-            for number, row in _table_rows(table):
-                yield number, row
-        except Exception as error:
-            column = next((name for name in table.column_names if not _has_value(table, name, number)), "")
-            raise DataError(
-                f"{path}: row {number + 1}, column {column!r} cannot be read ({_cause(error)[:300]}). Write the column "
-                "anew with plain values, or leave it out."
-            ) from error
-
-    return Rows(rows)
+            table = datasets.Dataset.from_parquet(str(plain), cache_dir=str(folder))
+    return Rows(lambda: _table_rows(str(path), table))
 
 
-def _has_value(table: datasets.Dataset, column: str, index: int) -> bool:
-    try:
-        table.data.column(column)[index].as_py()
-    except Exception:  # whatever a library makes of bytes that are no value
-        return False
-    return True
+def _copy(file: IO[bytes], path: Path) -> None:
+    """Copy what is read. Raises RunFolderError where writing fails, and OSError where reading does."""
+    with path.open("wb") as out:
+        while piece := file.read(1 << 20):
+            with explained(path, SCRATCH_CURE):
+                out.write(piece)
+                out.flush()
 
 
 @contextmanager
@@ -239,17 +229,50 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the library raises whatever its own libraries raise
+        cure = "Copy it again, or write it with plain columns, each with a name of its own."
+        if getattr(error.__cause__ or error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+            cure = f"{SCRATCH_CURE} Now it is {tempfile.gettempdir()}."
+        raise DataError(f"{path}: its rows cannot be read ({_cause(error)[:300]}). {cure}") from error
+
+
+def _table_rows(name: str, table: datasets.Dataset) -> Iterator[tuple[int, Row]]:
+    """The rows of a table. A field of a row may be null, an object in it has only the fields that say something."""
+    kinds = datasets.Features({column: _as_stored(kind) for column, kind in table.features.items()})
+    before, batch = 0, None  # rows before the batch
+    try:
+        for batch in table.with_format("arrow").iter(BATCH):
+            for number, row in enumerate(batch.to_pylist(), before + 1):
+                decoded = kinds.decode_example(row)
+                yield number, {key: _without_fill(value, kinds[key]) for key, value in decoded.items()}
+            before, batch = before + len(batch), None
+    except Exception as error:  # whatever a library makes of bytes that are no value
+        row, column = (1, "") if batch is None else _unreadable(batch, kinds)
+        place = f"row {before + row}, column {column!r}" if column else f"row {before + row}"
         raise DataError(
-            f"{path}: its rows cannot be read ({_cause(error)[:300]}). Copy it again, or write it with plain columns, "
-            "each with a name of its own."
+            f"{name}: {place} cannot be read ({_cause(error)[:300]}). Write the column anew with plain values, or "
+            "leave it out."
         ) from error
 
 
-def _table_rows(table: datasets.Dataset) -> Iterator[tuple[int, Row]]:
-    """The rows of a table. A field of a row may be null, an object in it has only the fields that say something."""
-    kinds = table.features
-    for number, row in enumerate(table, 1):
-        yield number, {key: _without_fill(value, kinds[key]) for key, value in row.items()}
+def _unreadable(batch: pyarrow.Table, kinds: datasets.Features) -> tuple[int, str]:
+    """Row, from 1, and column of the first value of a batch that cannot be read; no column where each can."""
+    for row in range(len(batch)):
+        for column in kinds:
+            try:
+                datasets.Features({column: kinds[column]}).decode_example({column: batch[column][row].as_py()})
+            except Exception:
+                return row + 1, column
+    return 1, ""
+
+
+def _as_stored(kind: Any) -> Any:
+    """A kind of column that gives values as they are stored: nobody here looks at pictures."""
+    if isinstance(kind, dict):
+        return {key: _as_stored(inner) for key, inner in kind.items()}
+    if getattr(kind, "decode", False):
+        return dataclasses.replace(kind, decode=False)
+    inner = getattr(kind, "feature", None)  # of any of the library's kinds of list
+    return kind if inner is None else dataclasses.replace(kind, feature=_as_stored(inner))
 
 
 def _without_fill(value: Any, kind: Any) -> Any:

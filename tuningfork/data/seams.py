@@ -30,8 +30,8 @@ class Seams:
             and _stands_alone(token)
             and not any(_reaches_into(text, token.content) for text in texts)
         ]
-        if getattr(backend, "encode_special_tokens", False):  # then they are text like any other
-            self.tokens = []
+        if getattr(tokenizer, "split_special_tokens", False) or getattr(backend, "encode_special_tokens", False):
+            self.tokens = []  # they are text like any other
 
     def last(self, text: str, border: int) -> int:
         """The start of the last token that lies before the border: where to cut. 0 where there is none."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
-import shutil
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -27,8 +27,8 @@ from tuningfork.data.config import DataConfig
 from tuningfork.data.examples import Reading
 from tuningfork.data.read import digest_of
 from tuningfork.data.store import Columns, TokenTable
-from tuningfork.errors import DataError
-from tuningfork.files import ASIDE, exclusive, whole_folder
+from tuningfork.errors import DataError, RunFolderError
+from tuningfork.files import ASIDE, check_sealed, exclusive, explained, remove, seal, whole_folder
 from tuningfork.records import DroppedRow, Size
 
 Progress = Callable[[int, int], None]
@@ -37,6 +37,8 @@ Notice = Callable[[str], None]
 """Called with a sentence for the user."""
 
 ACCOUNT = "account.json"
+CURE = "Make room or permit it; or set data.cache to another folder, or to null for none."
+CHANGED = "{table}: changed while it was read. Run again once it is whole."
 SETTINGS = ("format", "train_on", "max_length", "over_length", "template")  # those that decide what becomes of a row
 LIBRARIES = ("transformers", "tokenizers", "jinja2", "datasets")
 
@@ -54,6 +56,16 @@ class TableAccount:
     def add(self, dropped: list[DroppedRow]) -> None:
         self.dropped += ((row.row, row.reason, row.detail) for row in dropped)
 
+    def as_json(self) -> str:
+        sizes = [[row, size.prompt, size.answers, size.opening] for row, size in self.sizes.items()]
+        return json.dumps([self.form, self.rows_read, self.dropped, self.notes, sizes])
+
+    @classmethod
+    def from_json(cls, text: str) -> TableAccount:
+        form, rows_read, dropped, notes, sizes = json.loads(text)
+        known = {row: Size(prompt, tuple(answers), opening) for row, prompt, answers, opening in sizes}
+        return cls(form, rows_read, [(row, reason, detail) for row, reason, detail in dropped], notes, known)
+
 
 class TableReader:
     """Opens tables with one tokenizer and one set of options; `folder` is the cache, None for none.
@@ -62,7 +74,7 @@ class TableReader:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, config: DataConfig, folder: Path | None, notice: Notice = print
+        self, tokenizer: PreTrainedTokenizerBase, config: DataConfig, folder: Path | None, notice: Notice
     ) -> None:
         self.encoder = ChunkEncoder(tokenizer, config)
         self.config, self.folder, self.notice = config, folder, notice
@@ -72,54 +84,62 @@ class TableReader:
         """The examples and the account of a table: a file, a saved data set or a hub name.
 
         Raises:
-            DataError: it cannot be read.
-            RunFolderError: the cache cannot be written.
+            DataError: it cannot be read, or changes meanwhile.
+            RunFolderError: the cache cannot be read or written.
         """
         if self.folder is None:
             account, blocks = _make(table, self.encoder, self.config, progress)
             return TokenTable(table, store.joined(blocks)), account
         before = digest_of(table)
         entry = self.folder / xxhash.xxh3_128_hexdigest(f"{before} {self.origin}".encode())
-        if (found := self._kept(entry)) is not None:
-            self.notice(f"{table}: tokens of before, from {self.folder}")
-            if progress is not None:
-                progress(found[1].rows_read, found[1].rows_read)
-        else:
-            with exclusive(self.folder, lambda: self.notice(f"{self.folder}: another process writes there; waiting")):
-                found = self._kept(entry)  # by the process that was waited for
-                if found is None:
-                    for rest in self.folder.glob(f"*{ASIDE}"):
-                        shutil.rmtree(rest)  # of a process that was killed: nobody else is at work
-                    with whole_folder(entry) as aside:
-                        _keep(aside, *_make(table, self.encoder, self.config, progress))
-                        if digest_of(table) != before:
-                            raise DataError(f"{table}: changed while it was read. Run again once it is whole.")
-                    found = self._kept(entry)
-                    assert found is not None, "what was written cannot be read"
+        found = self._kept(entry, table, progress)
+        if found is None:
+            waiting = f"{self.folder}: another process writes there; waiting"
+            with exclusive(self.folder, lambda: self.notice(waiting), CURE):
+                # That process may have made it.
+                found = self._kept(entry, table, progress) or self._made(entry, table, before, progress)
         columns, account = found
         return TokenTable(table, columns), account
 
-    def _kept(self, entry: Path) -> tuple[Columns, TableAccount] | None:
-        """What the cache has under a name, if anything; a damaged entry is removed, and the user told."""
-        if not entry.exists():
-            return None
-        try:
-            written = json.loads((entry / ACCOUNT).read_bytes())
-            columns = store.mapped(entry)
-            if {name: _digest(column) for name, column in columns.items()} != written["columns"]:
-                raise ValueError
-        except (OSError, ValueError, KeyError, TypeError):
-            self.notice(f"{entry}: damaged, made again")
-            shutil.rmtree(entry)
-            return None
-        account = TableAccount(
-            written["form"],
-            written["rows_read"],
-            [(row, reason, detail) for row, reason, detail in written["dropped"]],
-            written["notes"],
-            {row: Size(prompt, tuple(answers), opening) for row, prompt, answers, opening in written["sizes"]},
-        )
-        return columns, account
+    def _kept(self, entry: Path, table: str, progress: Progress | None) -> tuple[Columns, TableAccount] | None:
+        """What the cache has of a table, if it has it whole."""
+        found = _read(entry)
+        if found is not None:
+            self.notice(f"{table}: tokens of before, from {entry.parent}")
+            if progress is not None:
+                progress(found[1].rows_read, found[1].rows_read)
+        return found
+
+    def _made(self, entry: Path, table: str, before: str, progress: Progress | None) -> tuple[Columns, TableAccount]:
+        """The table's tokens, made and kept; no other process is at work in the cache. `before` is the table's hash."""
+        with explained(entry.parent, CURE):
+            for rest in entry.parent.glob(f"*{ASIDE}"):  # of a process that was killed
+                remove(rest)
+            if os.path.lexists(entry):
+                self.notice(f"{entry}: damaged, made again")
+                remove(entry)
+        with whole_folder(entry, CURE) as aside:
+            account, blocks = _make(table, self.encoder, self.config, progress)
+            store.write(aside, blocks)
+            (aside / ACCOUNT).write_text(account.as_json())
+            seal(aside)
+            if digest_of(table) != before:
+                raise DataError(CHANGED.format(table=table))
+        found = _read(entry)
+        if found is None:
+            raise RunFolderError(f"{entry}: what was written there is not what can be read. {CURE}")
+        return found
+
+
+def _read(entry: Path) -> tuple[Columns, TableAccount] | None:
+    """What an entry of the cache holds; None where there is no whole one. Raises RunFolderError."""
+    try:
+        check_sealed(entry)
+        return store.mapped(entry), TableAccount.from_json((entry / ACCOUNT).read_text())
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
+        return None
+    except OSError as error:
+        raise RunFolderError(f"{entry} cannot be read: {error.strerror or error}. {CURE}") from error
 
 
 def _make(
@@ -130,7 +150,7 @@ def _make(
     account = TableAccount(reading.form, reading.rows_read)
 
     def columns() -> Iterator[Columns]:
-        done = 0
+        done = kept = 0
         for block in encode_chunks(iter(reading), reading.rows_read, encoder, config):
             yield block.columns
             account.add(block.dropped)
@@ -138,27 +158,17 @@ def _make(
             for note, row in block.notes:
                 account.notes.setdefault(note, []).append(row)
             done += block.read
+            kept += len(block.columns["row"])
             if progress is not None:
                 progress(done + len(reading.dropped), reading.rows_read)
         account.add(reading.dropped)
         account.dropped.sort(key=lambda row: row[0])
         for note, places in reading.notes.items():
             account.notes[note] = sorted([*account.notes.get(note, []), *(place.row for place in places)])
+        if kept + len(account.dropped) != account.rows_read:  # it is gone through more than once
+            raise DataError(CHANGED.format(table=table))
 
     return account, columns()
-
-
-def _keep(folder: Path, account: TableAccount, blocks: Iterator[Columns]) -> None:
-    store.write(folder, blocks)
-    written = {
-        "form": account.form,
-        "rows_read": account.rows_read,
-        "dropped": account.dropped,
-        "notes": account.notes,
-        "sizes": [[row, size.prompt, size.answers, size.opening] for row, size in account.sizes.items()],
-        "columns": {name: _digest(column) for name, column in store.mapped(folder).items()},
-    }
-    (folder / ACCOUNT).write_text(json.dumps(written))
 
 
 def _origin(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str:
@@ -185,7 +195,3 @@ def _source_digest() -> str:
     """A hash of the source that turns rows into tokens."""
     files = [Path(records.__file__), *sorted(Path(__file__).parent.glob("*.py"))]
     return xxhash.xxh3_128_hexdigest(b"\0".join(file.read_bytes() for file in files))
-
-
-def _digest(column: Any) -> str:
-    return xxhash.xxh3_128_hexdigest(column.data if len(column) else b"")

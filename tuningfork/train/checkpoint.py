@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -15,17 +14,15 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-import xxhash
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from tuningfork.errors import RunFolderError, first_line
-from tuningfork.files import ASIDE, whole_folder
+from tuningfork.files import ASIDE, check_sealed, remove, seal, whole_folder
 
 _NAME = re.compile(r"step-(\d+)$")
 _PROGRESS = "progress.json"
-_DIGESTS = "digests.json"  # file name -> checksum, of all other files of a checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +52,9 @@ def save(folder: Path, progress: Progress, model: nn.Module, optimizer: torch.op
         except CheckpointException as error:
             raise _os_error(error) or error from error
         (aside / _PROGRESS).write_text(json.dumps(asdict(progress)))
-        (aside / _DIGESTS).write_text(json.dumps({file.name: _digest(file) for file in sorted(aside.iterdir())}))
+        seal(aside)  # dcp has no checksums, and loads a weight with a wrong bit as it is
     for old in _all(folder)[:-keep_last]:
-        _remove(old)
+        remove(old)
     return path
 
 
@@ -84,9 +81,7 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> P
     """
     state = _state(model, optimizer)
     try:
-        for name, digest in json.loads((path / _DIGESTS).read_text()).items():
-            if _digest(path / name) != digest:
-                raise ValueError(f"{name} is damaged: it is not as it was written")
+        check_sealed(path)
         with _one_process():
             dcp.load(state, checkpoint_id=path, no_dist=True)
         stood = progress(path)
@@ -119,22 +114,9 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     return {"model": weights, "optimizer": moments, "rng": torch.get_rng_state()}
 
 
-def _digest(file: Path) -> str:
-    """A checksum of a file; dcp has none, and loads a weight with a wrong bit as it is."""
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, xxhash.xxh3_128).hexdigest()
-
-
 def _all(folder: Path) -> list[Path]:
     found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _NAME.match(path.name))]
     return [path for _, path in sorted(found)]
-
-
-def _remove(path: Path) -> None:
-    """Rename first, so that a kill leaves no folder that looks whole."""
-    aside = path.with_name(path.name + ASIDE)
-    path.rename(aside)
-    shutil.rmtree(aside)
 
 
 def _os_error(error: CheckpointException) -> OSError | None:
