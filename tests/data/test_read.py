@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.data.rows import PAIR, read_examples, read_rows, write
-from tuningfork.errors import DataError
+from tuningfork.data.read import BATCH
+from tuningfork.errors import DataError, RunFolderError
 
 
 def test_plain_and_zipped_files_of_every_kind_give_the_same_rows(tmp_path: Path) -> None:
@@ -71,6 +74,55 @@ def test_nulls_that_fill_up_the_objects_of_a_table_go_and_others_stay(tmp_path: 
     expected = [rows[0], {**rows[1], "a": {}}]
     for found in (read_rows(path), read_rows(tmp_path / "saved")):
         assert [row for _, row in found] == expected
+
+
+def test_pictures_are_not_looked_at(tmp_path: Path) -> None:
+    """Nobody reads them here, so they may be damaged, or lie in a list of objects, and no library for them be there."""
+    kinds = datasets.Features(
+        {"prompt": datasets.Value("string"), "face": datasets.Image(), "more": datasets.List({"one": datasets.Image()})}
+    )
+    stored = {"bytes": b"no picture", "path": None}
+    table = datasets.Dataset.from_dict({"prompt": ["p"], "face": [stored], "more": [[{"one": stored}]]}, features=kinds)
+    table.save_to_disk(tmp_path / "saved")
+    table.to_parquet(tmp_path / "t.parquet")
+    for path in (tmp_path / "saved", tmp_path / "t.parquet"):
+        ((number, row),) = read_rows(path)
+        assert (number, row["prompt"]) == (1, "p")
+        assert row["face"]["bytes"] == row["more"][0]["one"]["bytes"] == b"no picture"
+
+
+def test_rows_of_a_long_table_and_of_a_shuffled_one(tmp_path: Path) -> None:
+    """More than are made at once, in the order that the data set was given."""
+    table = datasets.Dataset.from_dict({"n": range(2 * BATCH + 5)}).shuffle(seed=0)
+    table.save_to_disk(tmp_path / "saved")
+    found = read_rows(tmp_path / "saved")
+    assert [number for number, _ in found] == list(range(1, 2 * BATCH + 6))
+    assert [row["n"] for _, row in found] == table["n"][:] != sorted(table["n"])
+
+
+def test_a_full_folder_for_temporary_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = _parquet(gzip.compress, [PAIR])(tmp_path)
+    made = tempfile.TemporaryDirectory
+    with monkeypatch.context() as patch:
+        patch.setattr("tempfile.TemporaryDirectory", full)
+        with pytest.raises(RunFolderError, match=r"cannot be written: No space left.*set TMPDIR"):
+            read_rows(path)
+
+    def nearly_full(**kwargs: Any) -> Any:
+        folder = made(**kwargs)
+        (Path(folder.name) / "rows.parquet").symlink_to("/dev/full")
+        return folder
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tempfile.TemporaryDirectory", nearly_full)
+        with pytest.raises(RunFolderError, match=r"rows.parquet cannot be written: No space left.*set TMPDIR"):
+            read_rows(path)
+    monkeypatch.setattr(datasets.Dataset, "from_parquet", full)
+    with pytest.raises(DataError, match=r"rows cannot be read .*No space left.*set TMPDIR"):
+        read_rows(path)
 
 
 def test_row_numbers_are_line_numbers(tmp_path: Path) -> None:
@@ -176,6 +228,25 @@ def _bad_column(column: pa.Array, damage: Callable[[bytes], bytes] = lambda data
     return make
 
 
+def _spoilt_dataset(folder: Path) -> Path:
+    datasets.Dataset.from_dict({"prompt": ["p", "q"], "noted": ["fine", "spoilt"]}).save_to_disk(folder / "saved")
+    (file,) = (folder / "saved").glob("*.arrow")
+    file.write_bytes(file.read_bytes().replace(b"spoilt", b"spoil\xff"))
+    return folder / "saved"
+
+
+def _not_json(folder: Path) -> Path:
+    """One bad value, behind the first rows that are made at once."""
+    noted = [{"said": "fine"}] * (BATCH + 1) + [{"said": "spoilt"}]
+    kinds = datasets.Features({"prompt": datasets.Value("string"), "noted": datasets.Json()})
+    table = datasets.Dataset.from_dict({"prompt": ["p"] * len(noted), "noted": noted}, features=kinds)
+    table.save_to_disk(folder / "saved")
+    assert read_rows(folder / "saved")[-1] == (BATCH + 2, {"prompt": "p", "noted": {"said": "spoilt"}})
+    (file,) = (folder / "saved").glob("*.arrow")
+    file.write_bytes(file.read_bytes().replace(b'"spoilt"', b'"spoilt}'))
+    return folder / "saved"
+
+
 GOOD = b'{"prompt": "p", "chosen": "c", "rejected": "r"}\n'
 LONG = b"".join(b'{"prompt": "%d", "chosen": "c", "rejected": "r"}\n' % i for i in range(999))
 BAD_FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
@@ -232,6 +303,8 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
         _bad_column(pa.array(["fine", "spoilt"]), lambda data: data.replace(b"spoilt", b"spoil\xff")),
         ["row 2, column 'noted' cannot be read", "0xff"],
     ),
+    "a saved data set with a text that is not UTF-8": (_spoilt_dataset, ["row 2, column 'noted' cannot be", "0xff"]),
+    "a saved data set with JSON that is none": (_not_json, ["row 1002, column 'noted' cannot be read"]),
     "not UTF-8": (
         _bytes("a.jsonl", GOOD * 2 + b'{"prompt": "\xff"}\n'),
         ["line 3 is not UTF-8", "Save the file as UTF-8"],
@@ -241,6 +314,10 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     "gzip damaged": (_bytes("a.jsonl.gz", gzip.compress(LONG)[:60] + b"xxxx"), ["gzip data is cut short or damaged"]),
     "parquet cut short": (_parquet(lambda data: data[:-9], [{"prompt": "p"}]), ["not a whole Parquet file"]),
     "parquet with a name twice": (_twice, ["its rows cannot be read", "each with a name of its own"]),
+    "parquet behind a damaged gzip": (
+        _bytes("a.parquet.gz", gzip.compress(LONG) + b"junk"),
+        ["gzip data is cut short or damaged", "Not a gzipped file"],
+    ),
     "not parquet": (_bytes("a.parquet", GOOD), ["not a whole Parquet file"]),
     "unknown fields": (
         _bytes("a.jsonl", b'{"input": "i", "label": 1}'),

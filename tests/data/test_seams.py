@@ -90,6 +90,15 @@ def test_a_token_that_may_not_be_cut_at_is_known() -> None:
     assert Seams(made([("<a>", set())], "none", "bytes")).tokens == ["<a>"]
 
 
+def test_no_text_is_cut_where_special_tokens_are_text_like_any_other() -> None:
+    """Merged with what stands before it, "<" of a token would be another one."""
+    for name in ("split_special_tokens", "encode_special_tokens"):
+        tokenizer = made([("<a>", set())], "none", "bytes")
+        assert Seams(tokenizer).tokens == ["<a>"]
+        setattr(tokenizer if name.startswith("split") else tokenizer.backend_tokenizer, name, True)
+        assert Seams(tokenizer).tokens == []
+
+
 def test_where_a_text_is_cut_by_hand() -> None:
     seams = Seams(byte_bpe(chat_template=CHATML))
     text = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import json
 import multiprocessing
-import os
+import shutil
 import time
-from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ import pytest
 
 from tests.data.test_store import told
 from tests.data.tiny_tokenizers import CHATML, INST, byte_bpe
-from tuningfork.data import chunks, tables
+from tuningfork.data import examples, store, tables
 from tuningfork.data.config import DataConfig
 from tuningfork.data.tables import TableReader
 from tuningfork.errors import DataError, RunFolderError
+from tuningfork.files import DIGESTS
 
 CONFIG = DataConfig(max_length=60)
 ROWS = [
@@ -50,8 +51,8 @@ class Opened:
 
     def __call__(self, table: str, tokenizer: Any = None, config: DataConfig = CONFIG) -> Any:
         reader = TableReader(tokenizer or byte_bpe(chat_template=CHATML), config, self.cache, self.said.append)
-        examples, account = reader.open(table)
-        return [told(e) for e in examples], account
+        found, account = reader.open(table)
+        return [told(example) for example in found], account
 
 
 @pytest.fixture
@@ -67,9 +68,9 @@ def test_what_is_kept_is_what_was_made(opened: Opened, tmp_path: Path, monkeypat
     assert first == again == without
     assert opened.made == 1 + 1  # the second one was not; the reader without a cache was
     assert opened.said == [f"{table}: tokens of before, from {tmp_path / 'cache'}"]
-    examples, account = again
-    assert [(e[0].file, e[0].row) for e in examples] == [(table, 1), (table, 4)]
-    assert [e[3:] for e in examples] == [(None, 1.0, 0.5), (None, 2.0, None)]
+    found, account = again
+    assert [(e[0].file, e[0].row) for e in found] == [(table, 1), (table, 4)]
+    assert [e[3:] for e in found] == [(None, 1.0, 0.5), (None, 2.0, None)]
     assert (account.form, account.rows_read) == ("pairs", 4)
     assert [(row, reason) for row, reason, _ in account.dropped] == [(2, "empty answer"), (3, "longer than max_length")]
     assert account.notes == {"fields that are not read: id": [1]}
@@ -78,8 +79,8 @@ def test_what_is_kept_is_what_was_made(opened: Opened, tmp_path: Path, monkeypat
 
 def test_the_same_bytes_under_another_name_are_found(opened: Opened, tmp_path: Path) -> None:
     opened(write(tmp_path, ROWS))
-    examples, _ = opened(write(tmp_path, ROWS, "copy.jsonl"))
-    assert opened.made == 1 and examples[0][0].file.endswith("copy.jsonl")
+    found, _ = opened(write(tmp_path, ROWS, "copy.jsonl"))
+    assert opened.made == 1 and found[0][0].file.endswith("copy.jsonl")
 
 
 def test_whatever_decides_a_token_makes_another_entry(
@@ -134,22 +135,53 @@ def test_a_template_that_prints_the_date_is_read_anew_tomorrow(
     assert opened.made == 3
 
 
-@pytest.mark.parametrize("damage", ["a bit", "cut short", "a file is gone", "no account", "account is no JSON"])
+@pytest.mark.parametrize(
+    "damage",
+    (
+        *("a bit", "a bit of the account", "cut short", "a file is gone", "no account", "no digests"),
+        *("digests are no JSON", "a file in its place", "a link to nothing"),
+    ),
+)
 def test_a_damaged_entry_is_made_again_and_said(opened: Opened, tmp_path: Path, damage: str) -> None:
     table = write(tmp_path, ROWS)
     first = opened(table)
     (entry,) = (tmp_path / "cache").iterdir()
-    ids, account = entry / "ids", entry / tables.ACCOUNT
-    if damage == "a bit":
-        ids.write_bytes(bytes([ids.read_bytes()[0] ^ 1]) + ids.read_bytes()[1:])
+    ids, account, digests = entry / "ids", entry / tables.ACCOUNT, entry / DIGESTS
+    if damage.startswith("a bit"):
+        file = account if "account" in damage else ids
+        content = bytearray(file.read_bytes())
+        content[-4] ^= 1
+        file.write_bytes(content)
     elif damage == "cut short":
         ids.write_bytes(ids.read_bytes()[:-4])
-    elif damage == "a file is gone":
-        ids.unlink()
+    elif damage == "digests are no JSON":
+        digests.write_text("{")
+    elif "place" in damage or "link" in damage:
+        shutil.rmtree(entry)
+        entry.touch() if "place" in damage else entry.symlink_to("nowhere")
     else:
-        account.unlink() if damage == "no account" else account.write_text("{")
+        {"a file is gone": ids, "no account": account, "no digests": digests}[damage].unlink()
     assert opened(table) == first
     assert opened.made == 2 and opened.said == [f"{entry}: damaged, made again"]
+
+
+def test_a_row_that_is_gone_in_a_later_pass_is_noticed(
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table is gone through for its form, then for its rows; without a cache nobody hashes it."""
+    table, look = write(tmp_path, ROWS), examples.survey
+
+    def then_cut(*args: Any) -> Any:
+        found = look(*args)
+        write(tmp_path, ROWS[:3])
+        return found
+
+    monkeypatch.setattr(examples, "survey", then_cut)
+    for reader in (Opened(monkeypatch, None), opened):
+        write(tmp_path, ROWS)
+        with pytest.raises(DataError, match="changed while it was read"):
+            reader(table)
+    assert not (tmp_path / "cache").exists()
 
 
 def test_a_table_that_fails_leaves_no_entry(opened: Opened, tmp_path: Path) -> None:
@@ -189,14 +221,42 @@ def test_what_a_kill_left_behind_is_removed(opened: Opened, tmp_path: Path) -> N
     rest = tmp_path / "cache" / "0123.partial"
     rest.mkdir(parents=True)
     (rest / "ids").write_bytes(b"half")
+    (tmp_path / "cache" / "4567.partial").write_text("a file")
     opened(write(tmp_path, ROWS))
-    assert not rest.exists()
+    assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
-def test_a_cache_that_cannot_be_written_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_says_so(
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunFolderError, match=str(tmp_path / "file")):
+    with pytest.raises(RunFolderError, match=f"{tmp_path / 'file'} cannot be written: File exists.*data.cache"):
         Opened(monkeypatch, tmp_path / "file")(write(tmp_path, ROWS))
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(store, "write", full)
+    with pytest.raises(RunFolderError, match=r"cannot be written: No space left.*data.cache"):
+        opened(write(tmp_path, ROWS))
+    assert not (tmp_path / "cache").exists()
+
+
+def test_an_entry_that_may_not_be_read_is_no_damage(
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not removed: the next run, with the right to read it, has it."""
+    table = write(tmp_path, ROWS)
+    first = opened(table)
+
+    def closed(folder: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tables, "check_sealed", closed)
+        with pytest.raises(RunFolderError, match=r"cannot be read: Permission denied.*data.cache"):
+            opened(table)
+    assert opened(table) == first and opened.made == 1
 
 
 def _open_slowly(table: str, cache: Path, out: Path) -> None:
@@ -228,64 +288,3 @@ def test_two_processes_make_a_table_once(tmp_path: Path) -> None:
     (waited,) = set(outs) - set(begun)
     assert "waiting" in waited.read_text() or "tokens of before" in waited.read_text()
     assert len(list((tmp_path / "cache").iterdir())) == 1
-
-
-def _all_begun(ready: Any) -> bool:
-    return not wait(ready, timeout=120).not_done
-
-
-@pytest.mark.parametrize("workers", [2, 3])
-def test_any_number_of_processes_gives_the_same(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "CHUNK", 3)
-    monkeypatch.setattr(chunks, "_begun", _all_begun)
-    rows = [{**ROWS[0], "prompt": f"question {n}"} if n % 5 else ROWS[2] for n in range(40)]
-    table = write(tmp_path, rows)
-    alone = Opened(monkeypatch, None)(table, config=replace(CONFIG, workers=1))
-    assert Opened(monkeypatch, None)(table, config=replace(CONFIG, workers=workers)) == alone
-    assert len(alone[0]) == 32 and len(alone[1].dropped) == 8
-    # Some chunks here, while the processes start, and the others there.
-    begun = iter([False, True, True])
-    monkeypatch.setattr(chunks, "_begun", lambda ready: next(begun, True) and _all_begun(ready))
-    assert Opened(monkeypatch, None)(table, config=replace(CONFIG, workers=workers)) == alone
-
-
-def _killed(examples: Any) -> Any:
-    os.kill(os.getpid(), 9)
-
-
-def test_a_killed_process_is_an_error_that_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "_work", _killed)
-    monkeypatch.setattr(chunks, "_begun", _all_begun)
-    with pytest.raises(DataError, match=r"was killed.*data.workers to less: 1"):
-        Opened(monkeypatch, None)(write(tmp_path, ROWS), config=replace(CONFIG, workers=2))
-
-
-def _keep_at_work(table: str, pids: Path) -> None:
-    """Encode without end, in two processes whose ids are written down."""
-    reader = TableReader(byte_bpe(chat_template=CHATML), replace(CONFIG, workers=2), None, print)
-    _, columns = tables._make(table, reader.encoder, reader.config, None)
-    next(columns)
-    children = [str(child.pid) for child in multiprocessing.active_children()]
-    pids.with_suffix(".aside").write_text(" ".join(children))
-    pids.with_suffix(".aside").rename(pids)
-    time.sleep(600)
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc to see processes")
-def test_working_processes_end_with_the_one_that_is_killed(tmp_path: Path) -> None:
-    pids = tmp_path / "pids"
-    table = write(tmp_path, [{**ROWS[0], "prompt": f"question {n}"} for n in range(3000)])
-    first = multiprocessing.get_context("spawn").Process(target=_keep_at_work, args=(table, pids))
-    first.start()
-    _until(pids.exists)
-    workers = pids.read_text().split()
-    assert len(workers) == 2 and all(Path(f"/proc/{pid}").exists() for pid in workers)
-    first.kill()
-    _until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
-
-
-def _until(happened: Any, seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.05)

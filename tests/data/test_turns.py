@@ -83,6 +83,14 @@ def test_answers_that_begin_like_the_prompt_by_chance_stay_whole(tmp_path: Path)
     assert {note: [s.row for s in found] for note, found in result.notes.items()} == {BEGIN_ALIKE: [1]}
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_few_rows_do_not_tell_that_answers_repeat_their_prompts(rows: int, tmp_path: Path) -> None:
+    alike = {"prompt": "Hello", "chosen": "Hello!", "rejected": "Hello there"}
+    result = read_examples(write(tmp_path, [alike] * rows), True)
+    assert result.examples[0].answers == (("!", " there") if rows > 2 else ("Hello!", "Hello there"))
+    assert list(result.notes) == [CUT_REPEATED if rows > 2 else BEGIN_ALIKE]
+
+
 @pytest.mark.parametrize(
     ("prompt", "start", "expected"),
     [

@@ -11,9 +11,10 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from tuningfork.data.forms import FORMS, Form, Parts, form_of, form_of_file
+from tuningfork.data.forms import FORMS, Form, Parts, form_of
 from tuningfork.data.json_rows import Row, kind_of
 from tuningfork.data.read import read_rows
+from tuningfork.data.survey import survey
 from tuningfork.data.tools import holds_null, template_arguments
 from tuningfork.data.turns import (
     after_prompt,
@@ -60,20 +61,19 @@ class Reading:
         """
         self.path, self.as_text, self.asked = str(path), as_text, form
         self.rows = read_rows(path)
-        self.form = form_of_file(path, self.rows, form)
-        FORMS[self.form].check(path, self.rows)
-        self.rows_read, self.repeat_prompts = self._survey()
+        self.form, self.rows_read, self.repeat_prompts = survey(self.path, self.rows, form)
         self.dropped: list[DroppedRow] = []
         self.notes: dict[str, list[Source]] = {}  # what is worth knowing of rows -> which
 
     def __iter__(self) -> Iterator[Example]:
+        self.dropped, self.notes = [], {}
         not_read: dict[str, list[Source]] = {}
         form = FORMS[self.form]
         for place, row in self.rows:
             source = Source(self.path, place)
             try:
                 parts = _parts(row, self.form, self.asked)
-                repeats = self.repeat_prompts or is_transcript(_text(parts.prompt))
+                repeats = self.repeat_prompts or is_transcript(parts.asked)
                 cut = _without_repeated_prompt(parts) if repeats else parts
                 example = _example(source, row, form, cut, self.as_text)
             except Unusable as unusable:
@@ -85,22 +85,6 @@ class Reading:
                 not_read.setdefault(key, []).append(source)
             yield example
         self._note_not_read(not_read)
-
-    def _survey(self) -> tuple[int, bool]:
-        """How many rows there are, and whether answers hold their prompts, too: more than half of the rows with strings
-        look like it. One row does not tell: "Hello" may well be answered by "Hello!".
-        """
-        count = strings = alike = 0
-        for _, row in self.rows:
-            count += 1
-            try:
-                parts = _parts(row, self.form, self.asked)
-            except Unusable:
-                continue
-            if _text(parts.prompt) and all(isinstance(answer, str) for _, answer in parts.answers):
-                strings += 1
-                alike += _begin_alike(parts)
-        return count, 2 * alike > strings
 
     def _note_not_read(self, not_read: dict[str, list[Source]]) -> None:
         if not_read:
@@ -122,23 +106,10 @@ def _parts(row: Row, name: str, asked: str) -> Parts:
     return FORMS[name].parts(row)
 
 
-def _text(named: tuple[str, Any] | None) -> str:
-    return named[1] if named is not None and isinstance(named[1], str) else ""
-
-
-def _begin_alike(parts: Parts) -> bool:
-    """Whether all answers are strings that go on behind the whole prompt."""
-    prompt = _text(parts.prompt)
-    return bool(prompt.strip()) and all(
-        isinstance(answer, str) and answer.startswith(prompt) and len(answer) > len(prompt)
-        for _, answer in parts.answers
-    )
-
-
 def _without_repeated_prompt(parts: Parts) -> Parts:
     """The answers without the prompt in front. Raises Unusable where only some of them have it."""
-    prompt = _text(parts.prompt)
-    if _begin_alike(parts):
+    prompt = parts.asked
+    if parts.repeat_prompt:
         answers = [(name, answer[len(prompt) :]) for name, answer in parts.answers]
         return Parts(parts.prompt, answers, parts.label, parts.tools)
     if prompt.strip() and any(isinstance(a, str) and a.startswith(prompt) for _, a in parts.answers):
@@ -322,7 +293,7 @@ def _notes(row: Row, parts: Parts, cut: Parts, example: Example) -> Iterator[str
             break
     if cut is not parts:
         yield CUT_REPEATED
-    elif _begin_alike(parts):
+    elif parts.repeat_prompt:
         yield BEGIN_ALIKE
     said = [turn.extra for part in (example.prompt, *example.answers) for turn in part if isinstance(turn, Message)]
     if any(map(holds_null, (example.template.get("tools", []), *said))):

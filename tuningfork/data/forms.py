@@ -7,17 +7,13 @@ them (`data/examples.py`).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from tuningfork.data.json_rows import Row, kind_of
-from tuningfork.data.read import Rows
 from tuningfork.data.values import Unusable, fields, filled, number, parsed, string
-from tuningfork.errors import DataError
 
 Named = tuple[str, Any]
 """A field's name, as messages call it, and its value."""
@@ -36,21 +32,36 @@ class Parts:
     tools: Any = None
     document: bool = False
 
+    @property
+    def asked(self) -> str:
+        """The prompt's text; empty where it has none or is no string."""
+        return self.prompt[1] if self.prompt is not None and isinstance(self.prompt[1], str) else ""
 
-def _no_check(path: str | Path, rows: Rows) -> None:
+    @property
+    def repeat_prompt(self) -> bool:
+        """Whether all answers are strings that go on behind the whole prompt."""
+        return bool(self.asked.strip()) and all(
+            isinstance(answer, str) and answer.startswith(self.asked) and len(answer) > len(self.asked)
+            for _, answer in self.answers
+        )
+
+
+def _reads_any(row: Row) -> str:
     """For forms of which any row can be read by itself."""
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One way to write examples down: the fields that a row must fill, what they are, and a look at the whole file.
+    """One way to write examples down: the fields that a row must fill, and what they are.
 
-    `more` are fields that the form reads where they are filled.
+    `refusal` says what in a row shows that the whole file means something else, if anything does. `more` are fields
+    that the form reads where they are filled.
     """
 
     keys: tuple[str, ...]
     parts: Callable[[Row], Parts]
-    check: Callable[[str | Path, Rows], None] = _no_check
+    refusal: Callable[[Row], str] = _reads_any
     more: tuple[str, ...] = ()
 
     @classmethod
@@ -60,7 +71,7 @@ class Form:
 
         def parts(row: Row) -> Parts:
             named = list(zip(keys, fields(row, keys), strict=True))
-            return Parts(None if prompt is None else named.pop(0), named, document=document)
+            return Parts(None, named, document=document) if prompt is None else Parts(named[0], named[1:])
 
         return cls(keys, parts)
 
@@ -122,14 +133,13 @@ def _labelled(row: Row) -> Parts:
     return parts
 
 
-def _check_labels(path: str | Path, rows: Rows) -> None:
-    """Raise DataError where labels count from 0: a 1 would then name the other output."""
-    for place, row in rows:
-        if row.get("label") == 0 and not isinstance(row["label"], bool):
-            raise DataError(
-                f"{path}: row {place} has label 0, so labels count from 0 here and a 1 would name the second output. "
-                "Write 1 for output_1 and 2 for output_2."
-            )
+def _counts_from_zero(row: Row) -> str:
+    if row.get("label") == 0 and not isinstance(row["label"], bool):
+        return (
+            "has label 0, so labels count from 0 here and a 1 would name the second output. Write 1 for output_1 and "
+            "2 for output_2."
+        )
+    return ""
 
 
 def _unpaired(row: Row) -> Parts:
@@ -203,7 +213,7 @@ FORMS: dict[str, Form] = {
     "input": Form.of("input", "chosen", "rejected"),
     "message_lists": Form.of(None, "chosen_messages", "rejected_messages"),  # two whole conversations
     "openai": Form(("input", "preferred_output", "non_preferred_output"), _openai),  # input: messages and tools
-    "labelled": Form(LABELLED.keys, _labelled, _check_labels, more=("instruction",)),  # label: the better one, 1 or 2
+    "labelled": Form(LABELLED.keys, _labelled, _counts_from_zero, more=("instruction",)),  # label: 1 or 2, the better
     "helpsteer2": Form(HELPSTEER2.keys, _helpsteer2),
     "helpsteer3": Form.judged("context", "response1", "response2", "overall_preference", STRENGTHS, STRENGTH),
     "saferlhf": Form.judged("prompt", "response_0", "response_1", "better_response_id", {0: 0, 1: 1},
@@ -218,44 +228,13 @@ FORMS: dict[str, Form] = {
     "text": Form.of(None, "text", document=True),
 }  # fmt: skip
 
-# What is in wide use and holds no one order of its answers: the fields that tell it, and what to do.
-UNREAD = {
-    ("instruction", "completions"): "completions are rated in several ways and not ordered (UltraFeedback): "
-    "write chosen and rejected, or answers and scores, by the rating that you trust"
-}
-
 
 def form_of(row: Row) -> str | None:
     """The first form whose fields a row fills."""
-    return _first_form(frozenset(key for key, value in row.items() if value is not None))
+    return first_form(frozenset(key for key, value in row.items() if value is not None))
 
 
 @lru_cache(maxsize=1000)  # the rows of a file fill the same few sets of fields
-def _first_form(there: frozenset[str]) -> str | None:
+def first_form(there: frozenset[str]) -> str | None:
+    """The first form all of whose fields are among these."""
     return next((name for name, form in FORMS.items() if there.issuperset(form.keys)), None)
-
-
-def form_of_file(path: str | Path, rows: Rows, asked: str) -> str:
-    """The form that most rows have, or the one asked for; rows that lack one of its fields are dropped later.
-
-    Raises DataError where no row has any form, or the one asked for.
-    """
-    counts = Counter(name for _, row in rows if (name := form_of(row)) is not None)
-    if not counts:  # fields with nothing in them: say that of each row
-        counts = Counter(name for _, row in rows if (name := _first_form(frozenset(row))) is not None)
-    if asked != "auto":
-        if any(all(key in row for key in FORMS[asked].keys) for _, row in rows):
-            return asked
-        hint = f"its rows look like {counts.most_common(1)[0][0]}" if counts else "they have no known form"
-        needed = ", ".join(FORMS[asked].keys)
-        raise DataError(f"{path}: no row has the fields of data.format {asked}: {needed}; {hint}. {_found(rows)}")
-    if not counts:
-        supported = "; ".join(f"{', '.join(form.keys)} ({name})" for name, form in FORMS.items())
-        known = [s for keys, s in UNREAD.items() if any(all(filled(row, key) for key in keys) for _, row in rows)]
-        hint = f" {known[0]}." if known else ""
-        raise DataError(f"{path}: no known form of data. {_found(rows)}{hint} Supported: {supported}.")
-    return counts.most_common(1)[0][0]
-
-
-def _found(rows: Rows) -> str:
-    return f"Fields found: {', '.join(sorted({key for _, row in rows for key in row})[:40]) or 'none'}."

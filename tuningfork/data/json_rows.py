@@ -42,14 +42,30 @@ def line_rows(path: Path) -> Iterator[tuple[int, Row]]:
             yield number, _checked(path, f"line {number}", _parsed(path, number, line.rstrip("\n")))
 
 
+def is_zipped(path: Path) -> bool:
+    """Whether a file is gzipped, whatever its name. Raises DataError where it cannot be read."""
+    with _explained(path), open(path, "rb") as file:
+        return file.read(len(_GZIP)) == _GZIP
+
+
+def pieces(path: Path) -> Iterator[bytes]:
+    """The bytes of a file, unzipped, a megabyte at a time. Raises DataError where it cannot be read to its end."""
+    with _unzipped(path) as file:
+        while piece := file.read(1 << 20):
+            yield piece
+
+
 @contextmanager
-def unzipped(path: Path) -> Iterator[IO[bytes]]:
-    """A file's bytes, plain or gzipped. Raises DataError where it cannot be read, from its beginning to its end."""
+def _unzipped(path: Path) -> Iterator[IO[bytes]]:
+    zipped = is_zipped(path)
+    with _explained(path), gzip.open(path) if zipped else open(path, "rb") as opened:
+        yield cast(IO[bytes], opened)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
     try:
-        with open(path, "rb") as file:
-            zipped = file.read(len(_GZIP)) == _GZIP
-        with gzip.open(path) if zipped else open(path, "rb") as opened:
-            yield cast(IO[bytes], opened)
+        yield
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path}: the gzip data is cut short or damaged ({error}). Copy the file again.") from error
     except OSError as error:
@@ -59,7 +75,7 @@ def unzipped(path: Path) -> Iterator[IO[bytes]]:
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     number = 0
     try:
-        with unzipped(path) as lines:
+        with _unzipped(path) as lines:
             for number, line in enumerate(lines, 1):
                 yield number, line.removeprefix(_BOM if number == 1 else b"").decode()
     except UnicodeDecodeError as error:

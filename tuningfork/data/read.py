@@ -9,24 +9,24 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import errno
-import gzip
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import datasets
 import pyarrow.parquet
 import xxhash
 
-from tuningfork.data.json_rows import Row, array_rows, is_array, line_rows, unzipped
+from tuningfork.data.json_rows import Row, array_rows, is_array, is_zipped, line_rows, pieces
 from tuningfork.errors import DataError
 from tuningfork.files import SCRATCH_CURE, explained, scratch
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 HUB = "hub:"  # in front of owner/name
+_JSON = getattr(datasets, "Json", ())  # older versions do not know it
 BATCH = 1000  # rows of a table that are made at once
 
 
@@ -197,11 +197,11 @@ def _of_parquet(path: Path) -> Rows:
     user's home could answer with a file's old content. A name and a cache folder of our own rule out both."""
     with scratch() as folder, _quiet_library():
         plain = folder / "rows.parquet"
-        with unzipped(path) as file:
-            if isinstance(file, gzip.GzipFile):
-                _copy(file, plain)
-            else:
-                plain.symlink_to(path.resolve())
+        if is_zipped(path):
+            with explained(plain, SCRATCH_CURE), open(plain, "wb") as out:
+                out.writelines(pieces(path))
+        else:
+            plain.symlink_to(path.resolve())
         try:
             if pyarrow.parquet.read_metadata(plain).num_rows == 0:  # the library fails on a table without rows
                 return Rows(lambda: ())
@@ -213,15 +213,6 @@ def _of_parquet(path: Path) -> Rows:
             # Mapped from a file in that folder, which goes with the map and not with the folder's name.
             table = datasets.Dataset.from_parquet(str(plain), cache_dir=str(folder))
     return Rows(lambda: _table_rows(str(path), table))
-
-
-def _copy(file: IO[bytes], path: Path) -> None:
-    """Copy what is read. Raises RunFolderError where writing fails, and OSError where reading does."""
-    with path.open("wb") as out:
-        while piece := file.read(1 << 20):
-            with explained(path, SCRATCH_CURE):
-                out.write(piece)
-                out.flush()
 
 
 @contextmanager
@@ -269,7 +260,7 @@ def _as_stored(kind: Any) -> Any:
     """A kind of column that gives values as they are stored: nobody here looks at pictures."""
     if isinstance(kind, dict):
         return {key: _as_stored(inner) for key, inner in kind.items()}
-    if getattr(kind, "decode", False):
+    if getattr(kind, "decode", False) and not isinstance(kind, _JSON):
         return dataclasses.replace(kind, decode=False)
     inner = getattr(kind, "feature", None)  # of any of the library's kinds of list
     return kind if inner is None else dataclasses.replace(kind, feature=_as_stored(inner))

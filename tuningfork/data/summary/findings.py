@@ -100,7 +100,7 @@ def _notes(train: SetSummary, tokenizer: TokenizerFacts) -> Iterator[Finding]:
 def _length(train: SetSummary, bias: LengthBias) -> Iterator[Finding]:
     sides = {"chosen": bias.longer, "rejected": bias.shorter}
     side, n = max(sides.items(), key=lambda item: item[1])
-    pairs = bias.longer + bias.equal + bias.shorter
-    if n and n / (bias.longer + bias.shorter) >= LOPSIDED:
-        text = f"the {side} answer is the longer one in {n:,} of {pairs:,} pairs ({n / pairs:.1%})"
+    unequal = bias.longer + bias.shorter
+    if n and n / unequal >= LOPSIDED:
+        text = f"the {side} answer is longer in {n:,} of {unequal:,} pairs of unequal length ({n / unequal:.1%})"
         yield Finding("length", False, f"{text}; a model may learn just that", n, train.name, [])

@@ -1,0 +1,74 @@
+"""Files and folders that are whole or absent, and folders that one process holds."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from tuningfork.errors import RunFolderError
+from tuningfork.files import DIGESTS, check_sealed, exclusive, remove, seal
+
+
+def test_a_folder_that_its_holder_removed_is_made_anew_for_the_next(tmp_path: Path) -> None:
+    """What a process has waited for may be a folder that has no name any more: nobody else would see its lock."""
+    folder, waiting, go = tmp_path / "held", threading.Event(), threading.Event()
+    seen: list[bool] = []
+
+    def wait_for_it() -> None:
+        with exclusive(folder, waiting.set):
+            seen.append(folder.is_dir())
+            go.wait(60)
+
+    thread = threading.Thread(target=wait_for_it)
+    with exclusive(folder):
+        thread.start()
+        assert waiting.wait(60)
+        with pytest.raises(RunFolderError, match="is in use"), exclusive(folder):
+            pass
+    # It was empty, so it is removed as it is let go; the thread now holds another one.
+    while not seen:
+        assert thread.is_alive()
+    with pytest.raises(RunFolderError, match="is in use"), exclusive(folder):
+        pass
+    go.set()
+    thread.join(60)
+    assert seen == [True] and not folder.exists()
+
+
+def test_a_folder_that_cannot_be_made_names_the_cure(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    refused = pytest.raises(RunFolderError, match=r"file cannot be written: File exists. Do this\.")
+    with refused, exclusive(tmp_path / "file", cure="Do this."):
+        pass
+
+
+@pytest.mark.parametrize("damage", ["content", "gone", "no digests", "other digests", "no JSON"])
+def test_a_sealed_folder_shows_any_damage(damage: str, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(name)
+    seal(tmp_path)
+    check_sealed(tmp_path)
+    if damage == "content":
+        (tmp_path / "b").write_text("c")
+    elif damage == "gone":
+        (tmp_path / "b").unlink()
+    elif damage == "no digests":
+        (tmp_path / DIGESTS).unlink()
+    else:
+        (tmp_path / DIGESTS).write_text("[]" if damage == "other digests" else '{"a": ')
+    with pytest.raises((ValueError, FileNotFoundError)):
+        check_sealed(tmp_path)
+
+
+def test_files_folders_and_links_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").touch()
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    remove(tmp_path / "link")
+    assert (tmp_path / "folder" / "file").exists()
+    for name in ("folder", "file"):
+        remove(tmp_path / name)
+    assert list(tmp_path.iterdir()) == []

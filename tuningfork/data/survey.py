@@ -1,0 +1,105 @@
+"""A first look at a whole table, in one pass: its form, its number of rows, whether answers repeat their prompts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tuningfork.data.forms import FORMS, first_form, form_of
+from tuningfork.data.json_rows import Row
+from tuningfork.data.read import Rows
+from tuningfork.data.values import Unusable, filled
+from tuningfork.errors import DataError
+
+REPEATS_TO_TELL = 3  # rows; by fewer it is not told: "Hello" may well be answered by "Hello!"
+
+# What is in wide use and holds no one order of its answers: the fields that tell it, and what to do.
+UNREAD = {
+    ("instruction", "completions"): "completions are rated in several ways and not ordered (UltraFeedback): "
+    "write chosen and rejected, or answers and scores, by the rating that you trust"
+}
+
+
+class Survey(NamedTuple):
+    """What holds for a table as a whole."""
+
+    form: str
+    rows: int
+    repeat_prompts: bool  # answers have their whole prompt in front: in a file of prompts and whole texts
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Of the rows of one form."""
+
+    form: str
+    rows: int = 0
+    strings: int = 0  # rows whose prompt and answers are strings
+    repeats: int = 0  # of them, those whose answers all begin with the whole prompt
+    refusal: str = ""  # the first
+
+    def add(self, place: int, row: Row) -> None:
+        form = FORMS[self.form]
+        self.rows += 1
+        if not self.refusal and (refusal := form.refusal(row)):
+            self.refusal = f"row {place} {refusal}"
+        try:
+            parts = form.parts(row)
+        except Unusable:
+            return
+        if parts.asked and all(isinstance(answer, str) for _, answer in parts.answers):
+            self.strings += 1
+            self.repeats += parts.repeat_prompt
+
+
+def survey(path: str, rows: Rows, asked: str) -> Survey:
+    """Look at all rows. Their form is the one that most of them have, or the one asked for.
+
+    Answers count as repeating their prompts where more than half of the rows with strings look like it. Files decide
+    that each for itself, shards of one data set too.
+
+    Raises DataError where no row has any form, or the one asked for, or where a row shows that all mean something else.
+    """
+    tallies: dict[str, _Tally] = {}
+    count = 0
+    for place, row in rows:
+        count += 1
+        name = form_of(row) if asked == "auto" else asked if _has_fields(row, asked) else None
+        if name is not None:
+            tallies.setdefault(name, _Tally(name)).add(place, row)
+    if not tallies:
+        if asked != "auto":
+            raise DataError(_not_as_asked(path, rows, asked))
+        # Fields with nothing in them: each row says that of itself.
+        hollow = Counter(name for _, row in rows if (name := first_form(frozenset(row))) is not None)
+        if not hollow:
+            raise DataError(_unknown(path, rows))
+        return Survey(hollow.most_common(1)[0][0], count, False)
+    found = max(tallies.values(), key=lambda tally: tally.rows)
+    if found.refusal:
+        raise DataError(f"{path}: {found.refusal}")
+    repeat = found.repeats >= REPEATS_TO_TELL and 2 * found.repeats > found.strings
+    return Survey(found.form, count, repeat)
+
+
+def _has_fields(row: Row, form: str) -> bool:
+    return all(key in row for key in FORMS[form].keys)
+
+
+def _not_as_asked(path: str, rows: Rows, asked: str) -> str:
+    counts = Counter(name for _, row in rows if (name := form_of(row)) is not None)
+    hint = f"its rows look like {counts.most_common(1)[0][0]}" if counts else "they have no known form"
+    needed = ", ".join(FORMS[asked].keys)
+    return f"{path}: no row has the fields of data.format {asked}: {needed}; {hint}. {_fields_found(rows)}"
+
+
+def _unknown(path: str, rows: Rows) -> str:
+    supported = "; ".join(f"{', '.join(form.keys)} ({name})" for name, form in FORMS.items())
+    known = [said for keys, said in UNREAD.items() if any(all(filled(row, key) for key in keys) for _, row in rows)]
+    hint = f" {known[0]}." if known else ""
+    return f"{path}: no known form of data. {_fields_found(rows)}{hint} Supported: {supported}."
+
+
+def _fields_found(rows: Rows) -> str:
+    return f"Fields found: {', '.join(sorted({key for _, row in rows for key in row})[:40]) or 'none'}."
