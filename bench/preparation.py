@@ -32,13 +32,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from bench.output import emit, environment, failure, parser, rounded, table
-from tuningfork.data.audit import prepare
 from tuningfork.data.config import DataConfig
 from tuningfork.data.examples import Reading
-from tuningfork.data.pack import PackLimits, pack, split_fitting
-from tuningfork.models.load import load_tokenizer
 from tuningfork.records import Message
+
+# More is imported where it is needed: processes that make tokens import this file again, and PyTorch takes seconds.
 
 COLUMNS = {
     "trainer": "trainer",
@@ -73,6 +71,10 @@ def write_conversations(source: str, path: Path, rows: int) -> None:
 
 
 def ours(path: str, tokenizer: str, workers: int, cache: str) -> dict[str, Any]:
+    from tuningfork.data.audit import prepare
+    from tuningfork.data.pack import PackLimits, pack, split_fitting
+    from tuningfork.models.load import load_tokenizer
+
     loaded, config = load_tokenizer(tokenizer), DataConfig(max_length=MAX_LENGTH, workers=workers)
     start = time.perf_counter()
     examples, report = prepare(path, loaded, config, 10**9, cache=Path(cache))
@@ -87,6 +89,8 @@ def trl(path: str, tokenizer: str, workers: int, cache: str) -> dict[str, Any]:
     os.environ["HF_DATASETS_CACHE"] = cache
     import datasets
     from trl import DPOConfig, DPOTrainer
+
+    from tuningfork.models.load import load_tokenizer
 
     loaded = load_tokenizer(tokenizer)
     options = DPOConfig(
@@ -120,10 +124,14 @@ def _measure(pipe: Any, way: Callable[..., dict[str, Any]], args: tuple) -> None
         used = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
         pipe.send({"status": "ok", "peak_gib": used / 2**20, **found})
     except Exception as error:
+        from bench.output import failure
+
         pipe.send({"status": failure(error)})
 
 
 def main(argv: list[str] | None = None) -> None:
+    from bench.output import emit, environment, parser, rounded, table
+
     options = parser(__doc__)
     options.add_argument("--data", required=True, help="a file of pairs, in any form")
     options.add_argument("--tokenizer", required=True, help="a folder with a tokenizer and a chat template")
@@ -154,6 +162,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _line(found: dict[str, Any]) -> dict[str, Any]:
+    from bench.output import rounded
+
     seconds = found.get("seconds")
     return {
         "rows": found.get("rows"),

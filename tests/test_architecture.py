@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -297,3 +299,14 @@ def test_every_config_is_a_section_of_the_recipe():
         if isinstance(node, ast.ClassDef)
     }
     assert defined == set(CONFIGS)
+
+
+def test_a_process_that_makes_tokens_does_not_import_torch() -> None:
+    """Each would take seconds and hundreds of megabytes for it."""
+    told = subprocess.run(
+        [sys.executable, "-c", "import sys, tuningfork.cli, tuningfork.data.chunks; print('torch' in sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert told.stdout == "False\n"

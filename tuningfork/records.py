@@ -18,11 +18,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:  # it takes seconds to import, and processes that only make tokens do without
+    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +211,7 @@ class PackedBatch:
 
     def pinned(self) -> PackedBatch:
         """The same pack in page-locked memory, from which a GPU copies without blocking the host."""
-        return _map_tensors(self, Tensor.pin_memory)
+        return _map_tensors(self, lambda tensor: tensor.pin_memory())
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +227,8 @@ Record = TypeVar("Record", ForkLayout, PackedBatch)
 
 def _map_tensors(record: Record, change: Callable[[Tensor], Tensor]) -> Record:
     """A copy of a record with every tensor in it changed."""
+    from torch import Tensor
+
     changed: dict[str, Any] = {}
     for item in fields(record):
         value = getattr(record, item.name)

@@ -21,6 +21,23 @@ from tuningfork.data.tables import TableReader
 from tuningfork.errors import DataError, RunFolderError
 
 
+@pytest.fixture(autouse=True)
+def _few_rows_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "ROWS_A_PROCESS", 1)
+
+
+def test_a_process_has_enough_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more processes than data.workers, or cores, and than there are rows for."""
+    asked: list[int] = []
+    monkeypatch.setattr(chunks, "ROWS_A_PROCESS", 10)
+    monkeypatch.setattr(chunks, "_cores", lambda: 4)
+    monkeypatch.setattr(chunks, "_spread", lambda _, workers, *rest: asked.append(workers) or [])
+    encoder = chunks.ChunkEncoder(byte_bpe(chat_template=CHATML), CONFIG)
+    for workers, rows in ((None, 19), (None, 20), (None, 500), (3, 500), (9, 500), (9, 20), (1, 500)):
+        list(chunks.encode_chunks(iter([]), rows, encoder, replace(CONFIG, workers=workers)))
+    assert asked == [2, 4, 3, 9, 2]
+
+
 def _all_begun(ready: Any) -> bool:
     return not wait(ready, timeout=120).not_done
 
@@ -68,6 +85,7 @@ def test_no_room_and_no_process_are_errors_that_say_what_to_do(tmp_path: Path, m
 
 def _begin_work(table: str) -> Any:
     """Begin to encode in two processes, which end with what is returned."""
+    chunks.ROWS_A_PROCESS = 1  # in a process of its own
     reader = TableReader(byte_bpe(chat_template=CHATML), replace(CONFIG, workers=2), None, print)
     _, columns = tables._make(table, reader.encoder, reader.config, None)
     next(columns)

@@ -35,7 +35,7 @@ from tuningfork.files import SCRATCH_CURE, explained, scratch
 from tuningfork.records import DroppedRow, Example, Size, TokenExample
 
 CHUNK = 256  # examples encoded in one call: enough to keep the tokenizer's threads busy, few enough to show progress
-ROWS_A_PROCESS = 8192  # fewer are done before a process of its own has started
+ROWS_A_PROCESS = 2048  # fewer are done sooner without a process of their own, which takes seconds to start
 _AHEAD = 3  # chunks that wait for each process, so that none is idle and few lie in memory
 
 
@@ -100,11 +100,11 @@ def encode_chunks(
 ) -> Iterator[Block]:
     """A block for each chunk of the examples, in their order. `count` is about how many there are.
 
-    data.workers processes work on them, each with an encoder like this one, or one for each core where there are
-    enough to pay for their start. Raises DataError where a process is killed.
+    As many processes work on them, each with an encoder like this one, as data.workers allows, else one for each core,
+    and no more than the examples pay for. Raises DataError where a process is killed.
     """
     chunks = iter(lambda: list(islice(examples, CHUNK)), [])
-    workers = config.workers or min(_cores(), count // ROWS_A_PROCESS)
+    workers = min(config.workers or _cores(), count // ROWS_A_PROCESS)
     if workers <= 1:
         yield from map(encoder, chunks)
         return

@@ -58,7 +58,7 @@ class DataConfig:
     cache: Annotated[str, Field(min_length=1)] | None = "./token-cache"
     """Folder that keeps tokens between runs, by content, so never stale; null keeps them in memory only."""
     workers: Annotated[int, Field(ge=1)] | None = None
-    """Processes that turn rows into tokens. null: one for each core, where a table is long enough to need them."""
+    """Most processes that turn rows into tokens; a short table needs fewer. null: one for each core."""
     template: Literal["chat", "none"] = "chat"
     """chat: the tokenizer's chat template; plain strings become a user and an assistant turn. none: text as it is."""
 
