@@ -27,14 +27,28 @@ if TYPE_CHECKING:  # it takes seconds to import, and processes that only make to
     from torch import Tensor
 
 
+def same(one: Any, other: Any) -> bool:
+    """Whether two values of a file are the same to whoever prints them.
+
+    Python holds 1, 1.0 and True for equal, and two objects whatever the order of their keys. Templates print three
+    different things, and the keys in their order, so that conversations which differ in these are not one.
+    """
+    return repr(one) == repr(other)
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation, as chat templates take it."""
+    """One turn of a conversation, as chat templates take it. Equal messages are printed alike (see `same`)."""
 
     role: str
     content: str
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)  # other fields that templates print: tool_calls
     counts: bool = field(default=True, compare=False)  # an assistant turn that its file lets count in the loss
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Message):
+            return NotImplemented
+        return (self.role, self.content) == (other.role, other.content) and same(self.extra, other.extra)
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,6 +207,15 @@ def test_arguments_are_what_the_template_can_print(given: object) -> None:
         assert render_text(example, template + "{{ messages[-1]['content'] }}") == f"{expected}a"
 
 
+def test_what_is_printed_of_one_conversation_is_not_taken_for_another() -> None:
+    """Python holds 1, 1.0 and True for equal, and objects in whatever order."""
+    given = ({"n": 1}, {"n": True}, {"n": 1.0}, {"n": 1, "m": 2}, {"m": 2, "n": 1})
+    said = ('{"n": 1}', '{"n": true}', '{"n": 1.0}', '{"n": 1, "m": 2}', '{"m": 2, "n": 1}')
+    calls = [(Message("assistant", "", {"tool_calls": [{"name": "f", "arguments": a}]}),) for a in given]
+    got = rendered(ONE_CALL.replace("ARGUMENTS", "c['arguments'] | tojson"), *calls)
+    assert got.texts == tuple(f"{text};" for text in said)
+
+
 def render_text(example: Example, template: str) -> str:
     return render(example, byte_bpe(chat_template=template)).texts[0]
 

@@ -39,6 +39,17 @@ def test_tools_given_twice_must_be_the_same(tmp_path: Path) -> None:
     assert found == ("unsupported field", "tools and functions are both filled, and differ")
 
 
+@pytest.mark.parametrize("other", [{"default": True}, {"default": 1.0}, {"default": 1, "x": 1}])
+def test_tools_that_are_printed_differently_differ(other: dict[str, Any], tmp_path: Path) -> None:
+    """Python holds 1, 1.0 and true for equal, and objects in whatever order."""
+    first = {"name": "f", "parameters": {"default": 1, "y": 2}}
+    second = {"name": "f", "parameters": {**other, "y": 2}}
+    swapped = {"name": "f", "parameters": {"y": 2, "default": 1}}
+    for tool in (second, swapped):
+        found = drop(tmp_path, {**PAIR, "tools": [first], "functions": [tool]})
+        assert found == ("unsupported field", "tools and functions are both filled, and differ")
+
+
 def test_bare_calls_are_wrapped_and_keep_their_id() -> None:
     wrapped = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     assert call_list([{"id": "1", "name": "f", "arguments": {"x": 1}}], "c") == [wrapped]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,60 @@ def test_a_prompt_that_ends_with_the_assistant_is_refused(tmp_path: Path) -> Non
         assert reason == "prompt ends with an assistant turn" and "data.template: none" in detail
     tool = [*said[:1], {**assistant(""), "tool_calls": [{"name": "f"}]}, {"role": "tool", "content": "7"}]
     assert one(tmp_path, {"prompt": tool, "chosen": "a", "rejected": "b"}).prompt[-1] == Message("tool", "7")
+
+
+# ---- values that Python holds for equal
+
+ALIKE = (
+    {"n": 1},
+    {"n": True},
+    {"n": 1.0},
+    {"n": [{"x": 0}]},
+    {"n": [{"x": False}]},
+    {"a": 1, "b": 2},
+    {"b": 2, "a": 1},
+)
+
+
+def called(arguments: Any) -> list[Any]:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": arguments}]}
+    return [user("q"), call, {"role": "tool", "content": "7"}]
+
+
+@pytest.mark.parametrize(("first", "second"), [*itertools.product(ALIKE, repeat=2)])
+def test_turns_that_are_printed_differently_are_no_common_prompt(first: Any, second: Any, tmp_path: Path) -> None:
+    """By hand: conversations with the same call part behind the tool, and those with another one at the call."""
+    example = one(tmp_path, {"chosen": [*called(first), assistant("a")], "rejected": [*called(second), assistant("b")]})
+    shared = 3 if first is second else 1
+    assert len(example.prompt) == shared and [len(answer) for answer in example.answers] == [4 - shared] * 2
+    row = {
+        "prompt": called(first),
+        "chosen": [*called(second), assistant("a")],
+        "rejected": [*called(second), assistant("b")],
+    }
+    if first is second:
+        assert one(tmp_path, row).answers == (turns(assistant("a")), turns(assistant("b")))
+    else:  # they do not repeat the prompt
+        assert drop(tmp_path, row)[0] == "answer starts with another role"
+
+
+@pytest.mark.parametrize(("first", "second"), [*itertools.combinations(ALIKE, 2)])
+def test_answers_that_are_printed_differently_are_two(first: Any, second: Any, tmp_path: Path) -> None:
+    example = one(tmp_path, {"prompt": "q", "chosen": called(first)[1:2], "rejected": called(second)[1:2]})
+    found = [answer[0].extra["tool_calls"][0]["function"]["arguments"] for answer in example.answers]  # type: ignore[union-attr]
+    assert list(map(json.dumps, found)) == [json.dumps(first), json.dumps(second)]
+    same = {"prompt": "q", "chosen": called(first)[1:2], "rejected": called(dict(first))[1:2]}
+    assert drop(tmp_path, same)[0] == "chosen equals rejected"
+
+
+def test_what_a_tool_answers_to_is_a_value_that_can_be_printed(tmp_path: Path) -> None:
+    deep: Any = "1"
+    for _ in range(101):
+        deep = [deep]
+    for value, reason in ((deep, "nested too deeply"), ("a\ud83d", "broken text")):
+        prompt = [*called({})[:2], {"role": "tool", "content": "7", "tool_call_id": value}]
+        found = drop(tmp_path, {**PAIR, "prompt": prompt})
+        assert found[0] == reason and "prompt[2].tool_call_id has" in found[1]
 
 
 # ---- messages as JSON text

@@ -13,6 +13,7 @@ from typing import Any
 
 from tuningfork.data.json_rows import Row, kind_of
 from tuningfork.data.values import NEUTRAL, Unusable, filled, parsed, string
+from tuningfork.records import same
 
 DEEPEST = 100  # levels of lists and objects within each other; templates and workers walk them by recursion
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names for what an assistant thought before it spoke
@@ -30,11 +31,11 @@ def template_arguments(row: Row, tools: Any = None, place: str = "") -> dict[str
         arguments = parsed(row[key], key)
         if not isinstance(arguments, dict):
             raise Unusable("wrong type", f"{key} is {kind_of(arguments)}, expected an object")
-        found |= _without_nulls(_sound(arguments, key))
+        found |= _without_nulls(sound(arguments, key))
     given = [(place, tools), *((key, row.get(key)) for key in ("tools", "functions"))]
     lists = [(name, tool_list(value, name)) for name, value in given if value not in NEUTRAL]
     for name, other in lists[1:]:
-        if other != lists[0][1]:
+        if not same(other, lists[0][1]):
             raise Unusable("unsupported field", f"{lists[0][0]} and {name} are both filled, and differ")
     if lists and lists[0][1]:
         found["tools"] = lists[0][1]
@@ -50,7 +51,7 @@ def call_list(value: Any, field: str) -> list[dict[str, Any]]:
     """A call or a list of calls, or their JSON; bare ones are wrapped. Raises Unusable for anything else."""
     value = parsed(value, field)
     calls = [_wrapped(call) for call in _objects([value] if isinstance(value, dict) else value, field)]
-    _sound(with_object_arguments(calls), field)
+    sound(with_object_arguments(calls), field)
     return calls
 
 
@@ -96,11 +97,11 @@ def _objects(value: Any, field: str) -> list[dict[str, Any]]:
     value = parsed(value, field)
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise Unusable("wrong type", f"{field} is {kind_of(value)}, expected a list of objects")
-    _sound(value, field)
+    sound(value, field)
     return value
 
 
-def _sound(value: Any, field: str) -> Any:
+def sound(value: Any, field: str) -> Any:
     """The value. Raises Unusable where it has text that UTF-8 cannot hold, or more levels than any template walks."""
     level = [value]
     for _ in range(DEEPEST + 1):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tuningfork.data.json_rows import Row, kind_of
-from tuningfork.data.tools import THOUGHTS, call_list, spoken_call, thought
+from tuningfork.data.tools import THOUGHTS, call_list, sound, spoken_call, thought
 from tuningfork.data.values import SHOWN, Unusable, fields, filled, number, string
 from tuningfork.records import Message, Turns
 
@@ -90,7 +90,7 @@ def _message(message: Any, field: str) -> Message:
     text = _content(content, f"{field}.{keys[1]}")
     if role != "assistant" and (spoken := [key for key in SPOKEN if filled(message, key)]):
         raise Unusable("unsupported field", f"{field}.{spoken[0]} is filled for a {role} turn, not the assistant's")
-    extra = {key: message[key] for key in ANSWERED if role == "tool" and filled(message, key)}
+    extra = {key: sound(message[key], f"{field}.{key}") for key in ANSWERED if role == "tool" and filled(message, key)}
     if given == "function_call":
         text, extra = "", {"tool_calls": spoken_call(text, f"{field}.{keys[1]}")}
     calls = [key for key in ("tool_calls", "function_call") if filled(message, key)]
