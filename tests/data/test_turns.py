@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.data.rows import HH, PAIR, assistant, drop, one, read_examples, turns, user, write
-from tuningfork.data.examples import BEGIN_ALIKE, CUT_REPEATED
+from tuningfork.data.examples import ANSWERS_AS_JSON, BEGIN_ALIKE, CUT_REPEATED, PROMPT_AS_JSON, SOME_AS_JSON
 from tuningfork.errors import DataError
 from tuningfork.records import Message
 
@@ -227,7 +227,52 @@ def test_messages_written_as_json_text(keys: tuple[str, ...], tmp_path: Path) ->
      '[{"role": "user", "content": "q"}] is a list', '[{"from": "Paris", "value": 3}]'],
 )  # fmt: skip
 def test_other_json_is_text(text: str, tmp_path: Path) -> None:
-    assert one(tmp_path, {**PAIR, "chosen": text}).answers[0] == turns(assistant(text))
+    result = read_examples(write(tmp_path, [{"prompt": text, "chosen": f"{text} ", "rejected": text}]), False)
+    (example,) = result.examples
+    assert example.prompt == turns(user(text)) and result.notes == {}
+    assert example.answers == (turns(assistant(f"{text} ")), turns(assistant(text)))
+
+
+SAID = json.dumps(assistant("a"))
+TOLD = json.dumps([assistant("b")])
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "answers", "notes"),
+    [
+        ({"prompt": "q", "chosen": SAID, "rejected": TOLD}, "q", ["a", "b"], [ANSWERS_AS_JSON]),
+        ({"prompt": json.dumps([user("q")]), "chosen": "a", "rejected": "b"}, "q", ["a", "b"], [PROMPT_AS_JSON]),
+        ({"prompt": json.dumps([user("q")]), "completion": SAID}, "q", ["a"], [PROMPT_AS_JSON, ANSWERS_AS_JSON]),
+        ({"prompt": "q", "answers": [SAID, "b", "c"]}, "q", [SAID, "b", "c"], [SOME_AS_JSON]),
+        ({"prompt": "q", "chosen": "a", "rejected": TOLD}, "q", ["a", TOLD], [SOME_AS_JSON]),
+        ({"prompt": "q", "chosen": SAID, "rejected": '{"a": 1}'}, "q", [SAID, '{"a": 1}'], [SOME_AS_JSON]),
+        ({"prompt": "q", "chosen": SAID, "rejected": [assistant("b")]}, "q", [SAID, "b"], [SOME_AS_JSON]),
+        ({"prompt": json.dumps(user("q")), "chosen": SAID, "rejected": "b"}, "q", [SAID, "b"],
+         [PROMPT_AS_JSON, SOME_AS_JSON]),
+        ({"chosen": [user("q"), assistant("a")], "rejected": json.dumps([user("q"), assistant("b")])}, "q", ["a", "b"],
+         [ANSWERS_AS_JSON]),
+    ],
+)  # fmt: skip
+def test_answers_are_messages_as_text_all_or_none(
+    row: Any, prompt: str, answers: list[str], notes: list[str], tmp_path: Path
+) -> None:
+    """By hand. An answer that is asked for as JSON may look like a message; where the other does not, it is text."""
+    result = read_examples(write(tmp_path, [row]), as_text=False)
+    (example,) = result.examples
+    assert example.prompt == turns(user(prompt))
+    assert example.answers == tuple(turns(assistant(answer)) for answer in answers)
+    assert result.notes == {note: [example.source] for note in notes}
+
+
+def test_text_that_looks_like_messages_in_part_stays_text_without_a_template(tmp_path: Path) -> None:
+    row = {"prompt": "q", "chosen": SAID, "rejected": "b"}
+    assert one(tmp_path, row, as_text=True).answers == (SAID, "b")
+
+
+@pytest.mark.parametrize("text", [SAID, str([user("q")])])
+def test_a_document_is_text_whatever_it_looks_like(text: str, tmp_path: Path) -> None:
+    result = read_examples(write(tmp_path, [{"text": text}]), as_text=False)
+    assert result.examples[0].answers == (text,) and result.notes == {}
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ what the model sees is passed over: it is used, or its row is dropped, and field
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from tuningfork.data.forms import FORMS, Form, Parts, form_of
+from tuningfork.data.forms import FORMS, Form, Named, Parts, form_of
 from tuningfork.data.json_rows import Row, kind_of
 from tuningfork.data.read import read_rows
 from tuningfork.data.survey import survey
@@ -43,6 +44,9 @@ READ = {
 ASKED = ("instruction", "input", "question", "query")  # fields that hold what was asked, where no prompt does
 CUT_REPEATED = "answers repeat the prompt: cut off"
 BEGIN_ALIKE = "all answers begin with the whole prompt"
+PROMPT_AS_JSON = "the prompt is messages written as JSON text: read as messages"
+ANSWERS_AS_JSON = "the answers are messages written as JSON text: read as messages"
+SOME_AS_JSON = "only some answers look like messages written as JSON text: all read as text"
 NULLS = "null within tools or calls, which a template may print"
 UNREAD_SHOWN = 20  # names in the note of fields that are not read
 
@@ -95,7 +99,14 @@ class Reading:
             self.notes[note] = sorted(rows, key=lambda source: source.row)
 
 
-def _parts(row: Row, name: str, asked: str) -> Parts:
+@dataclass(frozen=True, slots=True)
+class _Unpacked(Parts):
+    """Parts with messages for their JSON text; `notes` say of which."""
+
+    notes: tuple[str, ...] = ()
+
+
+def _parts(row: Row, name: str, asked: str) -> _Unpacked:
     """What the file's form finds in a row. Raises Unusable where it finds nothing."""
     own = form_of(row) if asked == "auto" else None
     if own not in (None, name) and FORMS[name].fits(row):
@@ -103,7 +114,28 @@ def _parts(row: Row, name: str, asked: str) -> Parts:
             "another form than the file",
             f"the row looks like {own}, most of the file like {name}; split the file, or set data.format",
         )
-    return FORMS[name].parts(row)
+    found = FORMS[name].parts(row)
+    prompt, answers, notes = (found.prompt, found.answers, ()) if found.document else _messages_of(found)
+    return _Unpacked(prompt, answers, found.label, found.tools, found.document, notes)
+
+
+def _messages_of(parts: Parts) -> tuple[Named | None, list[Named], tuple[str, ...]]:
+    """Prompt and answers with messages for their JSON text, and notes of it.
+
+    Columns of a table often hold messages as text; but an answer may be JSON because JSON was asked for. So answers
+    beside a prompt are messages only where all of them look like it. Without one they can be nothing else.
+    """
+    notes = []
+    prompt = parts.prompt
+    if prompt is not None:
+        prompt = prompt[0], unpacked(prompt[1], prompt[0])
+        if prompt != parts.prompt:
+            notes.append(PROMPT_AS_JSON)
+    read = [(name, unpacked(value, name)) for name, value in parts.answers]
+    as_json = [one != other for one, other in zip(read, parts.answers, strict=True)]
+    if any(as_json) and prompt is not None and not all(as_json):
+        return prompt, parts.answers, (*notes, SOME_AS_JSON)
+    return prompt, read, (*notes, *([ANSWERS_AS_JSON] if any(as_json) else []))
 
 
 def _without_repeated_prompt(parts: Parts) -> Parts:
@@ -144,7 +176,7 @@ def _text_parts(source: Source, parts: Parts, row: Row) -> tuple[str, list[str]]
     """Prompt and answers as the file's own strings."""
     given = [*([parts.prompt] if parts.prompt else []), *parts.answers]
     for name, value in given:
-        if isinstance(unpacked(value, name), list | dict):
+        if isinstance(value, list | dict):
             raise DataError(
                 f"{source}: field {name!r} holds messages, which need a chat template. Set data.template: chat, "
                 "or give prompts and answers as strings."
@@ -164,7 +196,7 @@ def _text_parts(source: Source, parts: Parts, row: Row) -> tuple[str, list[str]]
 
 def _turn_parts(parts: Parts, row: Row) -> tuple[Turns, list[Turns]]:
     """Prompt and answers as turns."""
-    values = [(name, unpacked(value, name)) for name, value in parts.answers]
+    values = parts.answers
     if parts.prompt is None and all(isinstance(value, str) for _, value in values):
         text, answers = split_transcripts(values)
         found: list[Turns] = [(Message("assistant", answer.strip()),) for answer in answers]
@@ -178,7 +210,7 @@ def _turn_parts(parts: Parts, row: Row) -> tuple[Turns, list[Turns]]:
             values = [(name, value.strip() if isinstance(value, str) else value) for name, value in values]
         conversations = [turns(value, name, "assistant") for name, value in values]
         prompt = turns(asked, name, "user")
-        one_turn = isinstance(unpacked(asked, name), str) and not is_transcript(asked)
+        one_turn = isinstance(asked, str) and not is_transcript(asked)
         prompt, found = after_prompt(prompt, conversations, one_turn)
     prompt = _with_system(_with_history(prompt, row), row)
     return _checked(parts, prompt, found)
@@ -284,13 +316,14 @@ def _weight(row: Row) -> float:
     return weight
 
 
-def _notes(row: Row, parts: Parts, cut: Parts, example: Example) -> Iterator[str]:
+def _notes(row: Row, parts: _Unpacked, cut: Parts, example: Example) -> Iterator[str]:
     """What is worth knowing of a row that is used."""
     for chosen, rejected in SCORES:
         better, worse = _score(row.get(chosen)), _score(row.get(rejected))
         if better is not None and worse is not None and better <= worse:
             yield "chosen is not scored higher"
             break
+    yield from parts.notes
     if cut is not parts:
         yield CUT_REPEATED
     elif parts.repeat_prompt:
@@ -313,4 +346,4 @@ def _not_read(row: Row, form: Form, parts: Parts) -> Iterator[str]:
     known = {*READ, *form.keys, *form.more}
     yield from (key for key in row if key not in known and filled(row, key))
     for name, value in [*([parts.prompt] if parts.prompt else []), *parts.answers]:
-        yield from (f"{name}[].{key}" for key in unread(unpacked(value, name)))
+        yield from (f"{name}[].{key}" for key in unread(value))

@@ -29,8 +29,7 @@ TURN_MARK = re.compile(r"\n\n(Human|Assistant):")
 
 
 def turns(value: Any, field: str, role: str) -> Turns:
-    """One message, a list of messages, or a conversation written as text; any other string is one turn of `role`."""
-    value = unpacked(value, field)
+    """One message, a list of messages, or a transcript; any other string is one turn of `role`."""
     if is_transcript(value):
         return transcript_turns(string(value, field))
     if isinstance(value, str):
