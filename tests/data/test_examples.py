@@ -293,6 +293,29 @@ def test_an_empty_system_field_is_none_and_an_empty_message_is_one(key: str, tmp
     assert found == ("two system messages", "system and system_prompt differ")
 
 
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_system_field_beside_a_first_message_says_the_same_once_or_is_refused(role: str, tmp_path: Path) -> None:
+    """Developer is another name for the role; the message keeps its own."""
+    opening = {"role": role, "content": "s"}
+    rows: list[dict[str, Any]] = [
+        {**PAIR, "prompt": [opening, user("q")]},
+        {"chosen": [opening, user("q"), assistant("a")], "rejected": [opening, user("q"), assistant("b")]},
+        {**PAIR, "history": [opening, user("x"), assistant("y")]},
+    ]
+    for row in rows:
+        prompt = one(tmp_path, row).prompt
+        assert prompt[:1] == turns(opening)
+        for key in ("system", "system_prompt"):
+            assert one(tmp_path, {**row, key: "s"}).prompt == one(tmp_path, {**row, key: " "}).prompt == prompt
+            found = drop(tmp_path, {**row, key: "t"})
+            assert found == ("two system messages", f"{key} and the first message, of role {role}, differ")
+    both = [{"role": "system", "content": "s"}, {"role": "developer", "content": "d"}, user("q")]
+    for said in ("s", "d"):
+        assert one(tmp_path, {**PAIR, "prompt": both, "system": said}).prompt == turns(*both)
+    empty = [{"role": role, "content": ""}, user("q")]
+    assert one(tmp_path, {**PAIR, "prompt": empty}).prompt == turns(*empty)
+
+
 @pytest.mark.parametrize("written", [list, json.dumps])
 def test_a_history_is_the_turns_before_the_prompt(written: Any, tmp_path: Path) -> None:
     before = [user("q1"), assistant("a1"), user("q2"), assistant("a2")]

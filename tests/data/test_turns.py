@@ -98,6 +98,7 @@ def test_few_rows_do_not_tell_that_answers_repeat_their_prompts(rows: int, tmp_p
         ([user("q")], [user("q")], [user("q")]),
         ([SYSTEM, user("q")], [user("q")], [SYSTEM, user("q")]),
         ([user("q")], [SYSTEM, user("q")], [SYSTEM, user("q")]),
+        ([SYSTEM, user("q")], [{**SYSTEM, "role": "developer"}, user("q")], [SYSTEM, user("q")]),
         ("q ", [user("q")], [user("q")]),
         ("r", [user("q"), assistant("x"), user("r")], [user("q"), assistant("x"), user("r")]),
     ],

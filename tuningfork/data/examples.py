@@ -18,9 +18,11 @@ from tuningfork.data.read import read_rows
 from tuningfork.data.survey import survey
 from tuningfork.data.tools import holds_null, template_arguments
 from tuningfork.data.turns import (
+    OPENING,
     after_prompt,
     fork,
     is_transcript,
+    parted,
     split_transcripts,
     transcript_turns,
     turns,
@@ -233,16 +235,16 @@ def _with_history(prompt: Turns, row: Row) -> Turns:
 
 def _with_system(prompt: Turns, row: Row) -> Turns:
     """The prompt with the row's system message in front. An empty field means none; an empty message is one."""
-    found = {key: string(row[key], key) for key in SYSTEM if filled(row, key)}
-    said = [text for text in found.values() if text.strip()]
-    if not said:
+    found = {key: text for key in SYSTEM if filled(row, key) and (text := string(row[key], key)).strip()}
+    if not found:
         return prompt
-    if len(set(said)) > 1:
+    if len(set(found.values())) > 1:
         raise Unusable("two system messages", f"{' and '.join(found)} differ")
-    system = Message("system", said[0])
-    if prompt and prompt[0].role == "system" and prompt[0] != system:
-        raise Unusable("two system messages", "the system field and the first message differ")
-    return (system, *(prompt[1:] if prompt and prompt[0].role == "system" else prompt))
+    key, said = next(iter(found.items()))
+    opening, _ = parted(prompt)
+    if opening and all(turn.content != said for turn in opening):
+        raise Unusable("two system messages", f"{key} and the first message, of role {opening[0].role}, differ")
+    return prompt if opening else (Message("system", said), *prompt)
 
 
 def _first_answer(conversation: Turns) -> tuple[Turns, list[Turns]]:
@@ -264,7 +266,7 @@ def _checked(parts: Parts, prompt: Turns, answers: list[Turns]) -> tuple[Turns, 
             raise Unusable("answer starts with another role", f"{name!r} starts with a {answer[0].role} turn")
     _check_filled(parts, [all(map(_says_something, (m for m in a if m.role == "assistant"))) for a in answers])
     for place, message in enumerate(prompt, 1):
-        if message.role != "system" and not _says_something(message):
+        if message.role not in OPENING and not _says_something(message):
             raise Unusable("empty message", f"message {place} of the prompt, of role {message.role}")
     if prompt[-1].role == "assistant":
         raise Unusable(

@@ -19,6 +19,7 @@ ROLES = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
     **{"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool", "function": "tool"},
 }
+OPENING = ("system", "developer")  # two names for the role of what is said before the conversation
 NAMED_BY = (("role", "content"), ("from", "value"))  # the two ways to write a message
 SPOKEN = ("tool_calls", "function_call", *THOUGHTS)  # what only an assistant can say beside its content
 ANSWERED = ("tool_call_id", "name")  # what a tool's answer says beside its content
@@ -165,24 +166,24 @@ def after_prompt(prompt: Turns, answers: list[Turns], one_turn: bool) -> tuple[T
     A prompt of one turn given as text is one of theirs, as data sets keep it beside conversations of several turns:
     then what the conversations share is the prompt. Other prompts are their start, with or without a system turn.
     """
-    if one_turn and all(answer[0].role in ("system", "developer", "user") for answer in answers):
+    if one_turn and all(answer[0].role in (*OPENING, "user") for answer in answers):
         start, rest = fork(answers)
         if any(turn.role == "user" and turn.content.strip() == prompt[0].content.strip() for turn in start):
             return start, rest
         raise Unusable("prompts differ", "the answers are whole conversations, and they share no turn like the prompt")
-    system, said = _parted(prompt)
-    repeated = [_parted(answer) for answer in answers]
+    system, said = parted(prompt)
+    repeated = [parted(answer) for answer in answers]
     if all(rest[: len(said)] == said and head == repeated[0][0] for head, rest in repeated):
         given = repeated[0][0]
-        if system and given and system != given:
+        if system and given and [turn.content for turn in system] != [turn.content for turn in given]:
             raise Unusable("two system messages", "the prompt's and the answers' differ")
         return (system or given) + said, [rest[len(said) :] for _, rest in repeated]
     return prompt, answers
 
 
-def _parted(conversation: Turns) -> tuple[Turns, Turns]:
-    """The system turns that open a conversation, and the rest."""
-    roles = (i for i, turn in enumerate(conversation) if turn.role not in ("system", "developer"))
+def parted(conversation: Turns) -> tuple[Turns, Turns]:
+    """The system or developer turns that open a conversation, and the rest."""
+    roles = (i for i, turn in enumerate(conversation) if turn.role not in OPENING)
     n = next(roles, len(conversation))
     return conversation[:n], conversation[n:]
 
