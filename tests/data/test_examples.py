@@ -348,10 +348,14 @@ def test_what_would_change_the_prompt_is_not_passed_over(
 
 
 def test_what_the_prompt_holds_may_stand_beside_it(tmp_path: Path) -> None:
-    row = {**PAIR, "prompt": "Add.\n1 2", "instruction": "Add.", "input": "1 2 "}
-    assert one(tmp_path, row).prompt == turns(user("Add.\n1 2"))
+    """It is read, to compare it, and so no field that is not read."""
+    asked = {"instruction": "Add.", "input": "1 2 ", "question": "Add.\n1 2", "query": "Add"}
+    rows = [{**PAIR, "prompt": "Add.\n1 2", **asked}, {**PAIR, "prompt": [user("Add.\n1 2")], **asked}]
+    result = read_examples(write(tmp_path, rows), as_text=False)
+    assert [example.prompt for example in result.examples] == [turns(user("Add.\n1 2"))] * 2 and result.notes == {}
     text = {"text": "Add: 1 2 is 3", "instruction": "Add", "input": "1 2"}
-    assert one(tmp_path, text, as_text=True).answers == ("Add: 1 2 is 3",)
+    result = read_examples(write(tmp_path, [text]), as_text=True)
+    assert result.examples[0].answers == ("Add: 1 2 is 3",) and result.notes == {}
 
 
 def test_fields_that_nothing_reads_are_noted_by_name(tmp_path: Path) -> None:

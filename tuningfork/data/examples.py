@@ -345,7 +345,7 @@ def _score(value: Any) -> float | None:
 
 def _not_read(row: Row, form: Form, parts: Parts) -> Iterator[str]:
     """Names of filled fields of a row and of its messages that nothing reads."""
-    known = {*READ, *form.keys, *form.more}
+    known = {*READ, *ASKED, *form.keys, *form.more}  # what was asked is compared with the prompt
     yield from (key for key in row if key not in known and filled(row, key))
     for name, value in [*([parts.prompt] if parts.prompt else []), *parts.answers]:
         yield from (f"{name}[].{key}" for key in unread(value))
