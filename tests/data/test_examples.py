@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.data.rows import HH, PAIR, assistant, drop, one, read_examples, turns, user, write
-from tuningfork.data.examples import Reading
+from tuningfork.data.examples import UPSIDE_DOWN, Reading
 from tuningfork.errors import DataError
 from tuningfork.records import Example, Source
 
@@ -265,7 +265,7 @@ def test_scores_the_wrong_way_round_are_noted(tmp_path: Path) -> None:
     rows = [{**PAIR, "score_chosen": chosen, "score_rejected": rejected} for chosen, rejected in scores]
     path = write(tmp_path, rows)
     found = [Source(str(path), row) for row in (2, 3)]
-    assert read_examples(path, False).notes == {"chosen is not scored higher": found}
+    assert read_examples(path, False).notes == {UPSIDE_DOWN: found}
 
 
 @pytest.mark.parametrize(
@@ -273,11 +273,18 @@ def test_scores_the_wrong_way_round_are_noted(tmp_path: Path) -> None:
     [("chosen_score", "rejected_score"), ("rating_chosen", "rating_rejected"), ("chosen_rating", "rejected_rating"),
      ("chosen-rating", "rejected-rating")],
 )  # fmt: skip
-def test_scores_have_several_names_and_may_be_text(chosen: str, rejected: str, tmp_path: Path) -> None:
-    pairs = [(2, 1), ("1.5", "2"), ("3", 3), ("high", 9), (True, 5)]
+def test_scores_have_several_names_and_are_numbers_or_null(chosen: str, rejected: str, tmp_path: Path) -> None:
+    pairs = [(2, 1), (1.5, 2), (3, 3.0), (None, 5)]
     path = write(tmp_path, [{**PAIR, chosen: one, rejected: other} for one, other in pairs])
-    found = [Source(str(path), row) for row in (2, 3)]
-    assert read_examples(path, False).notes == {"chosen is not scored higher": found}
+    result = read_examples(path, False)
+    assert len(result.examples) == 4 and result.notes == {UPSIDE_DOWN: [Source(str(path), row) for row in (2, 3)]}
+    wrong = {"high": "a string", "4.5": "a string", "": "a string", True: "True", float("nan"): "nan"}
+    for value, said in [*wrong.items(), ([1], "a list"), ({}, "an object")]:
+        for key, other in ((chosen, rejected), (rejected, chosen)):
+            expected = ("wrong type", f"{key} is {said}, expected a finite number")
+            assert drop(tmp_path, {**PAIR, key: value, other: 1}) == drop(tmp_path, {**PAIR, key: value}) == expected
+    document = read_examples(write(tmp_path, [{"text": "a"}, {"text": "a", chosen: "high"}]), False)
+    assert [(row.row, row.reason) for row in document.dropped] == [(2, "wrong type")]
 
 
 @pytest.mark.parametrize("key", ["system", "system_prompt"])

@@ -46,6 +46,7 @@ READ = {
 ASKED = ("instruction", "input", "question", "query")  # fields that hold what was asked, where no prompt does
 CUT_REPEATED = "answers repeat the prompt: cut off"
 BEGIN_ALIKE = "all answers begin with the whole prompt"
+UPSIDE_DOWN = "chosen is not scored higher"
 PROMPT_AS_JSON = "the prompt is messages written as JSON text: read as messages"
 ANSWERS_AS_JSON = "the answers are messages written as JSON text: read as messages"
 SOME_AS_JSON = "only some answers look like messages written as JSON text: all read as text"
@@ -152,6 +153,7 @@ def _without_repeated_prompt(parts: Parts) -> Parts:
 
 
 def _example(source: Source, row: Row, form: Form, parts: Parts, as_text: bool) -> Example:
+    _scores(row)  # which must be numbers, whatever they are noted for
     if parts.document:
         text = string(parts.answers[0][1], parts.answers[0][0])
         if not text.strip():
@@ -320,11 +322,8 @@ def _weight(row: Row) -> float:
 
 def _notes(row: Row, parts: _Unpacked, cut: Parts, example: Example) -> Iterator[str]:
     """What is worth knowing of a row that is used."""
-    for chosen, rejected in SCORES:
-        better, worse = _score(row.get(chosen)), _score(row.get(rejected))
-        if better is not None and worse is not None and better <= worse:
-            yield "chosen is not scored higher"
-            break
+    if any(better <= worse for better, worse in _scores(row)):
+        yield UPSIDE_DOWN
     yield from parts.notes
     if cut is not parts:
         yield CUT_REPEATED
@@ -335,12 +334,10 @@ def _notes(row: Row, parts: _Unpacked, cut: Parts, example: Example) -> Iterator
         yield NULLS
 
 
-def _score(value: Any) -> float | None:
-    """A score, which may be written as text; None for anything else."""
-    try:
-        return None if isinstance(value, bool) or not isinstance(value, int | float | str) else float(value)
-    except (ValueError, OverflowError):
-        return None
+def _scores(row: Row) -> list[tuple[float, float]]:
+    """Scores of the chosen and the rejected answer, under each pair of names that is there. Raises Unusable."""
+    given = {key: number(row[key], key) for pair in SCORES for key in pair if row.get(key) is not None}
+    return [(given[one], given[other]) for one, other in SCORES if one in given and other in given]
 
 
 def _not_read(row: Row, form: Form, parts: Parts) -> Iterator[str]:
