@@ -285,6 +285,8 @@ def test_a_rows_own_arguments_reach_the_template_and_no_further() -> None:
         return render(example, byte_bpe(chat_template=THINKING))
 
     assert of({"enable_thinking": True}).texts[0] == "q;a;think" and of({}).texts[0] == "q;a;"
-    for name in ("tokenize", "add_generation_prompt", "continue_final_message", "return_dict", "chat_template"):
+    for name in ("tokenize", "add_generation_prompt", "continue_final_message", "return_dict", "chat_template",
+                 "conversation", "conversations", "messages", "self", "return_assistant_tokens_mask", "max_length",
+                 "tokenizer_kwargs"):  # fmt: skip
         with pytest.raises(Unusable, match=rf"chat_template_kwargs\.{name} is no argument of a template"):
-            of({name: True})
+            of({name: []})

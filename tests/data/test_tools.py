@@ -39,6 +39,24 @@ def test_tools_given_twice_must_be_the_same(tmp_path: Path) -> None:
     assert found == ("unsupported field", "tools and functions are both filled, and differ")
 
 
+def test_tools_among_the_arguments_of_the_template_are_tools(tmp_path: Path) -> None:
+    for beside in ({}, {"tools": [TOOL]}, {"functions": [BARE]}):
+        given = {**PAIR, "chat_template_kwargs": {"tools": [BARE], "x": 1}, **beside}
+        assert one(tmp_path, given).template == {"x": 1, "tools": [TOOL]}
+    found = drop(tmp_path, {**PAIR, "chat_template_kwargs": {"tools": [BARE]}, "tools": [{"name": "g"}]})
+    assert found == ("unsupported field", "tools and chat_template_kwargs.tools are both filled, and differ")
+
+
+@pytest.mark.parametrize("key", ["tools", "documents"])
+def test_lists_among_the_arguments_of_the_template_are_lists_of_objects(key: str, tmp_path: Path) -> None:
+    found = drop(tmp_path, {**PAIR, "chat_template_kwargs": {key: 5}})
+    assert found == ("wrong type", f"chat_template_kwargs.{key} is a number, expected a list of objects")
+    documents = [{"title": "t", "text": "x"}]
+    assert one(tmp_path, {**PAIR, "chat_template_kwargs": {"documents": documents}}).template == {
+        "documents": documents
+    }
+
+
 @pytest.mark.parametrize("other", [{"default": True}, {"default": 1.0}, {"default": 1, "x": 1}])
 def test_tools_that_are_printed_differently_differ(other: dict[str, Any], tmp_path: Path) -> None:
     """Python holds 1, 1.0 and true for equal, and objects in whatever order."""

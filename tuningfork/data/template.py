@@ -18,6 +18,7 @@ from typing import Any, Literal, cast
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from tuningfork.data.tools import THOUGHTS, with_object_arguments, with_text_arguments
 from tuningfork.data.values import Unusable, string
@@ -29,8 +30,12 @@ Span = tuple[int, int]
 
 REWRITES = "the chat template prints earlier turns otherwise"
 REOPENS = "the generation prompt is not how the turn is printed"
-# What apply_chat_template itself takes, and does not hand to the template.
-_HOW_TO_PRINT = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"tools", "documents"}
+# What the functions that print take themselves, and do not hand to the template; the messages they hand to it.
+_HOW_TO_PRINT = {
+    *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+    *inspect.signature(render_jinja_template).parameters,
+    "messages",
+} - {"tools", "documents"}
 LONGEST = 10_000_000
 """Characters of one text. The tokenizer takes up to 300 bytes of memory for each, so more could end the whole run."""
 _MARKER = "\u2063tuningfork\u2063"  # invisible separators: no template takes it apart, no content has it

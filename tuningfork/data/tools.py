@@ -22,8 +22,8 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names for what an a
 def template_arguments(row: Row, tools: Any = None, place: str = "") -> dict[str, Any]:
     """What a row tells the chat template beside the messages: its own arguments, and tools.
 
-    `tools` are some that the form found at a `place`, beside those of the row. Raises Unusable where a value is of the
-    wrong kind, or where tools are given twice and differ.
+    `tools` are some that the form found at a `place`, beside those of the row and of its arguments. Raises Unusable
+    where a value is of the wrong kind, or where tools are given twice and differ.
     """
     found: dict[str, Any] = {}
     key = "chat_template_kwargs"
@@ -32,7 +32,10 @@ def template_arguments(row: Row, tools: Any = None, place: str = "") -> dict[str
         if not isinstance(arguments, dict):
             raise Unusable("wrong type", f"{key} is {kind_of(arguments)}, expected an object")
         found |= _without_nulls(sound(arguments, key))
-    given = [(place, tools), *((key, row.get(key)) for key in ("tools", "functions"))]
+    if "documents" in found:
+        found["documents"] = _objects(found["documents"], f"{key}.documents")
+    given = [(place, tools), *((name, row.get(name)) for name in ("tools", "functions"))]
+    given.append((f"{key}.tools", found.pop("tools", None)))
     lists = [(name, tool_list(value, name)) for name, value in given if value not in NEUTRAL]
     for name, other in lists[1:]:
         if not same(other, lists[0][1]):
