@@ -208,6 +208,22 @@ def test_arguments_written_as_json_text_are_printed_once(name: str, counted: str
     assert text_of(tokenizer, answer.ids[answer.mask]) == counted
 
 
+F = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"x":1}\n```<｜tool▁call▁end｜>'
+
+
+@pytest.mark.parametrize(("calls", "end"), [(1, ""), (2, "<｜tool▁calls▁end｜><｜end▁of▁sentence｜>")])
+def test_calls_without_words_are_printed_where_the_template_tells_them_by_null(calls: int, end: str) -> None:
+    """By hand from DeepSeek's template, which closes only a second call."""
+    tokenizer, encoder = loaded("deepseek_v3")
+    asked = Message("assistant", "", {"tool_calls": [CALL] * calls})
+    turns = (asked, Message("tool", "7"), *assistant("yes"))
+    answer, _ = encoded(tokenizer, user("q"), (turns, assistant("no")), encoder).answers
+    text = "<｜tool▁calls▁begin｜>" + "\n".join([F] * calls) + end
+    assert text_of(tokenizer, answer.ids[answer.mask]) == f"{text}yes<｜end▁of▁sentence｜>"
+    outputs = "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>7<｜tool▁output▁end｜><｜tool▁outputs▁end｜>"
+    assert text_of(tokenizer, answer.ids) == f"{text}{outputs}yes<｜end▁of▁sentence｜>"
+
+
 @pytest.mark.parametrize(
     ("name", "counted"),
     [

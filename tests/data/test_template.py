@@ -193,6 +193,42 @@ def test_a_template_that_knows_no_tools_costs_the_row(example: Example) -> None:
         render(example, byte_bpe(chat_template=CHATML))
 
 
+BODY = "{% for c in m['tool_calls'] %}{{ '@' + c['name'] }}{% endfor %}"
+OTHERS = "{% else %}{{ m['role'] + ':' + m['content'] }}{% endif %};{% endfor %}"
+BY_NULL = "{% for m in messages %}{% if m['content'] is none %}" + BODY + OTHERS
+ONLY_NULL = (
+    "{% for m in messages %}{% if m['tool_calls'] %}{% if m['content'] is not none %}{{ raise_exception('words') }}"
+    "{% endif %}" + BODY + OTHERS
+)
+TELLS_NULL = (
+    "{% for m in messages %}{% if m['tool_calls'] %}{{ 'null' if m['content'] is none else 'text' }}" + BODY + OTHERS
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "call"), [(BY_NULL, "@f"), (ONLY_NULL, "@f"), (TELLS_NULL, "text@f")], ids=["by", "only", "tells"]
+)
+def test_the_content_of_a_call_without_words_is_null_where_no_text_is_refused(template: str, call: str) -> None:
+    """By hand: DeepSeek's templates tell a call by its content being null; others are given no text."""
+    prompt = (*turns("q"), CALL, Message("tool", "7"))
+    got = rendered(template, (CALL,), answer("b"), prompt=prompt)
+    assert got.texts == (f"user:q;{call};tool:7;{call};", f"user:q;{call};tool:7;assistant:b;")
+    assert counted(got) == [[f"{call};"], ["assistant:b;"]]
+    wordy = Message("assistant", "x", CALL.extra)
+    if template is TELLS_NULL:
+        assert rendered(template, (wordy,), answer("b")).texts[0] == "user:q;text@f;"
+    else:  # nothing is taken away to please a template
+        with pytest.raises(Unusable, match=r"leaves out a field.*tool_calls of message 2|refuses.*words"):
+            rendered(template, (wordy,), answer("b"))
+
+
+@pytest.mark.parametrize("content", ["{{ m['content'] }}", "{{ m['content'] or 'nothing' }}"])
+def test_a_null_that_a_template_prints_is_not_taken_for_a_call(content: str) -> None:
+    template = f"{{% for m in messages %}}{content};{{% endfor %}}"
+    with pytest.raises(Unusable, match=r"the chat template leaves out a field.*tool_calls of message 2"):
+        rendered(template, (CALL,), answer("b"))
+
+
 ONE_CALL = "{% for m in messages %}{% for c in m['tool_calls'] or [] %}{{ ARGUMENTS }};{% endfor %}{% endfor %}"
 
 

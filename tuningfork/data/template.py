@@ -28,6 +28,8 @@ from tuningfork.records import Example, Message, Source, Turns
 Span = tuple[int, int]
 """Characters [start, stop) of a text."""
 
+REFUSES = "the chat template refuses the conversation"
+LEAVES_OUT = "the chat template leaves out a field"
 REWRITES = "the chat template prints earlier turns otherwise"
 REOPENS = "the generation prompt is not how the turn is printed"
 # What the functions that print take themselves, and do not hand to the template; the messages they hand to it.
@@ -65,23 +67,43 @@ def render(
     """Print an example: turns by the tokenizer's chat template, plain text as it is.
 
     An assistant turn counts with its end-of-turn marker, without the white space that the template puts behind it. A
-    text ends where its last assistant turn ends. With train_on "last" no other turn of an answer counts. Raises
-    Unusable where the template cannot print this conversation, or leaves out what it holds.
+    text ends where its last assistant turn ends. With train_on "last" no other turn of an answer counts. The content of
+    a turn that only calls is no text, or null where the template prints the calls only so. Raises Unusable where the
+    template cannot print this conversation, or leaves out what it holds.
     """
     if isinstance(example.prompt, str):
         border = len(example.prompt)
         texts = tuple(_encodable(f"{example.prompt}{answer}") for answer in example.answers)
         return RenderedExample(example.source, border, texts, tuple(((border, len(t)),) for t in texts), plain=True)
-    printer = _Printer(tokenizer, dict(example.template))
-    answers = cast(tuple[Turns, ...], example.answers)
-    printer.check_nothing_is_left_out([(*example.prompt, *answer) for answer in answers])
-    opened = printer(example.prompt, open_turn=True)
-    printed = [_answer(example.prompt, opened, answer, train_on, printer) for answer in answers]
+    answers, arguments = cast(tuple[Turns, ...], example.answers), dict(example.template)
+    try:
+        return _rendered(example.source, example.prompt, answers, train_on, _Printer(tokenizer, arguments))
+    except Unusable as unusable:
+        if unusable.reason not in (REFUSES, LEAVES_OUT) or not any(map(_calls_only, (example.prompt, *answers))):
+            raise
+        try:
+            return _rendered(example.source, example.prompt, answers, train_on, _Printer(tokenizer, arguments, None))
+        except Unusable:
+            raise unusable from None
+
+
+def _calls_only(turns: Turns) -> bool:
+    """Whether there is a turn that calls without a word."""
+    return any(not turn.content and turn.extra.get("tool_calls") for turn in turns)
+
+
+def _rendered(
+    source: Source, prompt: Turns, answers: tuple[Turns, ...], train_on: Literal["last", "all_assistant"],
+    printer: _Printer,
+) -> RenderedExample:  # fmt: skip
+    printer.check_nothing_is_left_out([(*prompt, *answer) for answer in answers])
+    opened = printer(prompt, open_turn=True)
+    printed = [_answer(prompt, opened, answer, train_on, printer) for answer in answers]
     border = min(answer.border for answer in printed)
     texts = tuple(answer.text for answer in printed)
     spans = tuple(answer.spans for answer in printed)
     notes = {note for answer in printed for note in answer.notes}
-    return RenderedExample(example.source, border, texts, spans, notes=tuple(sorted(notes)))
+    return RenderedExample(source, border, texts, spans, notes=tuple(sorted(notes)))
 
 
 def _encodable(text: str) -> str:
@@ -107,13 +129,18 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 class _Printer:
-    """The chat template, with what an example tells it beside the messages."""
+    """The chat template, with what an example tells it beside the messages.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any]) -> None:
+    `silence` is the content of an assistant's turn that only calls: no text; or null, by which DeepSeek's templates
+    tell a call. Without its call such a turn has it all the same, so that a null in print is not taken for the call.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any], silence: str | None = "") -> None:
         if taken := sorted(_HOW_TO_PRINT & arguments.keys()):
             raise Unusable("unsupported field", f"chat_template_kwargs.{taken[0]} is no argument of a template")
         self.tokenizer = tokenizer
         self.arguments = arguments
+        self.silence = silence
         self.printed: dict[tuple[Turns, bool], str] = {}  # one turn's end is often another's beginning
 
     def __call__(self, turns: Turns, open_turn: bool = False) -> str:
@@ -138,13 +165,24 @@ class _Printer:
         refused: Exception | None = None
         for messages in self._messages(turns):
             try:
-                text = self.tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=open_turn, **self.arguments
-                )
-                return _encodable(string(text, "what the chat template prints"))
+                return _encodable(string(self._apply(messages, open_turn), "what the chat template prints"))
             except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
                 refused = refused or error
-        raise Unusable("the chat template refuses the conversation", str(refused)[:300]) from refused
+        raise Unusable(REFUSES, str(refused)[:300]) from refused
+
+    def _apply(self, messages: list[dict[str, Any]], open_turn: bool) -> Any:
+        if self.silence is not None:
+            return self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=open_turn, **self.arguments
+            )
+        # The same without its first step, which takes nulls out of messages.
+        printed: Any = render_jinja_template(
+            [messages],
+            chat_template=self.tokenizer.get_chat_template(tools=self.arguments.get("tools")),
+            add_generation_prompt=open_turn,
+            **{**self.tokenizer.special_tokens_map, **self.arguments},
+        )
+        return printed[0][0]
 
     def _messages(self, turns: Turns) -> Iterator[list[dict[str, Any]]]:
         """The turns as the template takes them. Arguments of calls are objects for most templates, which write JSON of
@@ -156,7 +194,8 @@ class _Printer:
                 extra = {self.thought if key == THOUGHTS[0] else key: value for key, value in turn.extra.items()}
                 if change is not None and "tool_calls" in extra:
                     extra["tool_calls"] = change(extra["tool_calls"])
-                messages.append({"role": turn.role, "content": turn.content, **extra})
+                content = self.silence if turn.role == "assistant" and not turn.content else turn.content
+                messages.append({"role": turn.role, "content": content, **extra})
             yield messages
 
     def marker(self, tail: str, after: str) -> int:
@@ -193,14 +232,21 @@ class _Printer:
                 for name in turn.extra:
                     less = Message(turn.role, turn.content, {k: v for k, v in turn.extra.items() if k != name})
                     # Up to this turn: thinking of an earlier turn may be left out on purpose.
-                    if name in ("tool_calls", "reasoning_content") and self((*turns[:place], turn)) == self(
+                    if name in ("tool_calls", "reasoning_content") and self((*turns[:place], turn)) == self._if_printed(
                         (*turns[:place], less)
                     ):
-                        raise Unusable("the chat template leaves out a field", f"{name} of message {place + 1}")
+                        raise Unusable(LEAVES_OUT, f"{name} of message {place + 1}")
         if "tools" in self.arguments:
             rest = {name: value for name, value in self.arguments.items() if name != "tools"}
-            if self(conversations[0]) == _Printer(self.tokenizer, rest)(conversations[0]):
-                raise Unusable("the chat template leaves out a field", "tools")
+            if self(conversations[0]) == _Printer(self.tokenizer, rest, self.silence)._if_printed(conversations[0]):
+                raise Unusable(LEAVES_OUT, "tools")
+
+    def _if_printed(self, turns: Turns) -> str | None:
+        """The conversation as the template prints it, or None where it refuses it."""
+        try:
+            return self(turns)
+        except Unusable:
+            return None
 
 
 @dataclass(frozen=True, slots=True)
