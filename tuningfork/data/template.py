@@ -9,10 +9,12 @@ turn's content is exchanged for a marker, and what the two whole printings share
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from typing import Any, Literal, cast
 
@@ -40,6 +42,7 @@ _HOW_TO_PRINT = {
 } - {"tools", "documents"}
 LONGEST = 10_000_000
 """Characters of one text. The tokenizer takes up to 300 bytes of memory for each, so more could end the whole run."""
+_NOW = re.compile(r"""\bstrftime_now\(\s*("[^"\\]*"|'[^'\\]*')\s*\)""")
 _MARKER = "\u2063tuningfork\u2063"  # invisible separators: no template takes it apart, no content has it
 
 
@@ -126,6 +129,31 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
             f"The tokenizer {tokenizer.name_or_path or '(unnamed)'} has no chat template to use ({why}). Set "
             "data.template: none to train on plain strings as they are, or add a chat_template to the tokenizer."
         )
+
+
+def at_moment(tokenizer: PreTrainedTokenizerBase, moment: datetime) -> PreTrainedTokenizerBase:
+    """A tokenizer whose chat template prints this moment for the present one, so that a run over midnight prints one
+    date, and the template says which. Formats that are no plain text stay (see `printing_depends_on_time`)."""
+
+    def printed(call: re.Match[str]) -> str:
+        return repr(moment.strftime(call[1][1:-1]))
+
+    given = tokenizer.chat_template
+    if not given:
+        return tokenizer
+    changed = copy.copy(tokenizer)
+    changed.chat_template = (
+        {name: _NOW.sub(printed, text) for name, text in given.items()}
+        if isinstance(given, dict)
+        else _NOW.sub(printed, given)
+    )
+    return changed
+
+
+def printing_depends_on_time(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template may print something else at another time: it asks for the time, and not only whether
+    it could ask."""
+    return "strftime_now" in re.sub(r"strftime_now\s+is\s+(not\s+)?defined", "", str(tokenizer.chat_template))
 
 
 class _Printer:
