@@ -26,6 +26,7 @@ import resource
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -33,8 +34,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from tuningfork.data.config import DataConfig
-from tuningfork.data.examples import Reading
-from tuningfork.records import Message
+from tuningfork.data.examples import open_table
+from tuningfork.data.values import Unusable
+from tuningfork.records import Example, Message
 
 # More is imported where it is needed: processes that make tokens import this file again, and PyTorch takes seconds.
 
@@ -57,7 +59,12 @@ TOKENS = 16384
 
 def write_conversations(source: str, path: Path, rows: int) -> None:
     """The pairs of a file as conversations, again and again until there are `rows`."""
-    pairs = [e for e in Reading(source, as_text=False) if len(e.answers) == 2 and isinstance(e.prompt, tuple)]
+    pairs: list[Example] = []
+    found, _, reader = open_table(source, as_text=False)
+    for place, row in found:
+        with suppress(Unusable):
+            pairs.append(reader(place, row).example)
+    pairs = [pair for pair in pairs if len(pair.answers) == 2 and isinstance(pair.prompt, tuple)]
 
     def said(turns: Any, word: str = "") -> list[dict[str, str]]:
         return [{"role": t.role, "content": f"{word}{t.content}"} for t in turns if isinstance(t, Message)]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tuningfork.data import examples, read
+from tuningfork.data.values import Unusable
 from tuningfork.records import DroppedRow, Example, Message, Source
 
 
@@ -23,8 +24,25 @@ class Read:
 
 
 def read_examples(path: str | Path, as_text: bool, form: str = "auto") -> Read:
-    reading = examples.Reading(path, as_text, form)
-    return Read(reading.form, reading.rows_read, list(reading), reading.dropped, reading.notes)
+    rows, count, reader = examples.open_table(path, as_text, form)
+    found = Read(reader.form, count, [], [], {})
+    not_read: dict[str, list[Source]] = {}
+    for number, row in rows:
+        source = Source(str(path), number)
+        try:
+            read_row = reader(number, row)
+        except Unusable as unusable:
+            found.dropped.append(DroppedRow(source.file, number, unusable.reason, unusable.detail))
+            continue
+        found.examples.append(read_row.example)
+        for note in read_row.notes:
+            found.notes.setdefault(note, []).append(source)
+        for name in read_row.not_read:
+            not_read.setdefault(name, []).append(source)
+    if not_read:
+        places = {source.row: source for sources in not_read.values() for source in sources}
+        found.notes[examples.fields_not_read(list(not_read))] = [places[row] for row in sorted(places)]
+    return found
 
 
 def read_rows(path: str | Path) -> list[tuple[int, dict[str, Any]]]:

@@ -17,6 +17,8 @@ import pytest
 from tests.data.test_tables import CONFIG, ROWS, Opened, write
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
 from tuningfork.data import chunks, tables
+from tuningfork.data.examples import RowReader
+from tuningfork.data.read import Rows
 from tuningfork.data.tables import TableReader
 from tuningfork.errors import DataError, RunFolderError
 
@@ -33,8 +35,9 @@ def test_a_process_has_enough_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "_cores", lambda: 4)
     monkeypatch.setattr(chunks, "_spread", lambda _, workers, *rest: asked.append(workers) or [])
     encoder = chunks.ChunkEncoder(byte_bpe(chat_template=CHATML), CONFIG)
+    no_rows, reader = Rows(lambda: []), RowReader("", "pairs", False, False, False)
     for workers, rows in ((None, 19), (None, 20), (None, 500), (3, 500), (9, 500), (9, 20), (1, 500)):
-        list(chunks.encode_chunks(iter([]), rows, encoder, replace(CONFIG, workers=workers)))
+        list(chunks.encode_chunks(no_rows, rows, reader, encoder, replace(CONFIG, workers=workers)))
     assert asked == [2, 4, 3, 9, 2]
 
 

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.data.rows import HH, PAIR, assistant, drop, one, read_examples, turns, user, write
-from tuningfork.data.examples import UPSIDE_DOWN, Reading
+from tuningfork.data.examples import UPSIDE_DOWN
 from tuningfork.errors import DataError
 from tuningfork.records import Example, Source
 
@@ -377,10 +377,3 @@ def test_fields_that_nothing_reads_are_noted_by_name(tmp_path: Path) -> None:
     wide = write(tmp_path, [{**PAIR, **{f"c{i}": i + 1 for i in range(23)}}])
     (note,) = read_examples(wide, False).notes
     assert note == f"fields that are not read: {', '.join(f'c{i}' for i in range(20))} and 3 more"
-
-
-def test_a_table_read_twice_has_one_account(tmp_path: Path) -> None:
-    reading = Reading(write(tmp_path, [{**PAIR, "id": 1}, {**PAIR, "chosen": ""}]), as_text=False)
-    first = [list(reading), reading.dropped, reading.notes]
-    assert [list(reading), reading.dropped, reading.notes] == first
-    assert len(reading.dropped) == 1 and [len(rows) for rows in reading.notes.values()] == [1]

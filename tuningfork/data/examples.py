@@ -1,4 +1,4 @@
-"""Rows -> examples: every row becomes an Example or a DroppedRow with its reason.
+"""Rows -> examples: every row becomes an Example or is Unusable for a reason.
 
 A row that cannot be used is dropped and listed; a file that cannot be used is a DataError. Nothing that would change
 what the model sees is passed over: it is used, or its row is dropped, and fields that are not read are noted.
@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tuningfork.data.forms import FORMS, Form, Named, Parts, form_of
 from tuningfork.data.json_rows import Row, kind_of
-from tuningfork.data.read import read_rows
+from tuningfork.data.read import Rows, read_rows
 from tuningfork.data.survey import survey
 from tuningfork.data.tools import holds_null, template_arguments
 from tuningfork.data.turns import (
@@ -31,7 +31,7 @@ from tuningfork.data.turns import (
 )
 from tuningfork.data.values import Unusable, filled, number, parsed, string
 from tuningfork.errors import DataError
-from tuningfork.records import DroppedRow, Example, Message, Source, Turns
+from tuningfork.records import Example, Message, Source, Turns
 
 SYSTEM = ("system", "system_prompt")  # either holds the system message
 SCORES = (
@@ -54,52 +54,65 @@ NULLS = "null within tools or calls, which a template may print"
 UNREAD_SHOWN = 20  # names in the note of fields that are not read
 
 
-class Reading:
-    """A table's rows as examples; the answers of each are in order, the best first.
+class Read(NamedTuple):
+    """A row's example, what is worth knowing of it, and the names of filled fields that nothing reads."""
 
-    Rows are read as examples are drawn, and the account grows with them; in the end rows_read = the examples drawn +
-    dropped. Only the form of the rows, and whether answers repeat their prompts, is found in passes of their own.
+    example: Example
+    notes: list[str]
+    not_read: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class RowReader:
+    """Makes examples of a table's rows, of each by itself; the answers of each are in order, the best first.
+
+    as_text=False: prompts and answers are turns; a string becomes one user or one assistant turn. as_text=True: they
+    are the file's own strings; a file with messages is refused. Documents are text either way.
     """
 
-    def __init__(self, path: str | Path, as_text: bool, form: str = "auto") -> None:
-        """as_text=False: prompts and answers are turns; a string becomes one user or one assistant turn. as_text=True:
-        they are the file's own strings; a file with messages is refused. Documents are text either way. `form`: a name
-        of FORMS. Raises DataError where the whole file is unusable.
-        """
-        self.path, self.as_text, self.asked = str(path), as_text, form
-        self.rows = read_rows(path)
-        self.form, self.rows_read, self.repeat_prompts = survey(self.path, self.rows, form)
-        self.dropped: list[DroppedRow] = []
-        self.notes: dict[str, list[Source]] = {}  # what is worth knowing of rows -> which
+    path: str
+    form: str  # of the table's rows
+    mixed: bool  # a row that looks like another form is one that its user did not expect
+    repeat_prompts: bool  # see Survey
+    as_text: bool
 
-    def __iter__(self) -> Iterator[Example]:
-        self.dropped, self.notes = [], {}
-        not_read: dict[str, list[Source]] = {}
+    def __call__(self, number: int, row: Row) -> Read:
+        """The row of this number. Raises Unusable for this row, and DataError where no row can be used."""
         form = FORMS[self.form]
-        for place, row in self.rows:
-            source = Source(self.path, place)
-            try:
-                parts = _parts(row, self.form, self.asked)
-                repeats = self.repeat_prompts or is_transcript(parts.asked)
-                cut = _without_repeated_prompt(parts) if repeats else parts
-                example = _example(source, row, form, cut, self.as_text)
-            except Unusable as unusable:
-                self.dropped.append(DroppedRow(source.file, place, unusable.reason, unusable.detail))
-                continue
-            for note in _notes(row, parts, cut, example):
-                self.notes.setdefault(note, []).append(source)
-            for key in _not_read(row, form, parts):
-                not_read.setdefault(key, []).append(source)
-            yield example
-        self._note_not_read(not_read)
+        parts = self._parts(row)
+        repeats = self.repeat_prompts or is_transcript(parts.asked)
+        cut = _without_repeated_prompt(parts) if repeats else parts
+        example = _example(Source(self.path, number), row, form, cut, self.as_text)
+        return Read(example, list(_notes(row, parts, cut, example)), list(_not_read(row, form, parts)))
 
-    def _note_not_read(self, not_read: dict[str, list[Source]]) -> None:
-        if not_read:
-            names = list(not_read)
-            more = f" and {len(names) - UNREAD_SHOWN} more" if len(names) > UNREAD_SHOWN else ""
-            rows = {source: None for sources in not_read.values() for source in sources}
-            note = f"fields that are not read: {', '.join(names[:UNREAD_SHOWN])}{more}"
-            self.notes[note] = sorted(rows, key=lambda source: source.row)
+    def _parts(self, row: Row) -> _Unpacked:
+        """What the table's form finds in a row."""
+        form = FORMS[self.form]
+        own = form_of(row) if self.mixed else None
+        if own not in (None, self.form) and form.fits(row):
+            raise Unusable(
+                "another form than the file",
+                f"the row looks like {own}, most of the file like {self.form}; split the file, or set data.format",
+            )
+        found = form.parts(row)
+        prompt, answers, notes = (found.prompt, found.answers, ()) if found.document else _messages_of(found)
+        return _Unpacked(prompt, answers, found.label, found.tools, found.document, notes)
+
+
+def open_table(path: str | Path, as_text: bool, form: str = "auto") -> tuple[Rows, int, RowReader]:
+    """A table's rows, how many there are, and what makes examples of them. `form`: a name of FORMS.
+
+    Raises DataError where the whole table is unusable.
+    """
+    rows = read_rows(path)
+    found = survey(str(path), rows, form)
+    return rows, found.rows, RowReader(str(path), found.form, form == "auto", found.repeat_prompts, as_text)
+
+
+def fields_not_read(names: Sequence[str]) -> str:
+    """The note of a table's fields that nothing reads."""
+    more = f" and {len(names) - UNREAD_SHOWN} more" if len(names) > UNREAD_SHOWN else ""
+    return f"fields that are not read: {', '.join(names[:UNREAD_SHOWN])}{more}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,19 +120,6 @@ class _Unpacked(Parts):
     """Parts with messages for their JSON text; `notes` say of which."""
 
     notes: tuple[str, ...] = ()
-
-
-def _parts(row: Row, name: str, asked: str) -> _Unpacked:
-    """What the file's form finds in a row. Raises Unusable where it finds nothing."""
-    own = form_of(row) if asked == "auto" else None
-    if own not in (None, name) and FORMS[name].fits(row):
-        raise Unusable(
-            "another form than the file",
-            f"the row looks like {own}, most of the file like {name}; split the file, or set data.format",
-        )
-    found = FORMS[name].parts(row)
-    prompt, answers, notes = (found.prompt, found.answers, ()) if found.document else _messages_of(found)
-    return _Unpacked(prompt, answers, found.label, found.tools, found.document, notes)
 
 
 def _messages_of(parts: Parts) -> tuple[Named | None, list[Named], tuple[str, ...]]:

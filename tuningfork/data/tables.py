@@ -24,12 +24,12 @@ from tuningfork import records
 from tuningfork.data import store
 from tuningfork.data.chunks import ChunkEncoder, encode_chunks
 from tuningfork.data.config import DataConfig
-from tuningfork.data.examples import Reading
+from tuningfork.data.examples import fields_not_read, open_table
 from tuningfork.data.read import digest_of
 from tuningfork.data.store import Columns, TokenTable
 from tuningfork.errors import DataError, RunFolderError
 from tuningfork.files import ASIDE, check_sealed, exclusive, explained, remove, seal, whole_folder
-from tuningfork.records import DroppedRow, Size
+from tuningfork.records import Size
 
 Progress = Callable[[int, int], None]
 """Called with (rows done, rows in all) of a table."""
@@ -52,9 +52,6 @@ class TableAccount:
     dropped: list[tuple[int, str, str]] = field(default_factory=list)  # row, reason, detail; in the order of the rows
     notes: dict[str, list[int]] = field(default_factory=dict)  # what is worth knowing of rows that are used
     sizes: dict[int, Size] = field(default_factory=dict)  # of examples over max_length, cut or left out
-
-    def add(self, dropped: list[DroppedRow]) -> None:
-        self.dropped += ((row.row, row.reason, row.detail) for row in dropped)
 
     def as_json(self) -> str:
         sizes = [[row, size.prompt, size.answers, size.opening] for row, size in self.sizes.items()]
@@ -146,26 +143,28 @@ def _make(
     table: str, encoder: ChunkEncoder, config: DataConfig, progress: Progress | None
 ) -> tuple[TableAccount, Iterator[Columns]]:
     """Read and encode a table. The account is complete once the columns are drawn."""
-    reading = Reading(table, as_text=config.template == "none", form=config.format)
-    account = TableAccount(reading.form, reading.rows_read)
+    rows, count, reader = open_table(table, as_text=config.template == "none", form=config.format)
+    account = TableAccount(reader.form, count)
 
     def columns() -> Iterator[Columns]:
         done = kept = 0
-        for block in encode_chunks(iter(reading), reading.rows_read, encoder, config):
+        not_read: dict[str, list[int]] = {}
+        for block in encode_chunks(rows, count, reader, encoder, config):
             yield block.columns
-            account.add(block.dropped)
+            kept += len(block.columns["row"])
+            account.dropped += block.dropped
             account.sizes.update(block.sizes)
             for note, row in block.notes:
                 account.notes.setdefault(note, []).append(row)
+            for name, row in block.not_read:
+                not_read.setdefault(name, []).append(row)
             done += block.read
-            kept += len(block.columns["row"])
             if progress is not None:
-                progress(done + len(reading.dropped), reading.rows_read)
-        account.add(reading.dropped)
+                progress(done, count)
         account.dropped.sort(key=lambda row: row[0])
-        for note, places in reading.notes.items():
-            account.notes[note] = sorted([*account.notes.get(note, []), *(place.row for place in places)])
-        if kept + len(account.dropped) != account.rows_read:  # it is gone through more than once
+        if not_read:
+            account.notes[fields_not_read(list(not_read))] = sorted(set().union(*not_read.values()))
+        if kept + len(account.dropped) != count:  # the rows are gone through more than once
             raise DataError(CHANGED.format(table=table))
 
     return account, columns()
