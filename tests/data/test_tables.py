@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
 import errno
 import json
 import multiprocessing
 import shutil
 import time
 from dataclasses import replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -116,23 +116,33 @@ def test_whatever_decides_a_token_makes_another_entry(
     assert opened.made == len(others) + 3
 
 
+@pytest.mark.parametrize("form", ["'%d'", "'%d' ~ ''", "form"])
 def test_a_template_that_prints_the_date_is_read_anew_tomorrow(
-    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: str, opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Tomorrow(datetime.date):
-        @classmethod
-        def today(cls) -> datetime.date:
-            return datetime.date.fromordinal(super().today().toordinal() + 1)
+    """And one whose print of it cannot be foreseen is read anew every time."""
+    now = [datetime(2024, 2, 29, 23, 59)]
 
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            return now[0]
+
+    monkeypatch.setattr(tables, "datetime", Clock)
     table = write(tmp_path, ROWS)
-    dated = byte_bpe(chat_template="{{ strftime_now('%Y') }}" + CHATML)
+    dated = byte_bpe(chat_template="{% set form = '%d' %}{{ strftime_now(" + form + ") }}" + CHATML)
     for tokenizer in (None, dated):
         opened(table, tokenizer)
-    monkeypatch.setattr(tables.datetime, "date", Tomorrow)
-    opened(table)
-    assert opened.made == 2
+    now[0] += timedelta(seconds=30)
     opened(table, dated)
-    assert opened.made == 3
+    assert opened.made == (2 if form == "'%d'" else 3)
+    now[0] += timedelta(minutes=1)  # another day
+    opened(table)
+    assert opened.made == (2 if form == "'%d'" else 3)
+    found, _ = opened(table, dated)
+    assert opened.made == (3 if form == "'%d'" else 4)
+    if form == "'%d'":
+        assert dated.decode(found[0][1]).startswith("01")  # the first of March, of whatever day this is run
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ ASKED = ("instruction", "input", "question", "query")  # fields that hold what w
 CUT_REPEATED = "answers repeat the prompt: cut off"
 BEGIN_ALIKE = "all answers begin with the whole prompt"
 UPSIDE_DOWN = "chosen is not scored higher"
+NO_SCORE = "the score of an answer is no number"
 PROMPT_AS_JSON = "the prompt is messages written as JSON text: read as messages"
 ANSWERS_AS_JSON = "the answers are messages written as JSON text: read as messages"
 SOME_AS_JSON = "only some answers look like messages written as JSON text: all read as text"
@@ -153,7 +154,6 @@ def _without_repeated_prompt(parts: Parts) -> Parts:
 
 
 def _example(source: Source, row: Row, form: Form, parts: Parts, as_text: bool) -> Example:
-    _scores(row)  # which must be numbers, whatever they are noted for
     if parts.document:
         text = string(parts.answers[0][1], parts.answers[0][0])
         if not text.strip():
@@ -322,7 +322,11 @@ def _weight(row: Row) -> float:
 
 def _notes(row: Row, parts: _Unpacked, cut: Parts, example: Example) -> Iterator[str]:
     """What is worth knowing of a row that is used."""
-    if any(better <= worse for better, worse in _scores(row)):
+    scores = {key: _score(row[key]) for pair in SCORES for key in pair if row.get(key) is not None}
+    given = {key: score for key, score in scores.items() if score is not None}
+    if len(given) < len(scores):
+        yield NO_SCORE
+    if any(given[one] <= given[other] for one, other in SCORES if one in given and other in given):
         yield UPSIDE_DOWN
     yield from parts.notes
     if cut is not parts:
@@ -334,15 +338,19 @@ def _notes(row: Row, parts: _Unpacked, cut: Parts, example: Example) -> Iterator
         yield NULLS
 
 
-def _scores(row: Row) -> list[tuple[float, float]]:
-    """Scores of the chosen and the rejected answer, under each pair of names that is there. Raises Unusable."""
-    given = {key: number(row[key], key) for pair in SCORES for key in pair if row.get(key) is not None}
-    return [(given[one], given[other]) for one, other in SCORES if one in given and other in given]
+def _score(value: Any) -> float | None:
+    """A score, which may be written as text; None for what is no number, as NaN in a table is none."""
+    try:
+        found = float("nan") if isinstance(value, bool) or not isinstance(value, int | float | str) else float(value)
+    except (ValueError, OverflowError):
+        return None
+    return None if found != found else found
 
 
 def _not_read(row: Row, form: Form, parts: Parts) -> Iterator[str]:
     """Names of filled fields of a row and of its messages that nothing reads."""
-    known = {*READ, *ASKED, *form.keys, *form.more}  # what was asked is compared with the prompt
+    # What was asked is compared with the prompt; a document has no turns that a system message or tools could be for.
+    known = {*(("weight",) if parts.document else READ), *ASKED, *form.keys, *form.more}
     yield from (key for key in row if key not in known and filled(row, key))
     for name, value in [*([parts.prompt] if parts.prompt else []), *parts.answers]:
         yield from (f"{name}[].{key}" for key in unread(value))

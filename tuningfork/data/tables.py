@@ -7,11 +7,11 @@ what has changed has another name. Entries are whole or absent, and their bytes 
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +27,7 @@ from tuningfork.data.config import DataConfig
 from tuningfork.data.examples import fields_not_read, open_table
 from tuningfork.data.read import digest_of
 from tuningfork.data.store import Columns, TokenTable
+from tuningfork.data.template import at_moment, printing_depends_on_time
 from tuningfork.errors import DataError, RunFolderError
 from tuningfork.files import ASIDE, check_sealed, exclusive, explained, remove, seal, whole_folder
 from tuningfork.records import Size
@@ -73,6 +74,7 @@ class TableReader:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, config: DataConfig, folder: Path | None, notice: Notice
     ) -> None:
+        tokenizer = at_moment(tokenizer, datetime.now())
         self.encoder = ChunkEncoder(tokenizer, config)
         self.config, self.folder, self.notice = config, folder, notice
         self.origin = "" if folder is None else _origin(tokenizer, config)
@@ -173,15 +175,13 @@ def _make(
 def _origin(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str:
     """All that decides what becomes of a table's bytes, as text."""
     backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
-    template = json.dumps(tokenizer.chat_template, sort_keys=True, default=str)
     facts = {
         "tokenizer": xxhash.xxh3_128_hexdigest(backend.to_str().encode()),
         "class": type(tokenizer).__name__,
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "split": str(getattr(tokenizer, "split_special_tokens", None)),
-        "template": template,
-        # A template that prints the date gives other tokens tomorrow.
-        "day": datetime.date.today().isoformat() if "strftime_now" in template else "",
+        "template": tokenizer.chat_template,
+        "time": datetime.now().isoformat() if printing_depends_on_time(tokenizer) else "",
         "settings": {name: getattr(config, name) for name in SETTINGS},
         "libraries": {name: version(name) for name in LIBRARIES},
         "source": _source_digest(),

@@ -15,6 +15,7 @@ from tuningfork.data.json_rows import Row, kind_of
 # than the file says, so a row that fills it is dropped. Other extra fields (scores, ids) are noted as not read.
 UNSUPPORTED = ("images", "image", "videos", "video", "audios", "audio", "documents")
 SHOWN = 300  # characters of a row's own names in a message, which may be of any length
+DIGITS = 40  # of a number in a message
 NEUTRAL: tuple[Any, ...] = (None, "", [], {})  # values with which such a field changes nothing
 
 
@@ -62,7 +63,8 @@ def number(value: Any, field: str) -> float:
     """The value, which must be a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
         shown = repr(value) if isinstance(value, int | float) else kind_of(value)
-        raise Unusable("wrong type", f"{field} is {shown[:40]}, expected a finite number")
+        shown = shown if len(shown) <= DIGITS else f"{shown[:DIGITS]}... ({len(shown)} digits)"
+        raise Unusable("wrong type", f"{field} is {shown}, expected a finite number")
     return float(value)
 
 
