@@ -6,6 +6,8 @@ import errno
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import replace
@@ -60,8 +62,9 @@ def test_any_number_of_processes_gives_the_same(workers: int, tmp_path: Path, mo
     assert Opened(monkeypatch, None)(table, config=replace(CONFIG, workers=workers)) == alone
 
 
-def _killed(examples: Any) -> Any:
-    os.kill(os.getpid(), 9)
+def _killed(chunk: chunks.Chunk) -> None:
+    if chunk:
+        os.kill(os.getpid(), 9)
 
 
 def test_a_killed_process_is_an_error_that_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,6 +87,39 @@ def test_no_room_and_no_process_are_errors_that_say_what_to_do(tmp_path: Path, m
     with pytest.raises(RunFolderError, match=r"cannot be written: Resource.*set TMPDIR"):
         Opened(monkeypatch, tmp_path / "cache")(table, config=config)
     assert not (tmp_path / "cache").exists()
+
+
+SCRIPT = """
+import sys
+from concurrent.futures import wait
+from pathlib import Path
+from tests.data.tiny_tokenizers import CHATML, byte_bpe
+from tuningfork.data import chunks
+from tuningfork.data.audit import prepare
+from tuningfork.data.config import DataConfig
+
+chunks.ROWS_A_PROCESS = 1
+chunks._begun = lambda ready: not wait(ready, 120).not_done
+{guard}prepare(sys.argv[1], byte_bpe(chat_template=CHATML), DataConfig(workers=2), 300, cache=Path(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("guard", ["", "if __name__ == '__main__': "])
+def test_a_script_without_a_guard_is_told_and_does_not_wait_for_itself(guard: str, tmp_path: Path) -> None:
+    """Its processes read it again and would prepare the data anew, behind the lock of the first one."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(guard=guard))
+    table = write(tmp_path, [{**ROWS[0], "prompt": f"question {n}"} for n in range(40)])
+    told = subprocess.run(
+        [sys.executable, script, table, tmp_path / "cache"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert told.returncode == (0 if guard else 1), told.stderr
+    assert guard or "No process that turns rows into tokens could start. A script must" in told.stderr
+    assert (tmp_path / "cache").exists() == bool(guard)
 
 
 def _begin_work(table: str) -> Any:

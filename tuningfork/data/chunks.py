@@ -41,6 +41,11 @@ CHUNK = 256  # rows encoded in one call: enough to keep the tokenizer's threads 
 ROWS_A_PROCESS = 2048  # fewer are done sooner without a process of their own, which takes seconds to start
 _AHEAD = 3  # chunks that wait for each process, so that none is idle and few lie in memory
 
+GUARD = (
+    "A script must ask for its data below `if __name__ == '__main__':`, for every process reads the script again; or "
+    "set data.workers: 1."
+)
+
 Chunk = list[tuple[int, Row]]
 """Rows with their numbers."""
 
@@ -106,6 +111,15 @@ class ChunkEncoder:
         ]
 
 
+def check_started() -> None:
+    """Raise DataError in a process that is still starting: it reads a script that prepares data as it is read.
+
+    Such a process must not come as far as the first one's lock, which that one holds until the process has started.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise DataError(f"A process that turns rows into tokens cannot start. {GUARD}")
+
+
 def encode_chunks(
     rows: Rows, count: int, reader: RowReader, encoder: ChunkEncoder, config: DataConfig
 ) -> Iterator[Block]:
@@ -145,6 +159,8 @@ def _spread(chunks: Iterator[Chunk], workers: int, here: Callable[[Chunk], Block
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
+        if not any(future.done() and future.exception() is None for future in ready):
+            raise DataError(f"No process that turns rows into tokens could start. {GUARD}") from error
         raise DataError(
             f"A process that turns rows into tokens was killed, perhaps for want of memory ({workers} were at work). "
             f"Set data.workers to less: {workers // 2}."

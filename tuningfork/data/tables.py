@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tuningfork import records
 from tuningfork.data import store
-from tuningfork.data.chunks import ChunkEncoder, encode_chunks
+from tuningfork.data.chunks import ChunkEncoder, check_started, encode_chunks
 from tuningfork.data.config import DataConfig
 from tuningfork.data.examples import fields_not_read, open_table
 from tuningfork.data.read import digest_of
@@ -74,6 +74,7 @@ class TableReader:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, config: DataConfig, folder: Path | None, notice: Notice
     ) -> None:
+        check_started()
         tokenizer = at_moment(tokenizer, datetime.now())
         self.encoder = ChunkEncoder(tokenizer, config)
         self.config, self.folder, self.notice = config, folder, notice
