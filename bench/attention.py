@@ -33,7 +33,7 @@ from bench.output import device, emit, environment, failure, parser, rounded, ta
 from bench.shapes import random_pairs, yardstick
 from bench.timing import free_memory, median_ms
 from tuningfork.data.layout import build
-from tuningfork.data.pack import PackLimits, pack, rows_of
+from tuningfork.data.pack import PackLimits, pack
 from tuningfork.kernels import attention as kernel_room
 from tuningfork.models.flops import FlopCounter
 from tuningfork.records import ForkLayout, PackedBatch, TokenExample
@@ -80,20 +80,20 @@ def visible_pairs(examples: Sequence[TokenExample]) -> tuple[int, int]:
 class Layouts:
     """The same whole pairs, laid with shared and with repeated prompts."""
 
-    examples: list[TokenExample]
+    examples: Sequence[TokenExample]
     shared: PackedBatch
     unshared: PackedBatch
 
     @classmethod
-    def of(cls, examples: list[TokenExample], tokens: int) -> Layouts:
+    def of(cls, examples: Sequence[TokenExample], tokens: int) -> Layouts:
         """The examples of the fullest shared pack of `tokens` rows; each layout takes as few rows as it can."""
         bins = pack(examples, PackLimits.plan(tokens, share_prompt=True, compiled=True))
         _, chosen = max(bins, key=lambda found: sum(e.unique_tokens for e in found[1]))
         return cls(chosen, cls._lay(chosen, True), cls._lay(chosen, False))
 
     @staticmethod
-    def _lay(chosen: list[TokenExample], share: bool) -> PackedBatch:
-        rows = sum(rows_of(example, share) for example in chosen)
+    def _lay(chosen: Sequence[TokenExample], share: bool) -> PackedBatch:
+        rows = sum(example.rows(share) for example in chosen)
         return build(chosen, -(-rows // 128) * 128, share)
 
 
@@ -157,7 +157,7 @@ def compare(layouts: Layouts, kernel: Any, shape: Shape, repeats: int, layers: i
     return [{k: round(v, 4) if k.endswith("_ms") else v for k, v in line.items()} for line in lines.values()]
 
 
-def pairs_of_ratio(ratio: float, answer: int, tokens: int) -> list[TokenExample]:
+def pairs_of_ratio(ratio: float, answer: int, tokens: int) -> Sequence[TokenExample]:
     """Pairs of equal lengths, enough to fill a pack: a prompt of `ratio` answers' length, two answers."""
     lengths = (round(ratio * answer), answer, answer)
     return random_pairs([lengths] * max(1, (tokens - 1) // sum(lengths)), vocabulary=1000)

@@ -33,7 +33,8 @@ from bench.output import emit, environment, parser, table
 from tuningfork.data.audit import prepare
 from tuningfork.data.balance import balance
 from tuningfork.data.config import DataConfig
-from tuningfork.data.pack import PackLimits, pack, pack_stream, rows_of, split_fitting
+from tuningfork.data.pack import PackLimits, pack, pack_stream, split_fitting
+from tuningfork.data.store import rows_of_each
 from tuningfork.models.load import load_tokenizer
 from tuningfork.models.policy import Policy
 from tuningfork.records import TokenExample
@@ -65,7 +66,7 @@ def measure_packing(examples: Sequence[TokenExample], limits: PackLimits, way: s
     start, own = time.perf_counter(), time.process_time()
     bins = pack(examples, limits) if way == "set" else list(pack_stream(examples, limits, window))
     seconds, own = time.perf_counter() - start, time.process_time() - own
-    used = sum(rows_of(example, limits.share_prompt) for example in examples)
+    used = int(rows_of_each(examples, limits.share_prompt).sum())
     return {
         "way": way,
         "examples": len(examples),

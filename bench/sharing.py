@@ -39,7 +39,6 @@ from bench.device_time import DeviceProfile
 from bench.output import device, emit, environment, parser, rounded, table
 from bench.timing import free_memory
 from tuningfork.data.layout import build
-from tuningfork.data.pack import rows_of
 from tuningfork.models.policy import Policy
 from tuningfork.records import PackedBatch, TokenExample
 
@@ -65,7 +64,7 @@ def fill(examples: list[TokenExample], rows: int, share_prompt: bool) -> PackedB
     """A pack of `rows` rows with as many of the examples as fit, the first ones first."""
     chosen, used = [], 0
     for example in examples:
-        needed = rows_of(example, share_prompt)
+        needed = example.rows(share_prompt)
         if used + needed <= rows:
             chosen.append(example)
             used += needed

@@ -124,6 +124,10 @@ class TokenExample:
         """Tokens with the prompt counted once."""
         return len(self.prompt_ids) + sum(len(a.ids) for a in self.answers)
 
+    def rows(self, share_prompt: bool) -> int:
+        """Rows that it takes up in a pack: its prompt once, or before each of its answers."""
+        return self.unique_tokens if share_prompt else self.plain_tokens
+
     def alone(self) -> list[TokenExample]:
         """Each answer as an example of its own, with the whole prompt: how a plain trainer has it."""
         return [replace(self, answers=(answer,)) for answer in self.answers]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuningfork.data.store import Selection, TokenTable, columns_of, joined, mapped, write
+from tuningfork.data.store import Selection, TokenTable, columns_of, joined, mapped, rows_of_each, write
 from tuningfork.records import Source, TokenAnswer, TokenExample
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=5)
@@ -66,6 +66,21 @@ def test_columns_by_hand(tmp_path: Path) -> None:
     }  # fmt: skip
     margins = np.fromfile(tmp_path / "margin", "<f8")
     assert margins[0] == 2.0 and np.isnan(margins[1])
+
+
+def test_rows_of_each_by_hand() -> None:
+    """A prompt of 3 before answers of 1 and 2, one of 4 before one of 5, a document of 6: shared, and each alone."""
+    lengths = [(3, (1, 2)), (4, (5,)), (0, (6,))]
+    made = [
+        example(row, [1] * prompt, [[(2, True)] * n for n in answers]) for row, (prompt, answers) in enumerate(lengths)
+    ]
+    table = TokenTable("f", columns_of(made))
+    for examples in (made, table, Selection([made]), Selection([table]), Selection([Selection([table]), []])):
+        assert rows_of_each(examples, share_prompt=True).tolist() == [3 + 1 + 2, 4 + 5, 6]
+        assert rows_of_each(examples, share_prompt=False).tolist() == [3 + 1 + 3 + 2, 4 + 5, 6]
+    assert rows_of_each(Selection([made, table], [5, 0, 0]), share_prompt=True).tolist() == [6, 6, 6]
+    for nothing in ([], Selection([]), TokenTable("f", columns_of([]))):
+        assert rows_of_each(nothing, True).tolist() == rows_of_each(nothing, False).tolist() == []
 
 
 def test_an_example_out_of_range_is_an_error() -> None:

@@ -15,7 +15,7 @@ SEGMENT_QUANTUM = 32  # the table of segments is filled up with empty ones: a co
 
 def build(examples: Sequence[TokenExample], rows: int, share_prompt: bool) -> PackedBatch:
     """Lay whole examples side by side into a pack of `rows` rows, the last of them padding. Tensors are on the CPU."""
-    laid = _Rows()
+    laid, examples = _Rows(), tuple(examples)  # made as they are asked for
     for example in examples:
         laid.add(example, share_prompt)
     unique_rows = laid.count
@@ -29,7 +29,7 @@ def build(examples: Sequence[TokenExample], rows: int, share_prompt: bool) -> Pa
         logit_rows=_tensor(laid.logit_rows, torch.int64),
         targets=_tensor(laid.targets, torch.int64),
         answer_of_logit_row=_tensor(laid.answer_of_logit_row, torch.int64),
-        examples=tuple(examples),
+        examples=examples,
         unique_rows=unique_rows,
     )
 

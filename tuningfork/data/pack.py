@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from tuningfork.data.bins import best_fit, even_fit, members_of, stream_fit
-from tuningfork.data.store import Selection
+from tuningfork.data.store import Selection, rows_of_each
 from tuningfork.errors import DataError
 from tuningfork.records import DroppedRow, TokenExample
 
@@ -18,7 +20,7 @@ COMPILED_QUANTUM = 128  # rows; matrix products of such sizes keep their kernels
 SMALLEST_COMPILED = 1024  # below, a compiled graph may add up rows in another order
 EAGER_QUANTUM = 64
 
-Bin = tuple[int, list[TokenExample]]
+Bin = tuple[int, Sequence[TokenExample]]
 """A pack's rows and its examples, in their given order."""
 
 
@@ -42,24 +44,16 @@ class PackLimits:
         return min(max(_round_up(used, self.quantum), self.smallest), self.tokens)
 
 
-def rows_of(example: TokenExample, share_prompt: bool) -> int:
-    """Rows that an example takes up in a pack."""
-    return example.unique_tokens if share_prompt else example.plain_tokens
-
-
 def split_fitting(
     examples: Sequence[TokenExample], tokens: int, share_prompt: bool
 ) -> tuple[Selection, list[DroppedRow]]:
     """Part the examples into those that fit a pack of `tokens` rows and listed drops."""
-    fitting, dropped = [], []
-    for place, example in enumerate(examples):
-        rows = rows_of(example, share_prompt)
-        if rows <= tokens:
-            fitting.append(place)
-        else:
-            detail = f"needs {rows} rows, pack.tokens is {tokens}"
-            dropped.append(DroppedRow(example.source.file, example.source.row, "larger than a pack", detail))
-    return Selection([examples], fitting), dropped
+    rows = rows_of_each(examples, share_prompt)
+    dropped = []
+    for place in np.flatnonzero(rows > tokens).tolist():
+        source, detail = examples[place].source, f"needs {rows[place]} rows, pack.tokens is {tokens}"
+        dropped.append(DroppedRow(source.file, source.row, "larger than a pack", detail))
+    return Selection([examples], np.flatnonzero(rows <= tokens)), dropped
 
 
 def pack(examples: Sequence[TokenExample], limits: PackLimits) -> list[Bin]:
@@ -94,18 +88,18 @@ def pack_stream(examples: Sequence[TokenExample], limits: PackLimits, window: in
 
 
 def _fitting_rows(examples: Sequence[TokenExample], limits: PackLimits) -> list[int]:
-    rows = [rows_of(example, limits.share_prompt) for example in examples]
-    for example, needed in zip(examples, rows, strict=True):
-        if needed > limits.tokens:
-            raise DataError(
-                f"{example.id}: needs {needed} rows, but a pack has {limits.tokens}. "
-                "Raise pack.tokens or lower data.max_length."
-            )
-    return rows
+    rows = rows_of_each(examples, limits.share_prompt)
+    for place in np.flatnonzero(rows > limits.tokens)[:1].tolist():
+        raise DataError(
+            f"{examples[place].id}: needs {rows[place]} rows, but a pack has {limits.tokens}. "
+            "Raise pack.tokens or lower data.max_length."
+        )
+    return rows.tolist()
 
 
 def _bin(examples: Sequence[TokenExample], rows: list[int], members: list[int], limits: PackLimits) -> Bin:
-    return limits.rows(sum(map(rows.__getitem__, members))), list(map(examples.__getitem__, members))
+    chosen = examples.take(members) if isinstance(examples, Selection) else [examples[i] for i in members]
+    return limits.rows(sum(map(rows.__getitem__, members))), chosen
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -34,6 +34,8 @@ TYPES: dict[str, np.dtype] = {
     **dict.fromkeys(("weight", "margin"), np.dtype("<f8")),
 }
 
+_NONE = np.zeros(0, np.int64)
+
 
 class TokenTable(Sequence[TokenExample]):
     """The examples of one file, made from its columns as they are asked for; their arrays are views."""
@@ -74,6 +76,12 @@ class TokenTable(Sequence[TokenExample]):
             margin=None if margin != margin else margin,
         )
 
+    def rows(self, share_prompt: bool) -> np.ndarray:
+        """What `rows_of_each` says of the examples, without making them."""
+        answers = _starts(self.columns["answer"])[self._first_answer]
+        times = 1 if share_prompt else self.columns["answers"]
+        return self.columns["prompt"].astype(np.int64) * times + np.diff(answers)
+
 
 class Selection(Sequence[TokenExample]):
     """Examples chosen from one sequence after another, in any order, without making them: `places` int64 [n]."""
@@ -107,9 +115,20 @@ class Selection(Sequence[TokenExample]):
         for part, place in zip(owners.tolist(), (self._places - starts).tolist(), strict=True):
             yield self._parts[part][place]
 
+    def rows(self, share_prompt: bool) -> np.ndarray:
+        """What `rows_of_each` says of the examples, without making them."""
+        return np.concatenate([_NONE, *(rows_of_each(part, share_prompt) for part in self._parts)])[self._places]
+
     def take(self, places: np.ndarray | Sequence[int]) -> Selection:
         """The examples at these places of this selection, in this order."""
         return Selection(self._parts, self._places[np.asarray(places, dtype=np.int64)])
+
+
+def rows_of_each(examples: Sequence[TokenExample], share_prompt: bool) -> np.ndarray:
+    """int64 [n]: what `TokenExample.rows` says of each example."""
+    if isinstance(examples, TokenTable | Selection):
+        return examples.rows(share_prompt)
+    return np.fromiter((example.rows(share_prompt) for example in examples), np.int64, len(examples))
 
 
 def columns_of(examples: Sequence[TokenExample]) -> Columns:

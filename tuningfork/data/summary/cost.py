@@ -12,7 +12,8 @@ from math import ceil
 import numpy as np
 
 from tuningfork.data.loader import EpochOrder
-from tuningfork.data.pack import PackLimits, pack_evenly, rows_of
+from tuningfork.data.pack import PackLimits, pack_evenly
+from tuningfork.data.store import rows_of_each
 from tuningfork.data.summary.sizes import Sizes
 from tuningfork.records import TokenExample
 
@@ -198,5 +199,5 @@ def _pack(steps: Iterable[Sequence[TokenExample]], limits: PackLimits) -> Packed
         bins = pack_evenly(members, limits)
         number, examples, packs = number + 1, examples + len(members), packs + len(bins)
         slots += sum(rows for rows, _ in bins)
-        used += sum(rows_of(example, limits.share_prompt) for example in members)
+        used += int(rows_of_each(members, limits.share_prompt).sum())
     return Packed(number, examples, packs, slots, used)
