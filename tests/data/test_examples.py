@@ -345,7 +345,7 @@ def test_a_history_is_the_turns_before_the_prompt(written: Any, tmp_path: Path) 
         ({"history": [["q1", ""]]}, "empty message", "message 2 of the prompt, of role assistant"),
         ({"history": [["q1", 3]]}, "wrong type", "history, assistant is a number"),
         ({"history": [["q1", "a1"]], "prompt": [user("x"), assistant("y"), user("q")]}, "unsupported field", "several"),
-        ({"instruction": "Be brief."}, "unsupported field", "instruction is filled, and the prompt does not hold it"),
+        ({"instruction": "Be brief."}, "unsupported field", "instruction is filled, and what is read does not hold it"),
         ({"input": "1 2"}, "unsupported field", "input is filled"),
         ({"question": ["q"]}, "unsupported field", "question is filled"),
     ],

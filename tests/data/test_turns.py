@@ -11,7 +11,6 @@ import pytest
 
 from tests.data.rows import HH, PAIR, assistant, drop, one, read_examples, turns, user, write
 from tuningfork.data.examples import ANSWERS_AS_JSON, BEGIN_ALIKE, CUT_REPEATED, PROMPT_AS_JSON, SOME_AS_JSON
-from tuningfork.errors import DataError
 from tuningfork.records import Message
 
 SYSTEM = {"role": "system", "content": "s"}
@@ -215,8 +214,8 @@ def test_messages_written_as_json_text(keys: tuple[str, ...], tmp_path: Path) ->
     example = one(tmp_path, row)
     assert example.prompt == turns(user("q"))
     assert example.answers == (turns(assistant("a")), turns(assistant("b")))
-    with pytest.raises(DataError, match="field 'prompt' holds messages"):
-        read_examples(write(tmp_path, [row]), as_text=True)
+    as_text = read_examples(write(tmp_path, [PAIR, row]), as_text=True)
+    assert [(found.row, found.reason) for found in as_text.dropped] == [(2, "messages without a chat template")]
     whole = {key: json.dumps([user("q"), assistant(key)]) for key in ("chosen", "rejected")}
     example = one(tmp_path, whole)
     assert (example.prompt, example.answers[0]) == (turns(user("q")), turns(assistant("chosen")))
@@ -247,7 +246,7 @@ TOLD = json.dumps([assistant("b")])
         ({"prompt": "q", "answers": [SAID, "b", "c"]}, "q", [SAID, "b", "c"], [SOME_AS_JSON]),
         ({"prompt": "q", "chosen": "a", "rejected": TOLD}, "q", ["a", TOLD], [SOME_AS_JSON]),
         ({"prompt": "q", "chosen": SAID, "rejected": '{"a": 1}'}, "q", [SAID, '{"a": 1}'], [SOME_AS_JSON]),
-        ({"prompt": "q", "chosen": SAID, "rejected": [assistant("b")]}, "q", [SAID, "b"], [SOME_AS_JSON]),
+        ({"prompt": "q", "chosen": SAID, "rejected": [assistant("b")]}, "q", ["a", "b"], [ANSWERS_AS_JSON]),
         ({"prompt": json.dumps(user("q")), "chosen": SAID, "rejected": "b"}, "q", [SAID, "b"],
          [PROMPT_AS_JSON, SOME_AS_JSON]),
         ({"chosen": [user("q"), assistant("a")], "rejected": json.dumps([user("q"), assistant("b")])}, "q", ["a", "b"],

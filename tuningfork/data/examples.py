@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,7 +51,7 @@ UPSIDE_DOWN = "chosen is not scored higher"
 NO_SCORE = "the score of an answer is no number"
 PROMPT_AS_JSON = "the prompt is messages written as JSON text: read as messages"
 ANSWERS_AS_JSON = "the answers are messages written as JSON text: read as messages"
-SOME_AS_JSON = "only some answers look like messages written as JSON text: all read as text"
+SOME_AS_JSON = "only some answers are messages, written as JSON text: read as text"
 NULLS = "null within tools or calls, which a template may print"
 UNREAD_SHOWN = 20  # names in the note of fields that are not read
 
@@ -97,6 +98,8 @@ class RowReader:
             )
         found = form.parts(row)
         prompt, answers, notes = (found.prompt, found.answers, ()) if found.document else _messages_of(found)
+        if self.as_text and notes and notes != (SOME_AS_JSON,):
+            raise Unusable("messages without a chat template", f"{notes[0]} where data.template is not none")
         return _Unpacked(prompt, answers, found.label, found.tools, found.document, notes)
 
 
@@ -127,7 +130,7 @@ def _messages_of(parts: Parts) -> tuple[Named | None, list[Named], tuple[str, ..
     """Prompt and answers with messages for their JSON text, and notes of it.
 
     Columns of a table often hold messages as text; but an answer may be JSON because JSON was asked for. So answers
-    beside a prompt are messages only where all of them look like it. Without one they can be nothing else.
+    beside a prompt are messages only where all of them are. Without one they can be nothing else.
     """
     notes = []
     prompt = parts.prompt
@@ -136,10 +139,11 @@ def _messages_of(parts: Parts) -> tuple[Named | None, list[Named], tuple[str, ..
         if prompt != parts.prompt:
             notes.append(PROMPT_AS_JSON)
     read = [(name, unpacked(value, name)) for name, value in parts.answers]
-    as_json = [one != other for one, other in zip(read, parts.answers, strict=True)]
-    if any(as_json) and prompt is not None and not all(as_json):
+    if not any(one != other for one, other in zip(read, parts.answers, strict=True)):
+        return prompt, parts.answers, tuple(notes)
+    if prompt is not None and any(isinstance(value, str) for _, value in read):
         return prompt, parts.answers, (*notes, SOME_AS_JSON)
-    return prompt, read, (*notes, *([ANSWERS_AS_JSON] if any(as_json) else []))
+    return prompt, read, (*notes, ANSWERS_AS_JSON)
 
 
 def _without_repeated_prompt(parts: Parts) -> Parts:
@@ -305,7 +309,7 @@ def _check_asked(row: Row, form: Form, prompt: str) -> None:
             if not isinstance(value, str) or value.strip() not in prompt:
                 raise Unusable(
                     "unsupported field",
-                    f"{key} is filled, and the prompt does not hold it; put it there or remove the field",
+                    f"{key} is filled, and what is read does not hold it; put it there or remove the field",
                 )
 
 
@@ -322,7 +326,9 @@ def _weight(row: Row) -> float:
 
 def _notes(row: Row, parts: _Unpacked, cut: Parts, example: Example) -> Iterator[str]:
     """What is worth knowing of a row that is used."""
-    scores = {key: _score(row[key]) for pair in SCORES for key in pair if row.get(key) is not None}
+    scores = (
+        {} if parts.document else {key: _score(row[key]) for pair in SCORES for key in pair if row.get(key) is not None}
+    )
     given = {key: score for key, score in scores.items() if score is not None}
     if len(given) < len(scores):
         yield NO_SCORE
@@ -341,10 +347,11 @@ def _notes(row: Row, parts: _Unpacked, cut: Parts, example: Example) -> Iterator
 def _score(value: Any) -> float | None:
     """A score, which may be written as text; None for what is no number, as NaN in a table is none."""
     try:
-        found = float("nan") if isinstance(value, bool) or not isinstance(value, int | float | str) else float(value)
+        if isinstance(value, bool) or not isinstance(value, int | float | Decimal | str) or value != value:
+            return None
+        return float(value)
     except (ValueError, OverflowError):
         return None
-    return None if found != found else found
 
 
 def _not_read(row: Row, form: Form, parts: Parts) -> Iterator[str]:

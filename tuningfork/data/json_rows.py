@@ -13,6 +13,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from decimal import Decimal
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -114,5 +115,6 @@ def _checked(path: Path, place: str, row: Any) -> Row:
 
 def kind_of(value: Any) -> str:
     """What a value is, in words, as messages name it."""
-    names = {str: "a string", dict: "an object", list: "a list", bool: "a boolean", int: "a number", float: "a number"}
+    names = {str: "a string", dict: "an object", list: "a list", bool: "a boolean"}
+    names |= dict.fromkeys((int, float, Decimal), "a number")
     return names.get(type(value), "null" if value is None else f"a {type(value).__name__}")

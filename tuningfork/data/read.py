@@ -73,6 +73,8 @@ def digest_of(table: str) -> str:
     if table.startswith(HUB):
         with _loading(table):
             files = [Path(file["filename"]) for file in _from_hub(table).cache_files]
+        if not files:
+            raise DataError(f"{table}: is in memory only, so what is in it cannot be told. Set data.cache: null.")
         return f"{_parse_hub(table)[2]} {_digest_of_files(files)}"  # a part of a split lies in the same file
     path = Path(table)
     if is_saved_dataset(path):
@@ -128,7 +130,7 @@ def hub_splits(name: str) -> list[str]:
 def _from_hub(name: str) -> datasets.Dataset:
     """`hub:owner/name@revision:split`; the newest revision and the split `train` unless given."""
     repository, revision, split = _parse_hub(name)
-    return datasets.load_dataset(repository, split=split or "train", revision=revision)
+    return datasets.load_dataset(repository, split=split or "train", revision=revision, keep_in_memory=False)
 
 
 def _parse_hub(name: str) -> tuple[str, str | None, str]:
@@ -269,7 +271,9 @@ def _as_stored(kind: Any) -> Any:
 def _without_fill(value: Any, kind: Any) -> Any:
     """A value of a table's column without the nulls that fill up its objects. Items of a list are no fill."""
     if isinstance(value, dict) and isinstance(kind, dict):
-        return {key: _without_fill(inner, kind[key]) for key, inner in value.items() if inner is not None}
+        found = {key: _without_fill(inner, kind[key]) for key, inner in value.items() if inner is not None}
+        # An object of nothing but nulls is no more than a null is.
+        return {key: inner for key, inner in found.items() if inner != {} or value[key] == {}}
     inner = getattr(kind, "feature", None)  # of any of the library's kinds of list
     if isinstance(value, list) and inner is not None and not isinstance(inner, datasets.Value):
         return [_without_fill(item, inner) for item in value]

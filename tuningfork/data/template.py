@@ -13,10 +13,11 @@ import copy
 import inspect
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from typing import Any, Literal, cast
+from weakref import WeakKeyDictionary
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
@@ -43,6 +44,8 @@ _HOW_TO_PRINT = {
 LONGEST = 10_000_000
 """Characters of one text. The tokenizer takes up to 300 bytes of memory for each, so more could end the whole run."""
 _NOW = re.compile(r"""\bstrftime_now\(\s*("[^"\\]*"|'[^'\\]*')\s*\)""")
+# Of a tokenizer: by what conversations have, the first turn whose words its template does not print.
+_unprinted: WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple[Any, ...], int | None]] = WeakKeyDictionary()
 _MARKER = "\u2063tuningfork\u2063"  # invisible separators: no template takes it apart, no content has it
 
 
@@ -86,8 +89,8 @@ def render(
             raise
         try:
             return _rendered(example.source, example.prompt, answers, train_on, _Printer(tokenizer, arguments, None))
-        except Unusable:
-            raise unusable from None
+        except Unusable as other:  # it prints the calls, but not all else
+            raise (other if other.reason == LEAVES_OUT else unusable) from None
 
 
 def _calls_only(turns: Turns) -> bool:
@@ -254,8 +257,9 @@ class _Printer:
         return len(end) - role + len(max(marks, key=len)) if marks else 0
 
     def check_nothing_is_left_out(self, conversations: list[Turns]) -> None:
-        """Raise Unusable where the template prints neither tools nor tool calls although there are some."""
+        """Raise Unusable where the template does not print all that there is: words, calls, tools, documents."""
         for turns in conversations:
+            self._check_words(turns)
             for place, turn in enumerate(turns):
                 for name in turn.extra:
                     less = Message(turn.role, turn.content, {k: v for k, v in turn.extra.items() if k != name})
@@ -264,10 +268,39 @@ class _Printer:
                         (*turns[:place], less)
                     ):
                         raise Unusable(LEAVES_OUT, f"{name} of message {place + 1}")
-        if "tools" in self.arguments:
-            rest = {name: value for name, value in self.arguments.items() if name != "tools"}
-            if self(conversations[0]) == _Printer(self.tokenizer, rest, self.silence)._if_printed(conversations[0]):
-                raise Unusable(LEAVES_OUT, "tools")
+        for given in ("tools", "documents"):
+            if given in self.arguments:
+                rest = {name: value for name, value in self.arguments.items() if name != given}
+                if self(conversations[0]) == _Printer(self.tokenizer, rest, self.silence)._if_printed(conversations[0]):
+                    raise Unusable(LEAVES_OUT, given)
+
+    def _check_words(self, turns: Turns) -> None:
+        """Raise Unusable where what a turn says is not printed, as that of a role which the template does not know.
+
+        That depends on roles and on what turns have, not on their words, so it is looked at once for all conversations
+        that are alike in these.
+        """
+        kinds = tuple((turn.role, bool(turn.content), *turn.extra) for turn in turns)
+        known = _unprinted.setdefault(self.tokenizer, {})
+        alike = (kinds, tuple(self.arguments), self.silence)
+        if alike not in known:
+            known[alike] = self._first_unprinted(turns)
+        if (place := known[alike]) is not None:
+            raise Unusable(LEAVES_OUT, f"content of message {place + 1}, of role {turns[place].role}")
+
+    def _first_unprinted(self, turns: Turns) -> int | None:
+        said = [place for place, turn in enumerate(turns) if turn.content]
+        if self._unprinted_of(turns, said) == []:
+            return None
+        # One by one: a template that refuses a marker reads what it stands for, such as a tool's JSON.
+        return next((place for place in said if self._unprinted_of(turns, [place])), None)
+
+    def _unprinted_of(self, turns: Turns, places: list[int]) -> list[int] | None:
+        """Those of the turns at these places that are not printed; None where the template refuses a marker there."""
+        marks = {place: f"{_MARKER}{place}{_MARKER}" for place in places}
+        marked = (replace(turn, content=marks.get(place, turn.content)) for place, turn in enumerate(turns))
+        text = self._if_printed(tuple(marked))
+        return None if text is None else [place for place, mark in marks.items() if mark not in text]
 
     def _if_printed(self, turns: Turns) -> str | None:
         """The conversation as the template prints it, or None where it refuses it."""

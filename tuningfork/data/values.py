@@ -6,7 +6,9 @@ Whatever is wrong with a value raises Unusable, which costs its row and no other
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
+from decimal import Decimal
 from typing import Any
 
 from tuningfork.data.json_rows import Row, kind_of
@@ -61,11 +63,16 @@ def string(value: Any, field: str) -> str:
 
 def number(value: Any, field: str) -> float:
     """The value, which must be a finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
-        shown = repr(value) if isinstance(value, int | float) else kind_of(value)
-        shown = shown if len(shown) <= DIGITS else f"{shown[:DIGITS]}... ({len(shown)} digits)"
-        raise Unusable("wrong type", f"{field} is {shown}, expected a finite number")
-    return float(value)
+    numeric = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
+    try:
+        found = float(value) if numeric else math.nan
+    except OverflowError:
+        found = math.inf
+    if abs(found) < 1e30:
+        return found
+    shown = str(value) if isinstance(value, int | float | Decimal) else kind_of(value)
+    shown = shown if len(shown) <= DIGITS else f"{shown[:DIGITS]}... ({len(shown)} digits)"
+    raise Unusable("wrong type", f"{field} is {shown}, expected a finite number")
 
 
 def parsed(value: Any, field: str) -> Any:
