@@ -44,12 +44,13 @@ def test_a_folder_that_cannot_be_made_names_the_cure(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize("damage", ["content", "gone", "no digests", "other digests", "no JSON"])
+@pytest.mark.parametrize("damage", ["content", "gone", "no digests", "other digests", "empty digests", "no JSON"])
 def test_a_sealed_folder_shows_any_damage(damage: str, tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).write_text(name)
     seal(tmp_path)
-    check_sealed(tmp_path)
+    (tmp_path / "c").touch()
+    check_sealed(tmp_path, ("a", "b"))
     if damage == "content":
         (tmp_path / "b").write_text("c")
     elif damage == "gone":
@@ -57,9 +58,9 @@ def test_a_sealed_folder_shows_any_damage(damage: str, tmp_path: Path) -> None:
     elif damage == "no digests":
         (tmp_path / DIGESTS).unlink()
     else:
-        (tmp_path / DIGESTS).write_text("[]" if damage == "other digests" else '{"a": ')
+        (tmp_path / DIGESTS).write_text({"other": "[]", "empty": "{}"}.get(damage.split()[0], '{"a": '))
     with pytest.raises((ValueError, FileNotFoundError)):
-        check_sealed(tmp_path)
+        check_sealed(tmp_path, ("a", "b"))
 
 
 def test_files_folders_and_links_are_removed(tmp_path: Path) -> None:

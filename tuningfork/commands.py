@@ -51,8 +51,9 @@ def train(config: RunConfig, resume: bool, console: Console | None = None) -> in
             folder, resume, lambda old: differences(from_yaml(old, str(folder / run_folder.CONFIG)), config)
         )
         optimizer.check(config.train)  # before minutes of reading and scoring
-        data, start, tokenizer = _prepare(config, console)
-        settle_activations(start, config.train, data.limits, checkpoint.newest(folder / "checkpoints"), console)
+        last = checkpoint.newest(folder / "checkpoints")
+        data, start, tokenizer = _prepare(config, console, began=checkpoint.progress(last).date if last else "")
+        settle_activations(start, config.train, data.limits, last, console)
         text = to_yaml(config)
         result = run(data, start, tokenizer, text, config.pack, config.reference, config.train, config.output, console)
     if not result.finished:
@@ -70,9 +71,10 @@ def data(config: RunConfig, strict: bool) -> int:
     folder = Path(config.output.dir) / data_files.FOLDER
     data_files.check(folder)  # before minutes of reading
     tokenizer, model = load_tokenizer(config.model.path), load_config(config.model.path)
+    settings = config.data.dated()
 
     def read(sources: str | list[str], use: Use) -> SetData:
-        examples, report = read_sources(sources, tokenizer, config.data, config.pack, model.vocab_size, console, use)
+        examples, report = read_sources(sources, tokenizer, settings, config.pack, model.vocab_size, console, use)
         return SetData.of(examples, report, tokenizer.bos_token_id)
 
     train = read(config.data.train, "train")
@@ -86,7 +88,7 @@ def data(config: RunConfig, strict: bool) -> int:
         held_out,
         tokenizer,
         model,
-        config.data,
+        settings,
         config.pack,
         EpochOrder.plan(len(train.examples), per_step, config.train.seed, epochs, most),
         PackLimits.plan(config.pack.tokens, config.pack.share_prompt, compiled),
@@ -166,12 +168,13 @@ def summary(result: RunResult, data: Data) -> str:
     return "\n\n".join(parts)
 
 
-def _prepare(config: RunConfig, console: Console) -> tuple[Data, Start, PreTrainedTokenizerBase]:
+def _prepare(config: RunConfig, console: Console, began: str = "") -> tuple[Data, Start, PreTrainedTokenizerBase]:
+    """Data, model and tokenizer of a run, which `began` on that day if not today."""
     device = choose_device(config.train.device)
     compiled = choose_compile(config.model.compile, device)
     with console.startup.time("data"):
         tokenizer = load_tokenizer(config.model.path)
-        data = read_data(config.model, config.data, config.pack, tokenizer, compiled, console)
+        data = read_data(config.model, config.data.dated(began), config.pack, tokenizer, compiled, console)
     start = start_model(config.model, config.objective, config.train, device, console)
     return data, start, tokenizer
 

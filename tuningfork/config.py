@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, make_dataclass
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
@@ -67,6 +68,12 @@ def check(config: RunConfig) -> None:
         flags = " ".join(f"--{key} {REQUIRED[key]}" for key in missing)
         raise ConfigError(f"{' and '.join(missing)} must be set, in the recipe or by flag; for example: {flags}")
     _check_mix(config.data)
+    _check_date(config.data.date)
+    if config.data.cache is not None and Path(config.data.cache).resolve() == Path(config.output.dir).resolve():
+        raise ConfigError(
+            f"data.cache and output.dir are both {config.output.dir}. Give each a folder of its own: a run keeps its "
+            "folder to itself, and a cache is shared."
+        )
     if config.objective.label_smoothing != 0 and name not in ("dpo", "dpo_norm"):
         raise ConfigError(
             f"objective.label_smoothing is {config.objective.label_smoothing}, but objective.name {name} "
@@ -109,6 +116,13 @@ def _check_mix(data: DataConfig) -> None:
                 f"data.{name} has {counted(len(numbers), 'entry', 'entries')}, but data.train names "
                 f"{counted(len(sources), 'source')}. Give one for each."
             )
+
+
+def _check_date(day: str | None) -> None:
+    try:
+        date.fromisoformat(day or "2026-01-31")
+    except ValueError as error:
+        raise ConfigError(f"data.date {day} is no day ({error}). Write it as 2026-01-31.") from None
 
 
 def settings(config: RunConfig) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -88,10 +88,11 @@ def seal(folder: Path) -> None:
     (folder / DIGESTS).write_text(json.dumps({file.name: checksum(file) for file in sorted(folder.iterdir())}))
 
 
-def check_sealed(folder: Path) -> None:
-    """Raise ValueError where a file of a sealed folder is not as it was written; OSError where one cannot be read."""
+def check_sealed(folder: Path, names: Iterable[str] = ()) -> None:
+    """Raise ValueError where a file of a sealed folder is not as it was written, or one of these `names` is not sealed;
+    OSError where one cannot be read. What was put there later is passed over."""
     digests = json.loads((folder / DIGESTS).read_bytes())
-    if not isinstance(digests, dict):
+    if not isinstance(digests, dict) or not digests.keys() >= {*names}:
         raise ValueError(f"{DIGESTS} is damaged")
     for name, digest in digests.items():
         if checksum(folder / name) != digest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +289,16 @@ def test_a_document_has_no_use_for_what_conversations_have(tmp_path: Path) -> No
     assert [example.weight for example in result.examples] == [2, 1, 1]
     (found,) = result.notes.items()
     assert (found[0], [source.row for source in found[1]]) == ("fields that are not read: system, margin", [1, 2])
+
+
+def test_decimals_of_a_table_are_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    numbers = pa.array([Decimal("0.5"), Decimal("1.5")], pa.decimal128(5, 2))
+    columns = {"weight": numbers, "margin": numbers, "score_chosen": numbers, "score_rejected": [1.0, 1.0]}
+    pyarrow.parquet.write_table(pa.table({**{k: [v] * 2 for k, v in PAIR.items()}, **columns}), path)
+    result = read_examples(path, False)
+    assert [(example.weight, example.margin) for example in result.examples] == [(0.5, 0.5), (1.5, 1.5)]
+    assert {note: [source.row for source in rows] for note, rows in result.notes.items()} == {UPSIDE_DOWN: [1]}
 
 
 @pytest.mark.parametrize("key", ["system", "system_prompt"])

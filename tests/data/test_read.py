@@ -125,6 +125,15 @@ def test_a_full_folder_for_temporary_files_is_named(tmp_path: Path, monkeypatch:
         read_rows(path)
 
 
+def test_an_object_of_nothing_but_nulls_says_nothing(tmp_path: Path) -> None:
+    """A table cannot tell it from one that is not there; a field of a row that is null stays."""
+    kind = pa.struct([("a", pa.int64()), ("b", pa.struct([("c", pa.int64())]))])
+    rows: list[Any] = [{"a": None, "b": {"c": None}}, {"a": 1, "b": {"c": 2}}, None]
+    pyarrow.parquet.write_table(pa.table({"x": pa.array(rows, kind)}), tmp_path / "t.parquet")
+    found = [row["x"] for _, row in read_rows(tmp_path / "t.parquet")]
+    assert found == [{}, {"a": 1, "b": {"c": 2}}, None]
+
+
 def test_row_numbers_are_line_numbers(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text('\n{"a": 1}\n\n  \n{"a": 2}\n')

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.rows import PAIR, read_examples, read_rows, write
+from tuningfork.data.read import digest_of
 from tuningfork.data.sources import Tables, expand, expand_all, mix
 from tuningfork.errors import DataError
 
@@ -114,10 +115,10 @@ def test_a_hub_name_goes_to_the_library_as_it_is(monkeypatch: pytest.MonkeyPatch
         assert expand(source).taken == [table]
         assert read_rows(table) == [(1, ROWS[0]), (2, ROWS[1])]
     assert asked == [
-        ("o/n", {"split": "train", "revision": None}),
-        ("o/n", {"split": "test", "revision": None}),
-        ("o/n", {"split": "test", "revision": "v1"}),
-        ("o/n", {"split": "train", "revision": "v1"}),
+        ("o/n", {"split": "train", "revision": None, "keep_in_memory": False}),
+        ("o/n", {"split": "test", "revision": None, "keep_in_memory": False}),
+        ("o/n", {"split": "test", "revision": "v1", "keep_in_memory": False}),
+        ("o/n", {"split": "train", "revision": "v1", "keep_in_memory": False}),
     ]
 
 
@@ -141,6 +142,22 @@ def test_a_hub_name_that_is_at_hand_is_read_by_the_library_itself(
     assert expand("hub:owner/name", "eval") == Tables(
         "hub:owner/name", ["hub:owner/name:test"], ["hub:owner/name:train"]
     )
+
+
+@pytest.mark.parametrize("most", [0, 10**9])
+def test_hub_sets_are_told_apart_by_what_is_in_them(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the library is told to keep small ones in memory, which leaves no files to look into."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "IN_MEMORY_MAX_SIZE", most)
+    for name, rows in (("one", ROWS), ("two", ROWS[:1]), ("again", ROWS)):
+        (tmp_path / "o" / name).mkdir(parents=True)
+        write(tmp_path / "o" / name, rows, "train.jsonl")
+    digests = [digest_of(f"hub:o/{name}:train") for name in ("one", "two", "one")]
+    assert digests[0] == digests[2] != digests[1]
+    monkeypatch.setattr(datasets.Dataset, "cache_files", [])
+    with pytest.raises(DataError, match=r"hub:o/one:train: is in memory only.*data.cache: null"):
+        digest_of("hub:o/one:train")
 
 
 # Files of a folder -> those for training and those for evaluation.

@@ -228,12 +228,15 @@ def test_a_tokenizer_that_splits_special_tokens_has_its_own_entry(opened: Opened
 
 
 def test_what_a_kill_left_behind_is_removed(opened: Opened, tmp_path: Path) -> None:
-    rest = tmp_path / "cache" / "0123.partial"
-    rest.mkdir(parents=True)
-    (rest / "ids").write_bytes(b"half")
-    (tmp_path / "cache" / "4567.partial").write_text("a file")
+    """And nothing else: the folder may be one that others keep things in."""
+    rest, others = tmp_path / "cache" / f"{'0123' * 8}.partial", tmp_path / "cache" / "model.partial"
+    for folder in (rest, others):
+        folder.mkdir(parents=True)
+        (folder / "ids").write_bytes(b"half")
+    (tmp_path / "cache" / f"{'4567' * 8}.partial").write_text("a file")
     opened(write(tmp_path, ROWS))
-    assert len(list((tmp_path / "cache").iterdir())) == 1
+    left = {path.name for path in (tmp_path / "cache").iterdir()}
+    assert len(left) == 2 and (others / "ids").exists() and not rest.exists()
 
 
 def test_a_cache_that_cannot_be_written_says_so(
@@ -259,7 +262,7 @@ def test_an_entry_that_may_not_be_read_is_no_damage(
     table = write(tmp_path, ROWS)
     first = opened(table)
 
-    def closed(folder: Path) -> None:
+    def closed(folder: Path, names: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     with monkeypatch.context() as patch:

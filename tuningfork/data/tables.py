@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -38,7 +39,9 @@ Notice = Callable[[str], None]
 """Called with a sentence for the user."""
 
 ACCOUNT = "account.json"
-CURE = "Make room or permit it; or set data.cache to another folder, or to null for none."
+ELSEWHERE = "set data.cache to another folder, or to null for none."
+CURE = f"Make room or permit it; or {ELSEWHERE}"
+ENTRY = re.compile(r"[0-9a-f]{32}")  # the names of entries; the folder may hold what is not ours
 CHANGED = "{table}: changed while it was read. Run again once it is whole."
 SETTINGS = ("format", "train_on", "max_length", "over_length", "template")  # those that decide what becomes of a row
 LIBRARIES = ("transformers", "tokenizers", "jinja2", "datasets")
@@ -75,7 +78,7 @@ class TableReader:
         self, tokenizer: PreTrainedTokenizerBase, config: DataConfig, folder: Path | None, notice: Notice
     ) -> None:
         check_started()
-        tokenizer = at_moment(tokenizer, datetime.now())
+        tokenizer = at_moment(tokenizer, datetime.fromisoformat(config.date) if config.date else datetime.now())
         self.encoder = ChunkEncoder(tokenizer, config)
         self.config, self.folder, self.notice = config, folder, notice
         self.origin = "" if folder is None else _origin(tokenizer, config)
@@ -113,8 +116,9 @@ class TableReader:
     def _made(self, entry: Path, table: str, before: str, progress: Progress | None) -> tuple[Columns, TableAccount]:
         """The table's tokens, made and kept; no other process is at work in the cache. `before` is the table's hash."""
         with explained(entry.parent, CURE):
-            for rest in entry.parent.glob(f"*{ASIDE}"):  # of a process that was killed
-                remove(rest)
+            for rest in entry.parent.glob(f"*{ASIDE}"):
+                if ENTRY.fullmatch(rest.name.removesuffix(ASIDE)):  # of a process that was killed
+                    remove(rest)
             if os.path.lexists(entry):
                 self.notice(f"{entry}: damaged, made again")
                 remove(entry)
@@ -134,12 +138,12 @@ class TableReader:
 def _read(entry: Path) -> tuple[Columns, TableAccount] | None:
     """What an entry of the cache holds; None where there is no whole one. Raises RunFolderError."""
     try:
-        check_sealed(entry)
+        check_sealed(entry, (*store.TYPES, ACCOUNT))
         return store.mapped(entry), TableAccount.from_json((entry / ACCOUNT).read_text())
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
         return None
     except OSError as error:
-        raise RunFolderError(f"{entry} cannot be read: {error.strerror or error}. {CURE}") from error
+        raise RunFolderError(f"{entry} cannot be read: {error.strerror or error}. Permit it; or {ELSEWHERE}") from error
 
 
 def _make(

@@ -50,6 +50,7 @@ class Data:
     held_out: Sequence[TokenExample]
     held_out_report: DataReport | None
     limits: PackLimits
+    date: str  # that a chat template has printed, where it prints one
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,8 @@ def read_data(
     compiled: bool,
     console: Console,
 ) -> Data:
-    """Read, tokenize and audit the recipe's files. Raises DataError, ModelError."""
+    """Read, tokenize and audit the recipe's files. `data` has a date. Raises DataError, ModelError."""
+    assert data.date is not None, "two files, and a resumed run, could get two dates"
     config = load_config(model.path)
     train, train_report = read_sources(data.train, tokenizer, data, pack, config.vocab_size, console)
     held_out: Sequence[TokenExample] = []
@@ -119,7 +121,7 @@ def read_data(
             f"Set data.max_length to {positions} or less."
         )
     limits = PackLimits.plan(pack.tokens, pack.share_prompt, compiled)
-    return Data(train, train_report, held_out, held_out_report, limits)
+    return Data(train, train_report, held_out, held_out_report, limits, data.date)
 
 
 def read_sources(
