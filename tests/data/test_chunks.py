@@ -115,7 +115,7 @@ def test_a_script_without_a_guard_is_told_and_does_not_wait_for_itself(guard: st
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])},
     )
     assert told.returncode == (0 if guard else 1), told.stderr
     assert guard or "No process that turns rows into tokens could start. A script must" in told.stderr
@@ -134,6 +134,7 @@ def _begin_work(table: str) -> Any:
 def _be_interrupted(table: str, out: Path) -> None:
     """Begin to work in processes, and have all of them interrupted as they start; what they say goes to a file."""
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it
     file = os.open(out.with_suffix(".aside"), os.O_CREAT | os.O_WRONLY)
     os.dup2(file, 2)
     columns = _begin_work(table)
