@@ -11,7 +11,7 @@ from tuningfork import __version__
 from tuningfork.config import RunConfig, differences, from_yaml, to_yaml
 from tuningfork.data.loader import EpochOrder, packs_in_windows
 from tuningfork.data.pack import PackLimits
-from tuningfork.data.sources import Use
+from tuningfork.data.sources import Use, check_sources
 from tuningfork.data.store import Selection
 from tuningfork.data.summary.sets import SetData
 from tuningfork.data.summary.summarize import summarize
@@ -77,6 +77,8 @@ def data(config: RunConfig, strict: bool) -> int:
         examples, report = read_sources(sources, tokenizer, settings, config.pack, model.vocab_size, console, use)
         return SetData.of(examples, report, tokenizer.bos_token_id)
 
+    if config.data.eval is not None:
+        check_sources(config.data.eval, "eval")
     train = read(config.data.train, "train")
     held_out = None if config.data.eval is None else read(config.data.eval, "eval")
     per_step, epochs, most = config.train.examples_per_step, config.train.epochs, config.train.max_steps

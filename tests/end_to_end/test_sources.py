@@ -89,3 +89,14 @@ def test_weights_change_the_run_and_margins_are_refused_where_they_have_no_place
     assert job.metrics()[0]["loss"] == pytest.approx(0.5 * math.log1p(math.e), rel=1e-14)  # -log sigmoid(0 - 1), halved
     message = job.elsewhere("ipo").but({"data.train": path, "objective.name": "ipo"}).refused()
     assert "said.jsonl:1: has a margin of 1, which objective ipo has no place for" in message
+
+
+@pytest.mark.parametrize("command", ["train", "data"])
+@pytest.mark.parametrize(("held_out", "word"), [("held.jsonl", "no such file"), ("empty.jsonl", "the file is empty")])
+def test_held_out_data_that_is_not_there_is_told_before_other_data_is_read(
+    command: str, held_out: str, word: str, job: Job
+) -> None:
+    (job.folder / "empty.jsonl").touch()
+    message = job.but(data={"eval": job.folder / held_out}).refused(command)
+    assert f"{job.folder / held_out}: {word}" in message
+    assert not (job.folder / "tokens").exists()

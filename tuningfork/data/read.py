@@ -54,8 +54,6 @@ def read_rows(path: str | Path) -> Rows:
     if is_saved_dataset(path):
         return _of_dataset(str(path), lambda: datasets.load_from_disk(str(path)))
     suffix = _checked_suffix(path)
-    if path.stat().st_size == 0:
-        raise DataError(f"{path}: the file is empty. Give a file with preference pairs.")
     if suffix == ".parquet":
         rows = _of_parquet(path)
     elif suffix == ".json" and is_array(path):
@@ -66,6 +64,12 @@ def read_rows(path: str | Path) -> Rows:
     if next(iter(rows), None) is None:
         raise DataError(f"{path}: the file has no rows. Give a file with preference pairs.")
     return rows
+
+
+def check_there(table: str) -> None:
+    """Raise DataError as `read_rows` does for a file that is not there, empty or of no known kind; it is not opened."""
+    if not table.startswith(HUB) and not is_saved_dataset(Path(table)):
+        _checked_suffix(Path(table))
 
 
 def digest_of(table: str) -> str:
@@ -177,6 +181,8 @@ def _checked_suffix(path: Path) -> str:
     suffix = suffix_of(path)
     if suffix not in SUFFIXES:
         raise DataError(f"{path}: unknown suffix {suffix!r}. Give {', '.join(SUFFIXES)}, plain or with .gz.")
+    if path.stat().st_size == 0:
+        raise DataError(f"{path}: the file is empty. Give a file with preference pairs.")
     return suffix
 
 

@@ -21,7 +21,7 @@ from typing import Literal
 
 import numpy as np
 
-from tuningfork.data.read import HUB, SUFFIXES, hub_splits, is_saved_dataset, read_names, suffix_of
+from tuningfork.data.read import HUB, SUFFIXES, check_there, hub_splits, is_saved_dataset, read_names, suffix_of
 from tuningfork.errors import DataError, counted
 
 Use = Literal["train", "eval"]
@@ -90,6 +90,13 @@ def expand_all(sources: str | Sequence[str], use: Use = "train") -> list[Tables]
                 raise DataError(f"{table}: is named twice (the other time as {seen[real]}). Name each file once.")
             seen[real] = table
     return found
+
+
+def check_sources(sources: str | Sequence[str], use: Use) -> None:
+    """Raise DataError where a source cannot be found, before minutes are spent on others. Nothing is opened."""
+    for tables in expand_all(sources, use):
+        for table in tables.taken:
+            check_there(table)
 
 
 def kind_of_split(name: str) -> str | None:

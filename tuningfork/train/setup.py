@@ -18,7 +18,7 @@ from tuningfork.data.audit import prepare
 from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.loader import packs_in_windows
 from tuningfork.data.pack import PackLimits, split_fitting
-from tuningfork.data.sources import Use
+from tuningfork.data.sources import Use, check_sources
 from tuningfork.errors import ConfigError, DataError, counted, enough_memory
 from tuningfork.models import activations
 from tuningfork.models.config import ModelConfig
@@ -106,6 +106,8 @@ def read_data(
     """Read, tokenize and audit the recipe's files. `data` has a date. Raises DataError, ModelError."""
     assert data.date is not None, "two files, and a resumed run, could get two dates"
     config = load_config(model.path)
+    if data.eval is not None:
+        check_sources(data.eval, "eval")
     train, train_report = read_sources(data.train, tokenizer, data, pack, config.vocab_size, console)
     held_out: Sequence[TokenExample] = []
     held_out_report = None
