@@ -120,9 +120,11 @@ def _check_mix(data: DataConfig) -> None:
 
 def _check_date(day: str | None) -> None:
     try:
-        date.fromisoformat(day or "2026-01-31")
-    except ValueError as error:
-        raise ConfigError(f"data.date {day} is no day ({error}). Write it as 2026-01-31.") from None
+        known = day is None or date.fromisoformat(day).isoformat() == day
+    except ValueError:
+        known = False
+    if not known:
+        raise ConfigError(f"data.date {day!r} is no day. Write it as 2026-01-31.")
 
 
 def settings(config: RunConfig) -> dict[str, Any]:

@@ -118,8 +118,18 @@ def test_a_script_without_a_guard_is_told_and_does_not_wait_for_itself(guard: st
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])},
     )
     assert told.returncode == (0 if guard else 1), told.stderr
-    assert guard or "No process that turns rows into tokens could start. A script must" in told.stderr
+    assert guard or "No process that turns rows into tokens could start" in told.stderr
+    assert guard or "A script must ask for its data below `if __name__ == '__main__':`" in told.stderr
     assert (tmp_path / "cache").exists() == bool(guard)
+
+
+def test_only_a_process_of_ours_must_not_prepare_data_as_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script's own pool may read a script that does: it holds no lock of ours."""
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    chunks.check_started()
+    monkeypatch.setenv(chunks.OURS, "1")
+    with pytest.raises(DataError, match="cannot start"):
+        chunks.check_started()
 
 
 def _begin_work(table: str) -> Any:

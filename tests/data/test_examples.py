@@ -276,7 +276,17 @@ def test_scores_the_wrong_way_round_are_noted(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_scores_have_several_names_and_are_only_noted(chosen: str, rejected: str, tmp_path: Path) -> None:
     """Nobody trains on them, so no row is lost for one; but one that is no number is not passed over in silence."""
-    pairs = [(2, 1), ("1.5", "2"), (3, 3.0), (None, 5), ("high", 9), (True, 5), (float("nan"), 5), ([4], {}), (-1, "x")]
+    pairs = [
+        (2, 1),
+        ("1.5", "2"),
+        (3, 3.0),
+        (None, 5),
+        ("high", 9),
+        (True, 5),
+        (float("nan"), 5),
+        ([4], {}),
+        (-1, "NaN"),
+    ]
     path = write(tmp_path, [{**PAIR, chosen: one, rejected: other} for one, other in pairs])
     result = read_examples(path, False)
     found = {note: [source.row for source in rows] for note, rows in result.notes.items()}

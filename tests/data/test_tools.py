@@ -13,7 +13,13 @@ import pytest
 
 from tests.data.rows import PAIR, drop, one, read_examples, user, write
 from tuningfork.data.examples import NULLS
-from tuningfork.data.tools import call_list, tool_list, with_object_arguments, with_text_arguments
+from tuningfork.data.tools import (
+    call_list,
+    template_arguments,
+    tool_list,
+    with_object_arguments,
+    with_text_arguments,
+)
 from tuningfork.records import Message
 
 BARE = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
@@ -142,3 +148,7 @@ def test_nulls_of_a_json_file_are_values_where_keys_are_the_files_own(tmp_path: 
     assert result.notes == {NULLS: [example.source]}
     call = {"id": None, "name": "f", "arguments": {"x": None}}
     assert call_list([call], "c") == [{"type": "function", "function": {"name": "f", "arguments": {"x": None}}}]
+
+
+def test_no_documents_are_none_given() -> None:
+    assert template_arguments({"chat_template_kwargs": {"documents": [], "a": 1}}) == {"a": 1}

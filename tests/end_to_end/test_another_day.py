@@ -66,9 +66,9 @@ def test_a_run_is_resumed_on_another_day(dated: Job, monkeypatch: pytest.MonkeyP
         assert last is not None and checkpoint.progress(last).date == day
 
 
-@pytest.mark.parametrize("day", ["2026-02-30", "31.01.2026"])
+@pytest.mark.parametrize("day", ["2026-02-30", "31.01.2026", "2026-1-31", "20260131", "2026-W05-6", "today"])
 def test_a_date_that_is_none_is_refused(dated: Job, day: str) -> None:
-    assert f"data.date {day} is no day" in dated.refused("train", "--data.date", day)
+    assert f"data.date {day!r} is no day" in dated.refused("train", "--data.date", day)
 
 
 def test_a_cache_in_the_run_folder_is_refused(job: Job) -> None:

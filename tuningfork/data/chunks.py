@@ -41,6 +41,7 @@ CHUNK = 256  # rows encoded in one call: enough to keep the tokenizer's threads 
 ROWS_A_PROCESS = 2048  # fewer are done sooner without a process of their own, which takes seconds to start
 _AHEAD = 3  # chunks that wait for each process, so that none is idle and few lie in memory
 
+OURS = "TUNINGFORK_TOKENS"  # in the environment of processes that are started here
 GUARD = (
     "A script must ask for its data below `if __name__ == '__main__':`, for every process reads the script again; or "
     "set data.workers: 1."
@@ -116,7 +117,7 @@ def check_started() -> None:
 
     Such a process must not come as far as the first one's lock, which that one holds until the process has started.
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
+    if OURS in os.environ and getattr(multiprocessing.current_process(), "_inheriting", False):
         raise DataError(f"A process that turns rows into tokens cannot start. {GUARD}")
 
 
@@ -160,7 +161,10 @@ def _spread(chunks: Iterator[Chunk], workers: int, here: Callable[[Chunk], Block
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
         if not any(future.done() and future.exception() is None for future in ready):
-            raise DataError(f"No process that turns rows into tokens could start. {GUARD}") from error
+            raise DataError(
+                "No process that turns rows into tokens could start. Where it was killed for want of memory, set "
+                f"data.workers to less. {GUARD}"
+            ) from error
         raise DataError(
             f"A process that turns rows into tokens was killed, perhaps for want of memory ({workers} were at work). "
             f"Set data.workers to less: {workers // 2}."
@@ -176,6 +180,7 @@ def _submit(pool: ProcessPoolExecutor, chunk: Chunk) -> Future[Block]:
     Raises DataError where the machine refuses another process.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    os.environ[OURS] = "1"
     try:
         return pool.submit(_work, chunk)
     except OSError as error:
@@ -184,6 +189,7 @@ def _submit(pool: ProcessPoolExecutor, chunk: Chunk) -> Future[Block]:
             "data.workers to less, such as 1."
         ) from error
     finally:
+        del os.environ[OURS]
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 

@@ -60,7 +60,7 @@ class DataConfig:
     """Folder that keeps tokens between runs, by content, so never stale; null keeps them in memory only."""
     workers: Annotated[int, Field(ge=1)] | None = None
     """Most processes that turn rows into tokens; a short table needs fewer. null: one for each core."""
-    date: Annotated[str, Field(min_length=10, max_length=10)] | None = None
+    date: Annotated[str, Field(min_length=1)] | None = None
     """The day that a chat template prints, where it prints one: 2026-01-31. null: today, or when the run began."""
     template: Literal["chat", "none"] = "chat"
     """chat: the tokenizer's chat template; plain strings become a user and an assistant turn. none: text as it is."""

@@ -347,11 +347,10 @@ def _notes(row: Row, parts: _Unpacked, cut: Parts, example: Example) -> Iterator
 def _score(value: Any) -> float | None:
     """A score, which may be written as text; None for what is no number, as NaN in a table is none."""
     try:
-        if isinstance(value, bool) or not isinstance(value, int | float | Decimal | str) or value != value:
-            return None
-        return float(value)
+        found = float(value) if isinstance(value, int | float | Decimal | str) and not isinstance(value, bool) else None
     except (ValueError, OverflowError):
         return None
+    return None if found is None or found != found else found
 
 
 def _not_read(row: Row, form: Form, parts: Parts) -> Iterator[str]:

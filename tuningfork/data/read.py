@@ -277,9 +277,7 @@ def _as_stored(kind: Any) -> Any:
 def _without_fill(value: Any, kind: Any) -> Any:
     """A value of a table's column without the nulls that fill up its objects. Items of a list are no fill."""
     if isinstance(value, dict) and isinstance(kind, dict):
-        found = {key: _without_fill(inner, kind[key]) for key, inner in value.items() if inner is not None}
-        # An object of nothing but nulls is no more than a null is.
-        return {key: inner for key, inner in found.items() if inner != {} or value[key] == {}}
+        return {key: _without_fill(inner, kind[key]) for key, inner in value.items() if inner is not None}
     inner = getattr(kind, "feature", None)  # of any of the library's kinds of list
     if isinstance(value, list) and inner is not None and not isinstance(inner, datasets.Value):
         return [_without_fill(item, inner) for item in value]

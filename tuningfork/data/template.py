@@ -277,12 +277,13 @@ class _Printer:
     def _check_words(self, turns: Turns) -> None:
         """Raise Unusable where what a turn says is not printed, as that of a role which the template does not know.
 
-        That depends on roles and on what turns have, not on their words, so it is looked at once for all conversations
-        that are alike in these.
+        That depends on roles and on what turns have, and on what the row tells the template, not on words. So it is
+        looked at once for all conversations that are alike in these.
         """
         kinds = tuple((turn.role, bool(turn.content), *turn.extra) for turn in turns)
         known = _unprinted.setdefault(self.tokenizer, {})
-        alike = (kinds, tuple(self.arguments), self.silence)
+        told = [(name, name in ("tools", "documents") or value) for name, value in self.arguments.items()]
+        alike = (kinds, repr(told), self.silence)
         if alike not in known:
             known[alike] = self._first_unprinted(turns)
         if (place := known[alike]) is not None:
@@ -290,10 +291,14 @@ class _Printer:
 
     def _first_unprinted(self, turns: Turns) -> int | None:
         said = [place for place, turn in enumerate(turns) if turn.content]
-        if self._unprinted_of(turns, said) == []:
+        # Up to their turn: words beside a call may be thoughts, which are left out on purpose once the answer is there.
+        calling = [place for place in said if turns[place].extra.get("tool_calls")]
+        others = [place for place in said if place not in calling]
+        if not calling and self._unprinted_of(turns, others) == []:
             return None
         # One by one: a template that refuses a marker reads what it stands for, such as a tool's JSON.
-        return next((place for place in said if self._unprinted_of(turns, [place])), None)
+        upto = {place: turns[: place + 1] if place in calling else turns for place in said}
+        return next((place for place in said if self._unprinted_of(upto[place], [place])), None)
 
     def _unprinted_of(self, turns: Turns, places: list[int]) -> list[int] | None:
         """Those of the turns at these places that are not printed; None where the template refuses a marker there."""

@@ -32,7 +32,9 @@ def template_arguments(row: Row, tools: Any = None, place: str = "") -> dict[str
         if not isinstance(arguments, dict):
             raise Unusable("wrong type", f"{key} is {kind_of(arguments)}, expected an object")
         found |= _without_nulls(sound(arguments, key))
-    if "documents" in found:
+    if found.get("documents") in NEUTRAL:
+        found.pop("documents", None)
+    else:
         found["documents"] = _objects(found["documents"], f"{key}.documents")
     given = [(place, tools), *((name, row.get(name)) for name in ("tools", "functions"))]
     given.append((f"{key}.tools", found.pop("tools", None)))
