@@ -69,9 +69,10 @@ def check(config: RunConfig) -> None:
         raise ConfigError(f"{' and '.join(missing)} must be set, in the recipe or by flag; for example: {flags}")
     _check_mix(config.data)
     _check_date(config.data.date)
-    if config.data.cache is not None and Path(config.data.cache).resolve() == Path(config.output.dir).resolve():
+    cache, run = config.data.cache, Path(config.output.dir).resolve()
+    if cache is not None and Path(cache).resolve().is_relative_to(run):
         raise ConfigError(
-            f"data.cache and output.dir are both {config.output.dir}. Give each a folder of its own: a run keeps its "
+            f"data.cache {cache} lies in output.dir {config.output.dir}. Give it a folder elsewhere: a run keeps its "
             "folder to itself, and a cache is shared."
         )
     if config.objective.label_smoothing != 0 and name not in ("dpo", "dpo_norm"):

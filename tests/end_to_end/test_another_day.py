@@ -73,4 +73,6 @@ def test_a_date_that_is_none_is_refused(dated: Job, day: str) -> None:
 
 def test_a_cache_in_the_run_folder_is_refused(job: Job) -> None:
     """The run holds its folder, and would wait for itself."""
-    assert "data.cache and output.dir are both" in job.but(data={"cache": f"{job.run}/../run/"}).refused("train")
+    for place in ("", "tokens"):
+        message = job.but(data={"cache": f"{job.run}/../run/{place}"}).refused("train")
+        assert f"lies in output.dir {job.run}" in message
