@@ -326,9 +326,8 @@ def _weight(row: Row) -> float:
 
 def _notes(row: Row, parts: _Unpacked, cut: Parts, example: Example) -> Iterator[str]:
     """What is worth knowing of a row that is used."""
-    scores = (
-        {} if parts.document else {key: _score(row[key]) for pair in SCORES for key in pair if row.get(key) is not None}
-    )
+    rated = () if parts.document else SCORES
+    scores = {key: _score(row[key]) for pair in rated for key in pair if row.get(key) is not None}
     given = {key: score for key, score in scores.items() if score is not None}
     if len(given) < len(scores):
         yield NO_SCORE

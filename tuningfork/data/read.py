@@ -18,11 +18,10 @@ from typing import Any
 
 import datasets
 import pyarrow.parquet
-import xxhash
 
 from tuningfork.data.json_rows import Row, array_rows, is_array, is_zipped, line_rows, pieces
 from tuningfork.errors import DataError
-from tuningfork.files import SCRATCH_CURE, explained, scratch
+from tuningfork.files import SCRATCH_CURE, checksum, explained, scratch
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 HUB = "hub:"  # in front of owner/name
@@ -87,16 +86,13 @@ def digest_of(table: str) -> str:
 
 
 def _digest_of_files(paths: Sequence[Path]) -> str:
-    digest = xxhash.xxh3_128()
+    sums = []
     for path in paths:
         try:
-            with path.open("rb") as file:
-                digest.update(path.stat().st_size.to_bytes(8, "little"))
-                while piece := file.read(1 << 20):
-                    digest.update(piece)
+            sums.append(checksum(path))
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror or error}). Check the file's rights.") from error
-    return digest.hexdigest()
+    return " ".join(sums)
 
 
 def suffix_of(path: Path) -> str:

@@ -56,8 +56,8 @@ class _Tally:
 def survey(path: str, rows: Rows, asked: str) -> Survey:
     """Look at all rows. Their form is the one that most of them have, or the one asked for.
 
-    Answers count as repeating their prompts where more than half of the rows with strings look like it. Files decide
-    that each for itself, shards of one data set too.
+    Answers count as repeating their prompts where more than half of the rows with strings look like it, and enough of
+    them to tell. Files decide that each for itself, shards of one data set too.
 
     Raises DataError where no row has any form, or the one asked for, or where a row shows that all mean something else.
     """
