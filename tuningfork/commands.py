@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -47,12 +48,13 @@ def train(config: RunConfig, resume: bool, console: Console | None = None) -> in
     console = console or Console()
     folder = Path(config.output.dir)
     with exclusive(folder):
-        run_folder.check(
-            folder, resume, lambda old: differences(from_yaml(old, str(folder / run_folder.CONFIG)), config)
-        )
+        run_folder.check(folder, resume)
+        config = _dated(config)
+        if (before := _run_in(folder)) is not None:
+            run_folder.check_settings(folder, differences(before, config))
         optimizer.check(config.train)  # before minutes of reading and scoring
         last = checkpoint.newest(folder / "checkpoints")
-        data, start, tokenizer = _prepare(config, console, began=checkpoint.progress(last).date if last else "")
+        data, start, tokenizer = _prepare(config, console)
         settle_activations(start, config.train, data.limits, last, console)
         text = to_yaml(config)
         result = run(data, start, tokenizer, text, config.pack, config.reference, config.train, config.output, console)
@@ -68,13 +70,13 @@ def data(config: RunConfig, strict: bool) -> int:
     Returns 1 if `strict` and something is wrong that a careful person would stop on.
     """
     console = Console()
+    config = _dated(config)
     folder = Path(config.output.dir) / data_files.FOLDER
     data_files.check(folder)  # before minutes of reading
     tokenizer, model = load_tokenizer(config.model.path), load_config(config.model.path)
-    settings = config.data.dated()
 
     def read(sources: str | list[str], use: Use) -> SetData:
-        examples, report = read_sources(sources, tokenizer, settings, config.pack, model.vocab_size, console, use)
+        examples, report = read_sources(sources, tokenizer, config.data, config.pack, model.vocab_size, console, use)
         return SetData.of(examples, report, tokenizer.bos_token_id)
 
     if config.data.eval is not None:
@@ -90,7 +92,7 @@ def data(config: RunConfig, strict: bool) -> int:
         held_out,
         tokenizer,
         model,
-        settings,
+        config.data,
         config.pack,
         EpochOrder.plan(len(train.examples), per_step, config.train.seed, epochs, most),
         PackLimits.plan(config.pack.tokens, config.pack.share_prompt, compiled),
@@ -106,6 +108,7 @@ def data(config: RunConfig, strict: bool) -> int:
 def reference(config: RunConfig) -> int:
     """`tuningfork reference`: fill the reference cache and nothing else."""
     console = Console()
+    config = _dated(config)
     data, start, _ = _prepare(config, console)
     if not start.objective.needs_reference:
         raise ConfigError(f"objective.name {config.objective.name} has no reference; there is nothing to score.")
@@ -125,6 +128,7 @@ def evaluate(config: RunConfig, policy: str | None) -> int:
     path = policy or str(Path(config.output.dir) / "model")
     if not Path(path).is_dir():
         raise ModelError(f"{path} is not a folder. Train first, or name a model folder with --policy.")
+    config = _dated(config)
     data, start, _ = _prepare(config, console)
     store = None
     if start.objective.needs_reference:
@@ -170,13 +174,25 @@ def summary(result: RunResult, data: Data) -> str:
     return "\n\n".join(parts)
 
 
-def _prepare(config: RunConfig, console: Console, began: str = "") -> tuple[Data, Start, PreTrainedTokenizerBase]:
-    """Data, model and tokenizer of a run, which `began` on that day if not today."""
+def _run_in(folder: Path) -> RunConfig | None:
+    """The settings of the run in a folder, None if there is none. Raises ConfigError where they cannot be read."""
+    path = folder / run_folder.CONFIG
+    return from_yaml(path.read_text(errors="replace"), str(path)) if path.is_file() else None
+
+
+def _dated(config: RunConfig) -> RunConfig:
+    """The same with the day that chat templates print: its own, or that of the run in its folder, or today."""
+    run = _run_in(Path(config.output.dir))
+    return replace(config, data=config.data.dated(began=run.data.date if run else None))
+
+
+def _prepare(config: RunConfig, console: Console) -> tuple[Data, Start, PreTrainedTokenizerBase]:
+    """Data, model and tokenizer of a run whose data has a date."""
     device = choose_device(config.train.device)
     compiled = choose_compile(config.model.compile, device)
     with console.startup.time("data"):
         tokenizer = load_tokenizer(config.model.path)
-        data = read_data(config.model, config.data.dated(began), config.pack, tokenizer, compiled, console)
+        data = read_data(config.model, config.data, config.pack, tokenizer, compiled, console)
     start = start_model(config.model, config.objective, config.train, device, console)
     return data, start, tokenizer
 

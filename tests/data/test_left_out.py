@@ -47,6 +47,15 @@ def test_a_template_that_reads_what_is_said_is_given_it() -> None:
         rendered(reading.replace("{{ m['content'] }};", "{{ m['role'] }};"), answer("b"), prompt=(prompt[1], prompt[2]))
 
 
+@pytest.mark.parametrize("change", ["upper", "capitalize", "trim", "tojson", "tojson(ensure_ascii=true)", "urlencode"])
+def test_words_may_be_printed_in_another_way(change: str) -> None:
+    """In capitals, or as JSON: they are not left out."""
+    template = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] | CHANGE }};{% endfor %}"
+    prompt = (Message("system", "s"), *turns("q", "a"))
+    text = rendered(template.replace("CHANGE", change), answer("b"), prompt=prompt).texts[0]
+    assert text.lower().replace('"', "") == "system:s;user:q;assistant:a;assistant:b;"
+
+
 def test_what_one_row_tells_the_template_decides_for_it_alone() -> None:
     """Whether words are printed is remembered for rows that are alike, in this too."""
     template = KNOWN.replace("ROLES", "(['user', 'assistant'] + (['system'] if keep else []))")

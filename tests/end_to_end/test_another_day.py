@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 
 from tests.data.tiny_tokenizers import CHATML
 from tests.end_to_end.workbench import Job, make_model, make_tokenizer
+from tuningfork.config import from_yaml
 from tuningfork.data import config
-from tuningfork.train import checkpoint, loop
+from tuningfork.train import loop
 
 
 class Crash(BaseException):
@@ -37,6 +39,11 @@ def on(monkeypatch: pytest.MonkeyPatch, day: str) -> None:
     monkeypatch.setattr(config, "date", Clock)
 
 
+def day_of(job: Job) -> str | None:
+    """What a run's settings say, as they are kept with it."""
+    return from_yaml((job.run / "config.yaml").read_text(), "config.yaml").data.date
+
+
 def crash_in_fourth_step(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     step, count = loop.train_step, iter(range(1, 100))
 
@@ -55,15 +62,34 @@ def test_a_run_is_resumed_on_another_day(dated: Job, monkeypatch: pytest.MonkeyP
     on(monkeypatch, "2026-01-31")
     crash_in_fourth_step(dated, monkeypatch)
     on(monkeypatch, "2026-02-01")
+    other = dated.refused("train", "--resume", "--data.date", "2026-02-01")
+    assert "data.date: the run has '2026-01-31', now '2026-02-01'" in other
     dated.done("train", "--resume")
-    last = checkpoint.newest(dated.run / "checkpoints")
-    assert last is not None and checkpoint.progress(last).date == "2026-01-31"
+    assert day_of(dated) == "2026-01-31"
+    dated.done("train", "--resume", "--data.date", "2026-01-31")
     # A run that begins today prints today; the recipe can say another day.
     for name, options, day in (("new", (), "2026-02-01"), ("set", ("--data.date", "2025-12-24"), "2025-12-24")):
         other = dated.elsewhere(name)
         other.done("train", *options)
-        last = checkpoint.newest(other.run / "checkpoints")
-        assert last is not None and checkpoint.progress(last).date == day
+        assert day_of(other) == day
+
+
+def test_every_command_prints_the_day_of_the_run_in_its_folder(dated: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first day's tokens, and so its scores and its numbers; without a run, today's."""
+    on(monkeypatch, "2026-01-31")
+    dated.done("train")
+    after = json.loads((dated.run / "eval.json").read_text())["after"]
+    on(monkeypatch, "2026-02-01")
+    assert f"loss {after['loss']:.3f}" in " ".join(dated.done("eval").out.split())
+    scored = len(list(dated.cache.rglob("*")))
+    assert "scoring the reference" not in dated.done("reference").out
+    assert len(list(dated.cache.rglob("*"))) == scored
+    dated.done("data")
+    assert json.loads((dated.run / "data" / "data_report.json").read_text())["tokenizer"]["date"] == "2026-01-31"
+    other = dated.elsewhere("other")
+    shown = other.done("data").out
+    assert "day that the template prints 2026-02-01" in " ".join(shown.split())
+    assert "2026-02-01" in (other.run / "data" / "data_report.html").read_text()
 
 
 @pytest.mark.parametrize("day", ["2026-02-30", "31.01.2026", "2026-1-31", "20260131", "2026-W05-6", "today"])

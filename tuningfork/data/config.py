@@ -61,12 +61,13 @@ class DataConfig:
     workers: Annotated[int, Field(ge=1)] | None = None
     """Most processes that turn rows into tokens; a short table needs fewer. null: one for each core."""
     date: Annotated[str, Field(min_length=1)] | None = None
-    """The day that a chat template prints, where it prints one: 2026-01-31. null: today, or when the run began."""
+    """The day that a chat template prints, where it prints one: 2026-01-31. null: when the run in output.dir began, or
+    today."""
     template: Literal["chat", "none"] = "chat"
     """chat: the tokenizer's chat template; plain strings become a user and an assistant turn. none: text as it is."""
 
-    def dated(self, began: str = "") -> DataConfig:
-        """The same with a day: its own, or that on which a run began, or today."""
+    def dated(self, began: str | None = None) -> DataConfig:
+        """The same with a day: its own, or that on which a run `began`, or today."""
         return replace(self, date=self.date or began or date.today().isoformat())
 
 

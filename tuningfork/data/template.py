@@ -47,6 +47,7 @@ _NOW = re.compile(r"""\bstrftime_now\(\s*("[^"\\]*"|'[^'\\]*')\s*\)""")
 # Of a tokenizer: by what conversations have, the first turn whose words its template does not print.
 _unprinted: WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple[Any, ...], int | None]] = WeakKeyDictionary()
 _MARKER = "\u2063tuningfork\u2063"  # invisible separators: no template takes it apart, no content has it
+_NUMBER = "7315520946"  # as unlikely, and the same in capitals and in JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +303,7 @@ class _Printer:
 
     def _unprinted_of(self, turns: Turns, places: list[int]) -> list[int] | None:
         """Those of the turns at these places that are not printed; None where the template refuses a marker there."""
-        marks = {place: f"{_MARKER}{place}{_MARKER}" for place in places}
+        marks = {place: f"{_NUMBER}{place}{_NUMBER}" for place in places}
         marked = (replace(turn, content=marks.get(place, turn.content)) for place, turn in enumerate(turns))
         text = self._if_printed(tuple(marked))
         return None if text is None else [place for place, mark in marks.items() if mark not in text]

@@ -328,6 +328,7 @@ def _tokenizer(tokenizer: Tree) -> str:
             ("End of text (EOS)", special(tokenizer["eos"])),
             ("Padding", f"{special(tokenizer['pad'])}; not used in training here"),
             ("Template", "chat template" if tokenizer["template"] == "chat" else "none: text as it is"),
+            *([("Day that the template prints", tokenizer["date"])] if tokenizer["date"] else []),
             ("BOS stands before", of_all(tokenizer["begin_with_bos"])),
             ("EOS ends", of_all(tokenizer["end_with_eos"])),
         ]

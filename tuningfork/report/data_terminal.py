@@ -247,6 +247,8 @@ def _tokenizer(facts: Tree) -> Table:
     grid.add_row("BOS", f"{special['bos']}, before {facts['begin_with_bos']:,} of {n:,} sequences")
     grid.add_row("EOS", f"{special['eos']}, ends {facts['end_with_eos']:,} of {n:,} sequences")
     grid.add_row("padding", f"{special['pad']}, not used in training here")
+    if facts["date"]:
+        grid.add_row("day that the template prints", facts["date"])
     grid.columns[-1].justify = "left"
     return grid
 

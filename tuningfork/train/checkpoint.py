@@ -33,7 +33,6 @@ class Progress:
     data_digest: str  # of the examples trained on; a resumed run must have the same
     start_model: str  # content hash of the model the run started from, and so of its reference
     dtype: str  # of the computation; `model.dtype: auto` names another one on another device
-    date: str = ""  # that chat templates print; `data.date: null` names another one on another day
     activation_memory: str = "none"  # the mode in force; `train.activation_memory: auto` keeps it
 
 

@@ -6,7 +6,7 @@ A report of `tuningfork data` may lie in it already.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 
 from tuningfork.errors import RunFolderError
@@ -24,14 +24,11 @@ FREE_TO_CHANGE = (
 )
 
 
-def check(folder: Path, resume: bool, changed_since: Callable[[str], dict[str, tuple[object, object]]]) -> None:
-    """Whether a run may use this folder.
-
-    Args:
-        changed_since: given the text of the folder's config.yaml, the settings that differ now.
+def check(folder: Path, resume: bool) -> None:
+    """Whether a run may begin in this folder, or with `resume` go on there.
 
     Raises:
-        RunFolderError: the folder exists and `resume` is not given, or it holds another run, or something else.
+        RunFolderError: the folder exists and `resume` is not given, or it holds something else than a run.
     """
     if not folder.exists() and not folder.is_symlink():
         return
@@ -40,15 +37,20 @@ def check(folder: Path, resume: bool, changed_since: Callable[[str], dict[str, t
     found = sorted(entry.name for entry in folder.iterdir() if entry.name != data_files.FOLDER)
     if found and not resume:
         raise RunFolderError(f"{folder} exists. Add --resume to continue that run, or choose another output.dir.")
-    path = folder / CONFIG
-    if path.exists():
-        changes = changed_since(path.read_text(errors="replace"))
-        changed = {key: values for key, values in changes.items() if not key.startswith(FREE_TO_CHANGE)}
-        if changed:
-            lines = [f"  {key}: the run has {old!r}, now {new!r}" for key, (old, new) in changed.items()]
-            raise RunFolderError(
-                f"{folder} is a run with other settings:\n" + "\n".join(lines) + "\n"
-                "A continued run must have the same. Set them back, or choose another output.dir."
-            )
-    elif any(not name.endswith(ASIDE) for name in found):
+    if not (folder / CONFIG).exists() and any(not name.endswith(ASIDE) for name in found):
         raise RunFolderError(f"{folder} is no run folder: it has files, but no {CONFIG}. Choose another output.dir.")
+
+
+def check_settings(folder: Path, changes: Mapping[str, tuple[object, object]]) -> None:
+    """Whether a run may go on with other settings than it has: `changes` are dotted key -> (the run's value, now).
+
+    Raises:
+        RunFolderError: they decide more than where and how often.
+    """
+    changed = {key: values for key, values in changes.items() if not key.startswith(FREE_TO_CHANGE)}
+    if changed:
+        lines = [f"  {key}: the run has {old!r}, now {new!r}" for key, (old, new) in changed.items()]
+        raise RunFolderError(
+            f"{folder} is a run with other settings:\n" + "\n".join(lines) + "\n"
+            "A continued run must have the same. Set them back, or choose another output.dir."
+        )

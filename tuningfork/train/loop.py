@@ -91,7 +91,7 @@ def run(
         console.print(f"step-0 check: margin exactly 0 for {result.pairs_checked} of {result.pairs_checked} pairs")
     start_model = model_digest(start.policy, reference, console)
     dtype, mode = dtype_name(start.policy.dtype), start.policy.activation_memory
-    begun = Progress(0, dataset_digest(data.train), start_model, dtype, data.date, mode)
+    begun = Progress(0, dataset_digest(data.train), start_model, dtype, mode)
     with console.startup.time("evaluation"):
         result.before = _evaluate(start, data, reference, console, "evaluating the starting model")
 

@@ -50,7 +50,6 @@ class Data:
     held_out: Sequence[TokenExample]
     held_out_report: DataReport | None
     limits: PackLimits
-    date: str  # that a chat template has printed, where it prints one
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ def read_data(
             f"Set data.max_length to {positions} or less."
         )
     limits = PackLimits.plan(pack.tokens, pack.share_prompt, compiled)
-    return Data(train, train_report, held_out, held_out_report, limits, data.date)
+    return Data(train, train_report, held_out, held_out_report, limits)
 
 
 def read_sources(

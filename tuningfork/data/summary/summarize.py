@@ -71,7 +71,7 @@ def summarize(
         limits: how large the run's packs are.
     """
     positions = getattr(config, "max_position_embeddings", None)
-    facts = tokenizer_facts(tokenizer, train.examples, data.template, config.vocab_size, positions)
+    facts = tokenizer_facts(tokenizer, train.examples, data, config.vocab_size, positions)
     train_set = summarize_set("training", train, data, positions)
     eval_set = None if held_out is None else summarize_set("held-out", held_out, data, positions)
     sizes, steps = Sizes.of(train.sizes), FirstSteps(train.examples, order)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from tuningfork.data.config import DataConfig
+from tuningfork.data.template import printing_depends_on_time
 from tuningfork.records import TokenExample
 
 
@@ -32,6 +34,7 @@ class TokenizerFacts:
     eos: SpecialToken | None
     pad: SpecialToken | None
     template: str  # chat or none
+    date: str | None  # that the template prints; None where it prints none
     sequences: int
     begin_with_bos: int
     begin_with_two_bos: int
@@ -41,7 +44,7 @@ class TokenizerFacts:
 def tokenizer_facts(
     tokenizer: PreTrainedTokenizerBase,
     examples: Sequence[TokenExample],
-    template: str,
+    data: DataConfig,
     model_rows: int,
     model_positions: int | None,
 ) -> TokenizerFacts:
@@ -59,7 +62,8 @@ def tokenizer_facts(
         bos=_special(tokenizer.bos_token, bos),
         eos=_special(tokenizer.eos_token, eos),
         pad=_special(tokenizer.pad_token, tokenizer.pad_token_id),
-        template=template,
+        template=data.template,
+        date=data.date if data.template == "chat" and printing_depends_on_time(tokenizer) else None,
         sequences=len(begin),
         begin_with_bos=sum(ids[:1] == [bos] for ids in begin),
         begin_with_two_bos=sum(ids == [bos, bos] for ids in begin),
