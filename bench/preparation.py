@@ -34,7 +34,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tuningfork.data.config import DataConfig
-from tuningfork.data.examples import open_table
+from tuningfork.data.survey import open_table
 from tuningfork.data.values import Unusable
 from tuningfork.records import Example, Message
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tuningfork.data import examples, read
+from tuningfork.data import examples, read, survey
 from tuningfork.data.values import Unusable
 from tuningfork.records import DroppedRow, Example, Message, Source
 
@@ -24,7 +24,7 @@ class Read:
 
 
 def read_examples(path: str | Path, as_text: bool, form: str = "auto") -> Read:
-    rows, count, reader = examples.open_table(path, as_text, form)
+    rows, count, reader = survey.open_table(path, as_text, form)
     found = Read(reader.form, count, [], [], {})
     not_read: dict[str, list[Source]] = {}
     for number, row in rows:

@@ -16,9 +16,10 @@ import pytest
 
 from tests.data.test_store import told
 from tests.data.tiny_tokenizers import CHATML, INST, byte_bpe
-from tuningfork.data import examples, store, tables
+from tuningfork.data import store, survey, tables
 from tuningfork.data.config import DataConfig
 from tuningfork.data.tables import TableReader
+from tuningfork.data.workers import Workers
 from tuningfork.errors import DataError, RunFolderError
 from tuningfork.files import DIGESTS
 
@@ -50,8 +51,9 @@ class Opened:
         monkeypatch.setattr(tables, "_make", counted)
 
     def __call__(self, table: str, tokenizer: Any = None, config: DataConfig = CONFIG) -> Any:
-        reader = TableReader(tokenizer or byte_bpe(chat_template=CHATML), config, self.cache, self.said.append)
-        found, account = reader.open(table)
+        tokenizer = tokenizer or byte_bpe(chat_template=CHATML)
+        with TableReader(tokenizer, config, self.cache, self.said.append) as reader:
+            found, account = reader.open(table)
         return [told(example) for example in found], account
 
 
@@ -179,14 +181,14 @@ def test_a_row_that_is_gone_in_a_later_pass_is_noticed(
     opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A table is gone through for its form, then for its rows; without a cache nobody hashes it."""
-    table, look = write(tmp_path, ROWS), examples.survey
+    table, look = write(tmp_path, ROWS), survey.survey
 
     def then_cut(*args: Any) -> Any:
         found = look(*args)
         write(tmp_path, ROWS[:3])
         return found
 
-    monkeypatch.setattr(examples, "survey", then_cut)
+    monkeypatch.setattr(survey, "survey", then_cut)
     for reader in (Opened(monkeypatch, None), opened):
         write(tmp_path, ROWS)
         with pytest.raises(DataError, match="changed while it was read"):
@@ -206,13 +208,13 @@ def test_a_table_that_changes_while_it_is_read_is_refused(
     opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its tokens must not be kept under the name of what it was."""
-    table, encode = write(tmp_path, ROWS), tables.encode_chunks
+    table, encode = write(tmp_path, ROWS), Workers.encode
 
     def late(*args: Any) -> Any:
         yield from encode(*args)
         write(tmp_path, [*ROWS, ROWS[0]])
 
-    monkeypatch.setattr(tables, "encode_chunks", late)
+    monkeypatch.setattr(Workers, "encode", late)
     with pytest.raises(DataError, match="changed while it was read"):
         opened(table)
     assert not (tmp_path / "cache").exists()
@@ -274,15 +276,16 @@ def test_an_entry_that_may_not_be_read_is_no_damage(
 
 def _open_slowly(table: str, cache: Path, out: Path) -> None:
     said: list[str] = []
-    encode = tables.encode_chunks
+    encode = Workers.encode
 
     def slow(*args: Any) -> Any:
         (out.parent / f"{out.name} begun").touch()
         time.sleep(1)
         return encode(*args)
 
-    tables.encode_chunks = slow
-    TableReader(byte_bpe(chat_template=CHATML), CONFIG, cache, said.append).open(table)
+    Workers.encode = slow  # type: ignore[method-assign]  # in a process of its own
+    with TableReader(byte_bpe(chat_template=CHATML), CONFIG, cache, said.append) as reader:
+        reader.open(table)
     out.write_text("\n".join(said))
 
 

@@ -45,19 +45,19 @@ def prepare(
     the tokenizer are unfit, or where no row is left.
     """
     check_vocabulary(tokenizer, vocab_size)
-    reader = TableReader(tokenizer, config, cache, notice)
     names = [str(sources)] if isinstance(sources, str | Path) else list(sources)
     report = DataReport()
     groups: list[Selection] = []
-    for tables in expand_all(names, use):
-        report.sources[tables.source] = tables.taken
-        report.passed_over += tables.left
-        found = []
-        for table in tables.taken:
-            examples, account = reader.open(table, _from(report.rows_read, progress))
-            found.append(examples)
-            _enter(table, account, report)
-        groups.append(Selection(found))
+    with TableReader(tokenizer, config, cache, notice) as reader:
+        for tables in expand_all(names, use):
+            report.sources[tables.source] = tables.taken
+            report.passed_over += tables.left
+            found = []
+            for table in tables.taken:
+                examples, account = reader.open(table, _from(report.rows_read, progress))
+                found.append(examples)
+                _enter(table, account, report)
+            groups.append(Selection(found))
     used = Selection(_mix(groups, tokenizer, config, report) if use == "train" else groups)
     report.used = len(used)
     unused = {Source(row.file, row.row) for row in report.dropped_rows}

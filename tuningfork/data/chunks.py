@@ -1,25 +1,9 @@
-"""Rows -> tokens, a chunk at a time, in this process or in one for each core.
-
-The tokenizer's own threads cannot keep many cores busy: reading rows, printing chat templates and cutting texts is
-Python. So a long table is spread over processes, each with a copy of the tokenizer. Chunks come back in their order,
-and what becomes of a row depends on that row alone, so the result is the same for any number of processes.
-"""
+"""A chunk of rows -> tokens, and an account of what became of each row."""
 
 from __future__ import annotations
 
-import multiprocessing
-import multiprocessing.connection
-import os
-import pickle
-import signal
-import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from itertools import combinations, islice
-from pathlib import Path
+from itertools import combinations
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -27,25 +11,12 @@ from transformers import PreTrainedTokenizerBase
 from tuningfork.data.config import DataConfig
 from tuningfork.data.examples import RowReader
 from tuningfork.data.json_rows import Row
-from tuningfork.data.read import Rows
 from tuningfork.data.shorten import shorten, size_of
 from tuningfork.data.store import Columns, columns_of
 from tuningfork.data.template import RenderedExample, render
 from tuningfork.data.tokenize import Encoded, Encoder
 from tuningfork.data.values import Unusable
-from tuningfork.errors import DataError
-from tuningfork.files import SCRATCH_CURE, explained, scratch
 from tuningfork.records import Example, Size, TokenExample
-
-CHUNK = 256  # rows encoded in one call: enough to keep the tokenizer's threads busy, few enough to show progress
-ROWS_A_PROCESS = 2048  # fewer are done sooner without a process of their own, which takes seconds to start
-_AHEAD = 3  # chunks that wait for each process, so that none is idle and few lie in memory
-
-OURS = "TUNINGFORK_TOKENS"  # in the environment of processes that are started here
-GUARD = (
-    "A script must ask for its data below `if __name__ == '__main__':`, for every process reads the script again; or "
-    "set data.workers: 1."
-)
 
 Chunk = list[tuple[int, Row]]
 """Rows with their numbers."""
@@ -110,120 +81,6 @@ class ChunkEncoder:
             )
             for example, encoded in zip(kept, self.encoder.encode(rendered), strict=True)
         ]
-
-
-def check_started() -> None:
-    """Raise DataError in a process that is still starting: it reads a script that prepares data as it is read.
-
-    Such a process must not come as far as the first one's lock, which that one holds until the process has started.
-    """
-    if OURS in os.environ and getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise DataError(f"A process that turns rows into tokens cannot start. {GUARD}")
-
-
-def encode_chunks(
-    rows: Rows, count: int, reader: RowReader, encoder: ChunkEncoder, config: DataConfig
-) -> Iterator[Block]:
-    """A block for each chunk of a table's rows, in their order. `count` is about how many there are.
-
-    As many processes work on them, each with an encoder like this one, as data.workers allows, else one for each core,
-    and no more than the rows pay for. Raises DataError where a process is killed, or where no row can be used.
-    """
-    drawn = iter(rows)
-    chunks = iter(lambda: list(islice(drawn, CHUNK)), [])
-    workers = min(config.workers or _cores(), count // ROWS_A_PROCESS)
-    if workers <= 1:
-        yield from (encoder(chunk, reader) for chunk in chunks)
-        return
-    with scratch() as folder:
-        # In a file: handing megabytes to a process that dies as it starts would wait for ever.
-        copies = folder / "encoder"
-        with explained(copies, SCRATCH_CURE):
-            copies.write_bytes(pickle.dumps((encoder.tokenizer, config, reader)))
-        yield from _spread(chunks, workers, lambda chunk: encoder(chunk, reader), str(copies))
-
-
-def _spread(chunks: Iterator[Chunk], workers: int, here: Callable[[Chunk], Block], copies: str) -> Iterator[Block]:
-    """The blocks of all chunks, made by this number of processes; the first of them `here`, while processes start."""
-    # Fresh processes: in copies of this one, the tokenizer's and PyTorch's threads would be in any state.
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin, (copies,))
-    try:
-        ready = [_submit(pool, []) for _ in range(workers)]
-        waiting: deque[Future[Block]] = deque()
-        for chunk in chunks:
-            if not waiting and not _begun(ready):
-                yield here(chunk)
-                continue
-            waiting.append(_submit(pool, chunk))
-            if len(waiting) >= workers * _AHEAD:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    except BrokenProcessPool as error:
-        if not any(future.done() and future.exception() is None for future in ready):
-            raise DataError(
-                "No process that turns rows into tokens could start. Where it was killed for want of memory, set "
-                f"data.workers to less. {GUARD}"
-            ) from error
-        raise DataError(
-            f"A process that turns rows into tokens was killed, perhaps for want of memory ({workers} were at work). "
-            f"Set data.workers to less: {workers // 2}."
-        ) from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _submit(pool: ProcessPoolExecutor, chunk: Chunk) -> Future[Block]:
-    """Hand a chunk to the processes, of which this may start another one.
-
-    Ctrl-C reaches all processes, and the first of them ends the others: for them it is blocked from their beginning.
-    Raises DataError where the machine refuses another process.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    os.environ[OURS] = "1"
-    try:
-        return pool.submit(_work, chunk)
-    except OSError as error:
-        raise DataError(
-            f"The machine refuses another process that turns rows into tokens ({error.strerror or error}). Set "
-            "data.workers to less, such as 1."
-        ) from error
-    finally:
-        del os.environ[OURS]
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _begun(ready: Sequence[Future[Block]]) -> bool:
-    """Whether a process is ready to work."""
-    return any(future.done() for future in ready)
-
-
-_encoder: ChunkEncoder  # of a working process, and the reader of its table
-_reader: RowReader
-
-
-def _begin(copies: str) -> None:
-    global _encoder, _reader
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core already
-    threading.Thread(target=_end_with_the_first, daemon=True).start()
-    tokenizer, config, _reader = pickle.loads(Path(copies).read_bytes())
-    _encoder = ChunkEncoder(tokenizer, config)
-
-
-def _end_with_the_first() -> None:
-    """End this process when the one that it works for has gone, which may have had no time to say so."""
-    first = multiprocessing.parent_process()
-    assert first is not None
-    multiprocessing.connection.wait([first.sentinel])
-    os._exit(1)
-
-
-def _work(chunk: Chunk) -> Block:
-    return _encoder(chunk, _reader)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check(example: TokenExample) -> None:

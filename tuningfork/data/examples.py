@@ -10,13 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from itertools import combinations
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from tuningfork.data.forms import FORMS, Form, Named, Parts, form_of
 from tuningfork.data.json_rows import Row, kind_of
-from tuningfork.data.read import Rows, read_rows
-from tuningfork.data.survey import survey
 from tuningfork.data.tools import holds_null, template_arguments
 from tuningfork.data.turns import (
     OPENING,
@@ -101,16 +98,6 @@ class RowReader:
         if self.as_text and notes and notes != (SOME_AS_JSON,):
             raise Unusable("messages without a chat template", f"{notes[0]} where data.template is not none")
         return _Unpacked(prompt, answers, found.label, found.tools, found.document, notes)
-
-
-def open_table(path: str | Path, as_text: bool, form: str = "auto") -> tuple[Rows, int, RowReader]:
-    """A table's rows, how many there are, and what makes examples of them. `form`: a name of FORMS.
-
-    Raises DataError where the whole table is unusable.
-    """
-    rows = read_rows(path)
-    found = survey(str(path), rows, form)
-    return rows, found.rows, RowReader(str(path), found.form, form == "auto", found.repeat_prompts, as_text)
 
 
 def fields_not_read(names: Sequence[str]) -> str:

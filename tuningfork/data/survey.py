@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
+from tuningfork.data.examples import RowReader
 from tuningfork.data.forms import FORMS, first_form, form_of
 from tuningfork.data.json_rows import Row
-from tuningfork.data.read import Rows
+from tuningfork.data.read import Rows, read_rows
 from tuningfork.data.values import Unusable, filled
 from tuningfork.errors import DataError
 
@@ -51,6 +53,16 @@ class _Tally:
         if parts.asked and all(isinstance(answer, str) for _, answer in parts.answers):
             self.strings += 1
             self.repeats += parts.repeat_prompt
+
+
+def open_table(path: str | Path, as_text: bool, form: str = "auto") -> tuple[Rows, int, RowReader]:
+    """A table's rows, how many there are, and what makes examples of them. `form`: a name of FORMS.
+
+    Raises DataError where the whole table is unusable.
+    """
+    rows = read_rows(path)
+    found = survey(str(path), rows, form)
+    return rows, found.rows, RowReader(str(path), found.form, form == "auto", found.repeat_prompts, as_text)
 
 
 def survey(path: str, rows: Rows, asked: str) -> Survey:

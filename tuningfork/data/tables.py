@@ -23,12 +23,14 @@ from transformers import PreTrainedTokenizerBase
 
 from tuningfork import records
 from tuningfork.data import store
-from tuningfork.data.chunks import ChunkEncoder, check_started, encode_chunks
+from tuningfork.data.chunks import ChunkEncoder
 from tuningfork.data.config import DataConfig
-from tuningfork.data.examples import fields_not_read, open_table
+from tuningfork.data.examples import fields_not_read
 from tuningfork.data.read import digest_of
 from tuningfork.data.store import Columns, TokenTable
+from tuningfork.data.survey import open_table
 from tuningfork.data.template import at_moment, printing_depends_on_time
+from tuningfork.data.workers import Workers, check_started
 from tuningfork.errors import DataError, RunFolderError
 from tuningfork.files import ASIDE, check_sealed, exclusive, explained, remove, seal, whole_folder
 from tuningfork.records import Size
@@ -71,7 +73,7 @@ class TableAccount:
 class TableReader:
     """Opens tables with one tokenizer and one set of options; `folder` is the cache, None for none.
 
-    Raises DataError for an unfit tokenizer.
+    To be used as a context: what processes it starts stay to its end. Raises DataError for an unfit tokenizer.
     """
 
     def __init__(
@@ -79,9 +81,15 @@ class TableReader:
     ) -> None:
         check_started()
         tokenizer = at_moment(tokenizer, datetime.fromisoformat(config.date) if config.date else datetime.now())
-        self.encoder = ChunkEncoder(tokenizer, config)
+        self.workers = Workers(ChunkEncoder(tokenizer, config), config)
         self.config, self.folder, self.notice = config, folder, notice
         self.origin = "" if folder is None else _origin(tokenizer, config)
+
+    def __enter__(self) -> TableReader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.workers.close()
 
     def open(self, table: str, progress: Progress | None = None) -> tuple[TokenTable, TableAccount]:
         """The examples and the account of a table: a file, a saved data set or a hub name.
@@ -91,7 +99,7 @@ class TableReader:
             RunFolderError: the cache cannot be read or written.
         """
         if self.folder is None:
-            account, blocks = _make(table, self.encoder, self.config, progress)
+            account, blocks = _make(table, self.workers, self.config, progress)
             return TokenTable(table, store.joined(blocks)), account
         before = digest_of(table)
         entry = self.folder / xxhash.xxh3_128_hexdigest(f"{before} {self.origin}".encode())
@@ -123,7 +131,7 @@ class TableReader:
                 self.notice(f"{entry}: damaged, made again")
                 remove(entry)
         with whole_folder(entry, CURE) as aside:
-            account, blocks = _make(table, self.encoder, self.config, progress)
+            account, blocks = _make(table, self.workers, self.config, progress)
             store.write(aside, blocks)
             (aside / ACCOUNT).write_text(account.as_json())
             seal(aside)
@@ -147,7 +155,7 @@ def _read(entry: Path) -> tuple[Columns, TableAccount] | None:
 
 
 def _make(
-    table: str, encoder: ChunkEncoder, config: DataConfig, progress: Progress | None
+    table: str, workers: Workers, config: DataConfig, progress: Progress | None
 ) -> tuple[TableAccount, Iterator[Columns]]:
     """Read and encode a table. The account is complete once the columns are drawn."""
     rows, count, reader = open_table(table, as_text=config.template == "none", form=config.format)
@@ -156,7 +164,7 @@ def _make(
     def columns() -> Iterator[Columns]:
         done = kept = 0
         not_read: dict[str, list[int]] = {}
-        for block in encode_chunks(rows, count, reader, encoder, config):
+        for block in workers.encode(rows, count, reader):
             yield block.columns
             kept += len(block.columns["row"])
             account.dropped += block.dropped

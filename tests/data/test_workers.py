@@ -9,67 +9,115 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor, wait
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.data.test_store import told
 from tests.data.test_tables import CONFIG, ROWS, Opened, write
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
-from tuningfork.data import chunks, tables
+from tuningfork.data import tables, workers
+from tuningfork.data.chunks import Chunk, ChunkEncoder
 from tuningfork.data.examples import RowReader
-from tuningfork.data.read import Rows
 from tuningfork.data.tables import TableReader
+from tuningfork.data.workers import Workers
 from tuningfork.errors import DataError, RunFolderError
 
 
 @pytest.fixture(autouse=True)
 def _few_rows_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "ROWS_A_PROCESS", 1)
+    monkeypatch.setattr(workers, "ROWS_A_PROCESS", 1)
+
+
+class NoProcesses:
+    """Stands for the processes; remembers how many were asked for."""
+
+    def __init__(self, count: int, *rest: Any) -> None:
+        self.count = count
+
+    def submit(self, *args: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(None)
+        return done
+
+    def shutdown(self, **options: bool) -> None:
+        closed.append(self.count)
+
+
+closed: list[int] = []
 
 
 def test_a_process_has_enough_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more processes than data.workers, or cores, and than there are rows for."""
-    asked: list[int] = []
-    monkeypatch.setattr(chunks, "ROWS_A_PROCESS", 10)
-    monkeypatch.setattr(chunks, "_cores", lambda: 4)
-    monkeypatch.setattr(chunks, "_spread", lambda _, workers, *rest: asked.append(workers) or [])
-    encoder = chunks.ChunkEncoder(byte_bpe(chat_template=CHATML), CONFIG)
-    no_rows, reader = Rows(lambda: []), RowReader("", "pairs", False, False, False)
-    for workers, rows in ((None, 19), (None, 20), (None, 500), (3, 500), (9, 500), (9, 20), (1, 500)):
-        list(chunks.encode_chunks(no_rows, rows, reader, encoder, replace(CONFIG, workers=workers)))
-    assert asked == [2, 4, 3, 9, 2]
+    """No more processes than data.workers, or cores, and than there are rows for in all tables so far. They stay, and
+    are started anew only where twice as many are wanted."""
+    monkeypatch.setattr(workers, "ROWS_A_PROCESS", 10)
+    monkeypatch.setattr(workers, "_cores", lambda: 4)
+    monkeypatch.setattr(workers, "ProcessPoolExecutor", NoProcesses)
+    encoder = ChunkEncoder(byte_bpe(chat_template=CHATML), CONFIG)
+    reader = RowReader("", "pairs", False, False, False)
+    cases: list[tuple[int | None, list[int], list[int]]] = [
+        *((None, [19], []), (None, [20], [2]), (None, [500], [4])),
+        *((3, [500], [3]), (9, [500], [9]), (9, [20], [2]), (1, [500], [])),
+        *((None, [19, 1], [2]), (None, [20, 19, 2, 500], [2, 4]), (8, [5, 5, 5, 5, 19, 1, 500], [2, 4, 8])),
+    ]
+    for most, lengths, wanted in cases:
+        closed.clear()
+        pool = Workers(encoder, replace(CONFIG, workers=most))
+        for rows in lengths:
+            assert list(pool.encode([], rows, reader)) == []
+        assert closed == wanted[:-1]
+        pool.close()
+        assert closed == wanted
 
 
-def _all_begun(ready: Any) -> bool:
-    return not wait(ready, timeout=120).not_done
+def _all_begun(pool: Workers) -> bool:
+    return not wait(pool._ready, timeout=120).not_done
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-def test_any_number_of_processes_gives_the_same(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "CHUNK", 3)
-    monkeypatch.setattr(chunks, "_begun", _all_begun)
+@pytest.mark.parametrize("count", [2, 3])
+def test_any_number_of_processes_gives_the_same(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "CHUNK", 3)
+    monkeypatch.setattr(Workers, "_begun", _all_begun)
     rows = [{**ROWS[0], "prompt": f"question {n}"} if n % 5 else ROWS[2] for n in range(40)]
     table = write(tmp_path, rows)
     alone = Opened(monkeypatch, None)(table, config=replace(CONFIG, workers=1))
-    assert Opened(monkeypatch, None)(table, config=replace(CONFIG, workers=workers)) == alone
+    assert Opened(monkeypatch, None)(table, config=replace(CONFIG, workers=count)) == alone
     assert len(alone[0]) == 32 and len(alone[1].dropped) == 8
     # Some chunks here, while the processes start, and the others there.
     begun = iter([False, True, True])
-    monkeypatch.setattr(chunks, "_begun", lambda ready: next(begun, True) and _all_begun(ready))
-    assert Opened(monkeypatch, None)(table, config=replace(CONFIG, workers=workers)) == alone
+    monkeypatch.setattr(Workers, "_begun", lambda pool: next(begun, True) and _all_begun(pool))
+    assert Opened(monkeypatch, None)(table, config=replace(CONFIG, workers=count)) == alone
 
 
-def _killed(chunk: chunks.Chunk) -> None:
+def test_processes_that_stay_read_the_next_table_as_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another form, and names of its own for its rows."""
+    pairs = write(tmp_path, [{**ROWS[0], "prompt": f"question {n}"} for n in range(9)])
+    texts = write(tmp_path, [{"text": f"some text {n}"} for n in range(9)], "texts.jsonl")
+    monkeypatch.setattr(workers, "CHUNK", 2)
+    monkeypatch.setattr(Workers, "_begun", _all_begun)
+    known = []
+    for count in (1, 2):
+        with TableReader(byte_bpe(chat_template=CHATML), replace(CONFIG, workers=count), None, print) as reader:
+            found = [reader.open(table) for table in (pairs, texts, pairs)]
+            assert reader.workers._pool is None or len(multiprocessing.active_children()) == 2
+        known.append([[told(example) for example in examples] for examples, _ in found])
+        assert [account.form for _, account in found] == ["pairs", "text", "pairs"]
+    assert known[0] == known[1] and [len(examples) for examples in known[0]] == [9, 9, 9]
+
+
+def _killed(chunk: Chunk, reader: RowReader) -> None:
     if chunk:
         os.kill(os.getpid(), 9)
 
 
 def test_a_killed_process_is_an_error_that_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "_work", _killed)
-    monkeypatch.setattr(chunks, "_begun", _all_begun)
+    monkeypatch.setattr(workers, "_work", _killed)
+    monkeypatch.setattr(Workers, "_begun", _all_begun)
     with pytest.raises(DataError, match=r"was killed.*data.workers to less: 1"):
         Opened(monkeypatch, None)(write(tmp_path, ROWS), config=replace(CONFIG, workers=2))
 
@@ -94,12 +142,12 @@ import sys
 from concurrent.futures import wait
 from pathlib import Path
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
-from tuningfork.data import chunks
+from tuningfork.data import workers
 from tuningfork.data.audit import prepare
 from tuningfork.data.config import DataConfig
 
-chunks.ROWS_A_PROCESS = 1
-chunks._begun = lambda ready: not wait(ready, 120).not_done
+workers.ROWS_A_PROCESS = 1
+workers.Workers._begun = lambda pool: not wait(pool._ready, 120).not_done
 {guard}prepare(sys.argv[1], byte_bpe(chat_template=CHATML), DataConfig(workers=2), 300, cache=Path(sys.argv[2]))
 """
 
@@ -126,19 +174,20 @@ def test_a_script_without_a_guard_is_told_and_does_not_wait_for_itself(guard: st
 def test_only_a_process_of_ours_must_not_prepare_data_as_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A script's own pool may read a script that does: it holds no lock of ours."""
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
-    chunks.check_started()
-    monkeypatch.setenv(chunks.OURS, "1")
+    workers.check_started()
+    monkeypatch.setenv(workers.OURS, "1")
     with pytest.raises(DataError, match="cannot start"):
-        chunks.check_started()
+        workers.check_started()
 
 
-def _begin_work(table: str) -> Any:
-    """Begin to encode in two processes, which end with what is returned."""
-    chunks.ROWS_A_PROCESS = 1  # in a process of its own
-    reader = TableReader(byte_bpe(chat_template=CHATML), replace(CONFIG, workers=2), None, print)
-    _, columns = tables._make(table, reader.encoder, reader.config, None)
-    next(columns)
-    return columns
+@contextmanager
+def _at_work(table: str) -> Iterator[None]:
+    """Begin to encode in two processes."""
+    workers.ROWS_A_PROCESS = 1  # in a process of its own
+    with TableReader(byte_bpe(chat_template=CHATML), replace(CONFIG, workers=2), None, print) as reader:
+        _, columns = tables._make(table, reader.workers, reader.config, None)
+        next(columns)
+        yield
 
 
 def _be_interrupted(table: str, out: Path) -> None:
@@ -147,12 +196,11 @@ def _be_interrupted(table: str, out: Path) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it
     file = os.open(out.with_suffix(".aside"), os.O_CREAT | os.O_WRONLY)
     os.dup2(file, 2)
-    columns = _begin_work(table)
     try:
-        os.killpg(0, signal.SIGINT)
-        time.sleep(60)
+        with _at_work(table):
+            os.killpg(0, signal.SIGINT)
+            time.sleep(60)
     except KeyboardInterrupt:
-        columns.close()
         os.write(2, b"interrupted")
     out.with_suffix(".aside").rename(out)
 
@@ -168,12 +216,11 @@ def test_processes_that_start_do_not_answer_an_interrupt(tmp_path: Path) -> None
 
 def _keep_at_work(table: str, pids: Path) -> None:
     """Encode without end, in two processes whose ids are written down."""
-    columns = _begin_work(table)
-    children = [str(child.pid) for child in multiprocessing.active_children()]
-    pids.with_suffix(".aside").write_text(" ".join(children))
-    pids.with_suffix(".aside").rename(pids)
-    time.sleep(600)
-    columns.close()
+    with _at_work(table):
+        children = [str(child.pid) for child in multiprocessing.active_children()]
+        pids.with_suffix(".aside").write_text(" ".join(children))
+        pids.with_suffix(".aside").rename(pids)
+        time.sleep(600)
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc to see processes")
@@ -183,10 +230,10 @@ def test_working_processes_end_with_the_one_that_is_killed(tmp_path: Path) -> No
     first = multiprocessing.get_context("spawn").Process(target=_keep_at_work, args=(table, pids))
     first.start()
     _until(pids.exists)
-    workers = pids.read_text().split()
-    assert len(workers) == 2 and all(Path(f"/proc/{pid}").exists() for pid in workers)
+    others = pids.read_text().split()
+    assert len(others) == 2 and all(Path(f"/proc/{pid}").exists() for pid in others)
     first.kill()
-    _until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+    _until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in others))
 
 
 def _until(happened: Any, seconds: float = 120) -> None:
