@@ -56,6 +56,38 @@ def test_words_may_be_printed_in_another_way(change: str) -> None:
     assert text.lower().replace('"', "") == "system:s;user:q;assistant:a;assistant:b;"
 
 
+def test_what_becomes_of_a_row_does_not_depend_on_the_rows_before_it() -> None:
+    """A template that prints the words beside one call but not beside two, and one that leaves system messages out."""
+    beside = "{% if m.tool_calls | length < 2 %}{{ m['content'] }}{% endif %}{{ m.tool_calls | tojson }};"
+    calling = (
+        "{% for m in messages %}{% if m.tool_calls %}" + beside + "{% else %}{{ m['content'] }};{% endif %}{% endfor %}"
+    )
+    one, two = (Message("assistant", "words", {"tool_calls": [{"name": "f"}] * calls}) for calls in (1, 2))
+    rows = [((one, *turns("q")), True), ((two, *turns("q")), False)]
+    unsaid = KNOWN.replace("ROLES", "('user', 'assistant')")
+    said = f"{731552}{0:06}"  # what stands for the words of the first message, were it not in the row itself
+    unprinted = [((Message("system", text), *turns(f"q{said}")), False) for text in ("s", said)]
+    for template, cases in ((calling, rows), (unsaid, unprinted)):
+        for order in (cases, cases[::-1], cases * 2):
+            tokenizer = byte_bpe(chat_template=template)
+            for prompt, used in order:
+                example = Example(SOURCE, prompt, (answer("a"),))
+                if used:
+                    assert "words" in render(example, tokenizer).texts[0]
+                else:
+                    with pytest.raises(Unusable, match=r"leaves out a field.*content of message 1"):
+                        render(example, tokenizer)
+
+
+def test_a_template_that_is_exchanged_is_looked_at_anew() -> None:
+    tokenizer = byte_bpe(chat_template=KNOWN.replace("ROLES", "('system', 'user', 'assistant')"))
+    example = Example(SOURCE, (Message("system", "s"), *turns("q")), (answer("a"),))
+    assert "system:s;" in render(example, tokenizer).texts[0]
+    tokenizer.chat_template = KNOWN.replace("ROLES", "('user', 'assistant')")
+    with pytest.raises(Unusable, match="content of message 1, of role system"):
+        render(example, tokenizer)
+
+
 def test_what_one_row_tells_the_template_decides_for_it_alone() -> None:
     """Whether words are printed is remembered for rows that are alike, in this too."""
     template = KNOWN.replace("ROLES", "(['user', 'assistant'] + (['system'] if keep else []))")

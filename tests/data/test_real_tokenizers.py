@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from functools import cache
 from typing import Any
 
@@ -11,7 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from tests.data.joint import Style, border, differences, encoded, printed, refused, whole
 from tests.real_tokenizers import DEEPSEEK_V4, REAL, Unavailable, real_tokenizer, vocabulary
-from tuningfork.data.template import at_moment, printing_depends_on_time, render
+from tuningfork.data.dated import at_date, prints_the_date
+from tuningfork.data.template import render
 from tuningfork.data.tokenize import Encoder
 from tuningfork.data.values import Unusable
 from tuningfork.records import Example, Message, Source, TokenExample, Turns
@@ -244,9 +244,9 @@ def test_thoughts_beside_the_content_are_printed(name: str, counted: str) -> Non
 
 def test_the_date_is_that_of_the_moment_that_is_given() -> None:
     tokenizer, _ = loaded("gpt_oss")
-    frozen = at_moment(tokenizer, datetime(2024, 2, 29))
-    text = render(Example(Source("f", 1), user("q"), (assistant("a"),)), frozen).texts[0]
-    assert text.count("Current date: 2024-02-29\n") == 1 and not printing_depends_on_time(frozen)
+    dated = at_date(tokenizer, "2024-02-29")
+    text = render(Example(Source("f", 1), user("q"), (assistant("a"),)), dated).texts[0]
+    assert text.count("Current date: 2024-02-29\n") == 1 and prints_the_date(tokenizer)
 
 
 def test_first_thoughts_are_taken_out_of_the_prompt_as_the_template_does() -> None:

@@ -8,7 +8,7 @@ import multiprocessing
 import shutil
 import time
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -119,32 +119,25 @@ def test_whatever_decides_a_token_makes_another_entry(
 
 
 @pytest.mark.parametrize("form", ["'%d'", "'%d' ~ ''", "form"])
-def test_a_template_that_prints_the_date_is_read_anew_tomorrow(
+def test_tokens_of_a_template_that_prints_the_date_are_kept_for_that_date(
     form: str, opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And one whose print of it cannot be foreseen is read anew every time."""
-    now = [datetime(2024, 2, 29, 23, 59)]
-
-    class Clock(datetime):
+    class Clock(date):
         @classmethod
-        def now(cls, tz: Any = None) -> datetime:
-            return now[0]
+        def today(cls) -> date:
+            return date(2024, 2, 29)
 
-    monkeypatch.setattr(tables, "datetime", Clock)
+    monkeypatch.setattr(tables, "date", Clock)
     table = write(tmp_path, ROWS)
     dated = byte_bpe(chat_template="{% set form = '%d' %}{{ strftime_now(" + form + ") }}" + CHATML)
-    for tokenizer in (None, dated):
-        opened(table, tokenizer)
-    now[0] += timedelta(seconds=30)
-    opened(table, dated)
-    assert opened.made == (2 if form == "'%d'" else 3)
-    now[0] += timedelta(minutes=1)  # another day
-    opened(table)
-    assert opened.made == (2 if form == "'%d'" else 3)
-    found, _ = opened(table, dated)
-    assert opened.made == (3 if form == "'%d'" else 4)
-    if form == "'%d'":
-        assert dated.decode(found[0][1]).startswith("01")  # the first of March, of whatever day this is run
+    today, _ = opened(table, dated)
+    assert opened.made == 1 and dated.decode(today[0][1]).startswith("29")
+    assert opened(table, dated, replace(CONFIG, date="2024-02-29"))[0] == today and opened.made == 1
+    other, _ = opened(table, dated, replace(CONFIG, date="2024-03-01"))
+    assert opened.made == 2 and dated.decode(other[0][1]).startswith("01")
+    for day in ("2024-02-29", "2024-03-01"):  # another template does not ask
+        opened(table, None, replace(CONFIG, date=day))
+    assert opened.made == 3
 
 
 @pytest.mark.parametrize(

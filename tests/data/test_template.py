@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime
-
 import pytest
 from transformers import PreTrainedTokenizerBase
 
@@ -12,9 +10,7 @@ from tuningfork.data.template import (
     REOPENS,
     REWRITES,
     RenderedExample,
-    at_moment,
     check_template,
-    printing_depends_on_time,
     render,
 )
 from tuningfork.data.values import Unusable
@@ -336,39 +332,3 @@ def test_a_rows_own_arguments_reach_the_template_and_no_further() -> None:
                  "tokenizer_kwargs"):  # fmt: skip
         with pytest.raises(Unusable, match=rf"chat_template_kwargs\.{name} is no argument of a template"):
             of({name: []})
-
-
-DATED = (
-    """{% if strftime_now is defined %}{{ strftime_now("%d.%m.%Y") + '|' + strftime_now( '%H h "%M"' ) }}|{% endif %}"""
-    "{% for m in messages %}{{ m['content'] }};{% endfor %}"
-)
-
-
-def test_a_template_that_prints_the_time_prints_the_moment_that_it_is_given() -> None:
-    moment = datetime(2024, 2, 29, 23, 59)
-    example = Example(SOURCE, turns("q"), (answer("a"), answer("b")))
-    for template in (DATED, {"default": DATED, "tool_use": DATED}):
-        tokenizer = byte_bpe()
-        tokenizer.chat_template = template
-        assert printing_depends_on_time(tokenizer)
-        frozen = at_moment(tokenizer, moment)
-        assert render(example, frozen).texts == ('29.02.2024|23 h "59"|q;a;', '29.02.2024|23 h "59"|q;b;')
-        assert not printing_depends_on_time(frozen)
-        assert tokenizer.chat_template == template and frozen.chat_template != template
-
-
-@pytest.mark.parametrize(
-    ("template", "depends"),
-    [
-        (CHATML, False),
-        (None, False),
-        ("{% if strftime_now is defined or strftime_now is not defined %}x{% endif %}", False),
-        ("{% set form = '%Y' %}{{ strftime_now(form) }}", True),
-        ("{{ strftime_now('%Y' + '%d') }}", True),
-        ("{% set now = strftime_now %}{{ now('%Y') }}", True),
-    ],
-)
-def test_a_moment_that_cannot_be_given_to_a_template_is_told(template: str | None, depends: bool) -> None:
-    tokenizer = byte_bpe(chat_template=template)
-    frozen = at_moment(tokenizer, datetime(2024, 2, 29))
-    assert printing_depends_on_time(frozen) == depends and frozen.chat_template == template

@@ -175,7 +175,7 @@ def test_only_a_process_of_ours_must_not_prepare_data_as_it_starts(monkeypatch: 
     """A script's own pool may read a script that does: it holds no lock of ours."""
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
     workers.check_started()
-    monkeypatch.setenv(workers.OURS, "1")
+    monkeypatch.setattr(multiprocessing.current_process(), "_name", workers.OURS)
     with pytest.raises(DataError, match="cannot start"):
         workers.check_started()
 

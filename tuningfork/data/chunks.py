@@ -40,7 +40,7 @@ class ChunkEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
         self.tokenizer = tokenizer
         self.encoder = Encoder(tokenizer, config.template)
-        self.train_on, self.max_length, self.over_length = config.train_on, config.max_length, config.over_length
+        self.config = config
 
     def __call__(self, chunk: Chunk, reader: RowReader) -> Block:
         """What becomes of the rows. Raises DataError where none of the table can be used."""
@@ -49,10 +49,10 @@ class ChunkEncoder:
         bos = self.tokenizer.bos_token_id
         for encoded in self._encode(chunk, reader, block):
             row = encoded.example.source.row
-            if encoded.example.longest > self.max_length:
+            if encoded.example.longest > self.config.max_length:
                 block.sizes[row] = size_of(encoded.example, bos)
             try:
-                example, cuts = shorten(encoded.example, self.max_length, self.over_length, bos)
+                example, cuts = shorten(encoded.example, self.config.max_length, self.config.over_length, bos)
                 _check(example)
             except Unusable as unusable:
                 block.dropped.append((row, unusable.reason, unusable.detail))
@@ -68,7 +68,7 @@ class ChunkEncoder:
         for number, row in chunk:
             try:
                 read = reader(number, row)
-                rendered.append(render(read.example, self.tokenizer, self.train_on))
+                rendered.append(render(read.example, self.tokenizer, self.config.train_on))
             except Unusable as unusable:
                 block.dropped.append((number, unusable.reason, unusable.detail))
                 continue

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import date
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -25,11 +25,11 @@ from tuningfork import records
 from tuningfork.data import store
 from tuningfork.data.chunks import ChunkEncoder
 from tuningfork.data.config import DataConfig
+from tuningfork.data.dated import at_date
 from tuningfork.data.examples import fields_not_read
 from tuningfork.data.read import digest_of
 from tuningfork.data.store import Columns, TokenTable
 from tuningfork.data.survey import open_table
-from tuningfork.data.template import at_moment, printing_depends_on_time
 from tuningfork.data.workers import Workers, check_started
 from tuningfork.errors import DataError, RunFolderError
 from tuningfork.files import ASIDE, check_sealed, exclusive, explained, remove, seal, whole_folder
@@ -80,7 +80,7 @@ class TableReader:
         self, tokenizer: PreTrainedTokenizerBase, config: DataConfig, folder: Path | None, notice: Notice
     ) -> None:
         check_started()
-        tokenizer = at_moment(tokenizer, datetime.fromisoformat(config.date) if config.date else datetime.now())
+        tokenizer = at_date(tokenizer, config.date or date.today().isoformat())
         self.workers = Workers(ChunkEncoder(tokenizer, config), config)
         self.config, self.folder, self.notice = config, folder, notice
         self.origin = "" if folder is None else _origin(tokenizer, config)
@@ -194,7 +194,6 @@ def _origin(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str:
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "split": str(getattr(tokenizer, "split_special_tokens", None)),
         "template": tokenizer.chat_template,
-        "time": datetime.now().isoformat() if printing_depends_on_time(tokenizer) else "",
         "settings": {name: getattr(config, name) for name in SETTINGS},
         "libraries": {name: version(name) for name in LIBRARIES},
         "source": _source_digest(),

@@ -9,13 +9,12 @@ turn's content is exchanged for a marker, and what the two whole printings share
 
 from __future__ import annotations
 
-import copy
 import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from datetime import datetime
 from functools import cached_property
+from itertools import count
 from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
 
@@ -43,11 +42,9 @@ _HOW_TO_PRINT = {
 } - {"tools", "documents"}
 LONGEST = 10_000_000
 """Characters of one text. The tokenizer takes up to 300 bytes of memory for each, so more could end the whole run."""
-_NOW = re.compile(r"""\bstrftime_now\(\s*("[^"\\]*"|'[^'\\]*')\s*\)""")
-# Of a tokenizer: by what conversations have, the first turn whose words its template does not print.
-_unprinted: WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple[Any, ...], int | None]] = WeakKeyDictionary()
+# Of a tokenizer: what plain conversations have whose words its template prints, all of them.
+_printed: WeakKeyDictionary[PreTrainedTokenizerBase, set[tuple[Any, ...]]] = WeakKeyDictionary()
 _MARKER = "\u2063tuningfork\u2063"  # invisible separators: no template takes it apart, no content has it
-_NUMBER = "7315520946"  # as unlikely, and the same in capitals and in JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +66,9 @@ class RenderedExample:
 
 
 def render(
-    example: Example, tokenizer: PreTrainedTokenizerBase, train_on: Literal["last", "all_assistant"] = "all_assistant"
+    example: Example,
+    tokenizer: PreTrainedTokenizerBase,
+    train_on: Literal["last", "all_assistant"] = "all_assistant",
 ) -> RenderedExample:
     """Print an example: turns by the tokenizer's chat template, plain text as it is.
 
@@ -83,13 +82,14 @@ def render(
         texts = tuple(_encodable(f"{example.prompt}{answer}") for answer in example.answers)
         return RenderedExample(example.source, border, texts, tuple(((border, len(t)),) for t in texts), plain=True)
     answers, arguments = cast(tuple[Turns, ...], example.answers), dict(example.template)
+    printer = _Printer(tokenizer, arguments)
     try:
-        return _rendered(example.source, example.prompt, answers, train_on, _Printer(tokenizer, arguments))
+        return _rendered(example.source, example.prompt, answers, train_on, printer)
     except Unusable as unusable:
         if unusable.reason not in (REFUSES, LEAVES_OUT) or not any(map(_calls_only, (example.prompt, *answers))):
             raise
         try:
-            return _rendered(example.source, example.prompt, answers, train_on, _Printer(tokenizer, arguments, None))
+            return _rendered(example.source, example.prompt, answers, train_on, replace(printer, silence=None))
         except Unusable as other:  # it prints the calls, but not all else
             raise (other if other.reason == LEAVES_OUT else unusable) from None
 
@@ -135,31 +135,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def at_moment(tokenizer: PreTrainedTokenizerBase, moment: datetime) -> PreTrainedTokenizerBase:
-    """A tokenizer whose chat template prints this moment for the present one, so that a run over midnight prints one
-    date, and the template says which. Formats that are no plain text stay (see `printing_depends_on_time`)."""
-
-    def printed(call: re.Match[str]) -> str:
-        return repr(moment.strftime(call[1][1:-1]))
-
-    given = tokenizer.chat_template
-    if not given:
-        return tokenizer
-    changed = copy.copy(tokenizer)
-    changed.chat_template = (
-        {name: _NOW.sub(printed, text) for name, text in given.items()}
-        if isinstance(given, dict)
-        else _NOW.sub(printed, given)
-    )
-    return changed
-
-
-def printing_depends_on_time(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template may print something else at another time: it asks for the time, and not only whether
-    it could ask."""
-    return "strftime_now" in re.sub(r"strftime_now\s+is\s+(not\s+)?defined", "", str(tokenizer.chat_template))
-
-
+@dataclass(eq=False)
 class _Printer:
     """The chat template, with what an example tells it beside the messages.
 
@@ -167,12 +143,13 @@ class _Printer:
     tell a call. Without its call such a turn has it all the same, so that a null in print is not taken for the call.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any], silence: str | None = "") -> None:
-        if taken := sorted(_HOW_TO_PRINT & arguments.keys()):
+    tokenizer: PreTrainedTokenizerBase
+    arguments: dict[str, Any]
+    silence: str | None = ""
+
+    def __post_init__(self) -> None:
+        if taken := sorted(_HOW_TO_PRINT & self.arguments.keys()):
             raise Unusable("unsupported field", f"chat_template_kwargs.{taken[0]} is no argument of a template")
-        self.tokenizer = tokenizer
-        self.arguments = arguments
-        self.silence = silence
         self.printed: dict[tuple[Turns, bool], str] = {}  # one turn's end is often another's beginning
 
     def __call__(self, turns: Turns, open_turn: bool = False) -> str:
@@ -212,7 +189,7 @@ class _Printer:
             [messages],
             chat_template=self.tokenizer.get_chat_template(tools=self.arguments.get("tools")),
             add_generation_prompt=open_turn,
-            **{**self.tokenizer.special_tokens_map, **self.arguments},
+            **(self.tokenizer.special_tokens_map | self.arguments),
         )
         return printed[0][0]
 
@@ -272,38 +249,42 @@ class _Printer:
         for given in ("tools", "documents"):
             if given in self.arguments:
                 rest = {name: value for name, value in self.arguments.items() if name != given}
-                if self(conversations[0]) == _Printer(self.tokenizer, rest, self.silence)._if_printed(conversations[0]):
+                if self(conversations[0]) == replace(self, arguments=rest)._if_printed(conversations[0]):
                     raise Unusable(LEAVES_OUT, given)
 
     def _check_words(self, turns: Turns) -> None:
         """Raise Unusable where what a turn says is not printed, as that of a role which the template does not know.
 
-        That depends on roles and on what turns have, and on what the row tells the template, not on words. So it is
-        looked at once for all conversations that are alike in these.
+        Numbers in place of all words show it. What has been shown for plain turns holds for all conversations that are
+        alike but for their words; others, of which templates look at more, are looked at one by one.
         """
-        kinds = tuple((turn.role, bool(turn.content), *turn.extra) for turn in turns)
-        known = _unprinted.setdefault(self.tokenizer, {})
-        told = [(name, name in ("tools", "documents") or value) for name, value in self.arguments.items()]
-        alike = (kinds, repr(told), self.silence)
-        if alike not in known:
-            known[alike] = self._first_unprinted(turns)
-        if (place := known[alike]) is not None:
-            raise Unusable(LEAVES_OUT, f"content of message {place + 1}, of role {turns[place].role}")
-
-    def _first_unprinted(self, turns: Turns) -> int | None:
+        kinds = tuple((turn.role, bool(turn.content)) for turn in turns)
+        alike = (str(self.tokenizer.chat_template), kinds, repr(self.arguments), self.silence)
+        plain = not any(turn.extra for turn in turns) and not {"tools", "documents"} & self.arguments.keys()
+        known = _printed.setdefault(self.tokenizer, set())
+        if plain and alike in known:
+            return
         said = [place for place, turn in enumerate(turns) if turn.content]
-        # Up to their turn: words beside a call may be thoughts, which are left out on purpose once the answer is there.
         calling = [place for place in said if turns[place].extra.get("tool_calls")]
         others = [place for place in said if place not in calling]
-        if not calling and self._unprinted_of(turns, others) == []:
-            return None
-        # One by one: a template that refuses a marker reads what it stands for, such as a tool's JSON.
-        upto = {place: turns[: place + 1] if place in calling else turns for place in said}
-        return next((place for place in said if self._unprinted_of(upto[place], [place])), None)
+        missing = self._unprinted_of(turns, others)
+        if plain and missing == []:
+            known.add(alike)
+        # One by one: a template that refuses a number reads what it stands for, such as a tool's JSON.
+        suspects = others if missing is None else missing
+        # Up to their turn: words beside a call may be thoughts, which are left out on purpose once the answer is there.
+        upto = dict.fromkeys(suspects, turns) | {place: turns[: place + 1] for place in calling}
+        for place in sorted(upto):
+            if self._unprinted_of(upto[place], [place]):
+                role = turns[place].role
+                raise Unusable(LEAVES_OUT, f"content of message {place + 1}, of role {role}")
 
     def _unprinted_of(self, turns: Turns, places: list[int]) -> list[int] | None:
-        """Those of the turns at these places that are not printed; None where the template refuses a marker there."""
-        marks = {place: f"{_NUMBER}{place}{_NUMBER}" for place in places}
+        """Those of the turns at these places that are not printed; None where the template refuses a number there."""
+        given = repr((turns, self.arguments))
+        number = next(mark for n in count(731552) if (mark := str(n)) not in given)
+        # Digits are the same in capitals and in JSON; as many for each place, so that no mark is within another.
+        marks = {place: f"{number}{place:06}" for place in places}
         marked = (replace(turn, content=marks.get(place, turn.content)) for place, turn in enumerate(turns))
         text = self._if_printed(tuple(marked))
         return None if text is None else [place for place, mark in marks.items() if mark not in text]

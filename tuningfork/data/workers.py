@@ -7,6 +7,7 @@ and what becomes of a row depends on that row alone, so the result is the same f
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -18,8 +19,10 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from tuningfork.data.chunks import Block, Chunk, ChunkEncoder
 from tuningfork.data.config import DataConfig
@@ -32,7 +35,7 @@ CHUNK = 256  # rows encoded in one call: enough to keep the tokenizer's threads 
 ROWS_A_PROCESS = 2048  # fewer are done sooner without a process of their own, which takes seconds to start
 _AHEAD = 3  # chunks that wait for each process, so that none is idle and few lie in memory
 
-OURS = "TUNINGFORK_TOKENS"  # in the environment of processes that are started here
+OURS = "tuningfork-tokens"  # the name of processes that are started here
 GUARD = (
     "A script must ask for its data below `if __name__ == '__main__':`, for every process reads the script again; or "
     "set data.workers: 1."
@@ -44,7 +47,8 @@ def check_started() -> None:
 
     Such a process must not come as far as the first one's lock, which that one holds until the process has started.
     """
-    if OURS in os.environ and getattr(multiprocessing.current_process(), "_inheriting", False):
+    process = multiprocessing.current_process()
+    if process.name == OURS and getattr(process, "_inheriting", False):
         raise DataError(f"A process that turns rows into tokens cannot start. {GUARD}")
 
 
@@ -93,8 +97,7 @@ class Workers:
         copies = self._running.enter_context(scratch()) / "encoder"
         with explained(copies, SCRATCH_CURE):
             copies.write_bytes(pickle.dumps((self.encoder.tokenizer, self.config)))
-        # Fresh processes: in copies of this one, the tokenizer's and PyTorch's threads would be in any state.
-        pool = ProcessPoolExecutor(wanted, multiprocessing.get_context("spawn"), _begin, (str(copies),))
+        pool = ProcessPoolExecutor(wanted, _fresh_processes(), _begin, (str(copies),))
         self._running.callback(pool.shutdown, wait=True, cancel_futures=True)
         self._ready = [_submit(pool, [], reader) for _ in range(wanted)]
         self._pool = pool
@@ -134,6 +137,13 @@ class Workers:
         )
 
 
+def _fresh_processes() -> Any:
+    """What starts processes anew, by our name: in copies of this one, threads of libraries would be in any state."""
+    context: Any = copy.copy(multiprocessing.get_context("spawn"))
+    context.Process = partial(context.Process, name=OURS)
+    return context
+
+
 def _submit(pool: ProcessPoolExecutor, chunk: Chunk, reader: RowReader) -> Future[Block]:
     """Hand a chunk to the processes, of which this may start another one.
 
@@ -141,7 +151,6 @@ def _submit(pool: ProcessPoolExecutor, chunk: Chunk, reader: RowReader) -> Futur
     Raises DataError where the machine refuses another process.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    os.environ[OURS] = "1"
     try:
         return pool.submit(_work, chunk, reader)
     except OSError as error:
@@ -150,7 +159,6 @@ def _submit(pool: ProcessPoolExecutor, chunk: Chunk, reader: RowReader) -> Futur
             "data.workers to less, such as 1."
         ) from error
     finally:
-        del os.environ[OURS]
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from tuningfork.data.config import DataConfig
-from tuningfork.data.template import printing_depends_on_time
+from tuningfork.data.dated import prints_the_date
 from tuningfork.records import TokenExample
 
 
@@ -63,7 +63,7 @@ def tokenizer_facts(
         eos=_special(tokenizer.eos_token, eos),
         pad=_special(tokenizer.pad_token, tokenizer.pad_token_id),
         template=data.template,
-        date=data.date if data.template == "chat" and printing_depends_on_time(tokenizer) else None,
+        date=data.date if data.template == "chat" and prints_the_date(tokenizer) else None,
         sequences=len(begin),
         begin_with_bos=sum(ids[:1] == [bos] for ids in begin),
         begin_with_two_bos=sum(ids == [bos, bos] for ids in begin),
