@@ -39,7 +39,7 @@ def test_a_folder_that_its_holder_removed_is_made_anew_for_the_next(tmp_path: Pa
 
 def test_a_folder_that_cannot_be_made_names_the_cure(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    refused = pytest.raises(RunFolderError, match=r"file cannot be written: File exists. Do this\.")
+    refused = pytest.raises(RunFolderError, match=r"file is not a folder. Do this\.")
     with refused, exclusive(tmp_path / "file", cure="Do this."):
         pass
 

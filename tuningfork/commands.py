@@ -9,14 +9,14 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from tuningfork import __version__
-from tuningfork.config import RunConfig, differences, from_yaml, to_yaml
+from tuningfork.config import RunConfig, check, differences, from_yaml, to_yaml
 from tuningfork.data.loader import EpochOrder, packs_in_windows
 from tuningfork.data.pack import PackLimits
 from tuningfork.data.sources import Use, check_sources
 from tuningfork.data.store import Selection
 from tuningfork.data.summary.sets import SetData
 from tuningfork.data.summary.summarize import summarize
-from tuningfork.errors import ConfigError, ModelError, counted
+from tuningfork.errors import ConfigError, ModelError, RunFolderError, counted
 from tuningfork.files import exclusive
 from tuningfork.models.config import ModelConfig
 from tuningfork.models.load import comparable, load, load_config, load_tokenizer
@@ -47,10 +47,11 @@ def train(config: RunConfig, resume: bool, console: Console | None = None) -> in
     """`tuningfork train`: the main job."""
     console = console or Console()
     folder = Path(config.output.dir)
-    with exclusive(folder):
+    with exclusive(folder, cure="Choose another output.dir, or make room or permit it."):
         run_folder.check(folder, resume)
-        config = _dated(config)
-        if (before := _run_in(folder)) is not None:
+        before = _run_in(folder)
+        config = _dated(config, before)
+        if before is not None:
             run_folder.check_settings(folder, differences(before, config))
         optimizer.check(config.train)  # before minutes of reading and scoring
         last = checkpoint.newest(folder / "checkpoints")
@@ -70,7 +71,7 @@ def data(config: RunConfig, strict: bool) -> int:
     Returns 1 if `strict` and something is wrong that a careful person would stop on.
     """
     console = Console()
-    config = _dated(config)
+    config = _dated_as_its_run(config)
     folder = Path(config.output.dir) / data_files.FOLDER
     data_files.check(folder)  # before minutes of reading
     tokenizer, model = load_tokenizer(config.model.path), load_config(config.model.path)
@@ -108,7 +109,7 @@ def data(config: RunConfig, strict: bool) -> int:
 def reference(config: RunConfig) -> int:
     """`tuningfork reference`: fill the reference cache and nothing else."""
     console = Console()
-    config = _dated(config)
+    config = _dated_as_its_run(config)
     data, start, _ = _prepare(config, console)
     if not start.objective.needs_reference:
         raise ConfigError(f"objective.name {config.objective.name} has no reference; there is nothing to score.")
@@ -128,7 +129,7 @@ def evaluate(config: RunConfig, policy: str | None) -> int:
     path = policy or str(Path(config.output.dir) / "model")
     if not Path(path).is_dir():
         raise ModelError(f"{path} is not a folder. Train first, or name a model folder with --policy.")
-    config = _dated(config)
+    config = _dated_as_its_run(config)
     data, start, _ = _prepare(config, console)
     store = None
     if start.objective.needs_reference:
@@ -175,15 +176,35 @@ def summary(result: RunResult, data: Data) -> str:
 
 
 def _run_in(folder: Path) -> RunConfig | None:
-    """The settings of the run in a folder, None if there is none. Raises ConfigError where they cannot be read."""
+    """The settings of the run in a folder, None if there is none. Raises ConfigError, RunFolderError."""
+    text = run_folder.read_config(folder)
+    if text is None:
+        return None
     path = folder / run_folder.CONFIG
-    return from_yaml(path.read_text(errors="replace"), str(path)) if path.is_file() else None
+    before = from_yaml(text, str(path))
+    try:
+        check(before)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return before
 
 
-def _dated(config: RunConfig) -> RunConfig:
-    """The same with the day that chat templates print: its own, or that of the run in its folder, or today."""
-    run = _run_in(Path(config.output.dir))
+def _dated(config: RunConfig, run: RunConfig | None) -> RunConfig:
+    """The same with the day that chat templates print: its own, or that of the `run` in its folder, or today."""
     return replace(config, data=config.data.dated(began=run.data.date if run else None))
+
+
+def _dated_as_its_run(config: RunConfig) -> RunConfig:
+    """The same with a day, for a command that only reads. Raises ConfigError where the run does not tell its day."""
+    if config.data.date is not None:
+        return config
+    try:
+        return _dated(config, _run_in(Path(config.output.dir)))
+    except (ConfigError, RunFolderError) as error:
+        raise ConfigError(
+            f"{error}\nIt was read for the day that the chat templates of the run in output.dir print. Set data.date, "
+            "or choose another output.dir."
+        ) from error
 
 
 def _prepare(config: RunConfig, console: Console) -> tuple[Data, Start, PreTrainedTokenizerBase]:

@@ -152,7 +152,10 @@ def _locked(folder: Path, waiting: Callable[[], None] | None, cure: str) -> int:
     """A locked handle of the folder."""
     while True:
         with explained(folder, cure):
-            folder.mkdir(parents=True, exist_ok=True)  # FileExistsError where a file has that name
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except FileExistsError as error:
+                raise RunFolderError(f"{folder} is not a folder. {cure}") from error
             try:
                 handle = os.open(folder, os.O_RDONLY)
             except FileNotFoundError:  # removed just now

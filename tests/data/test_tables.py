@@ -238,7 +238,7 @@ def test_a_cache_that_cannot_be_written_says_so(
     opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunFolderError, match=f"{tmp_path / 'file'} cannot be written: File exists.*data.cache"):
+    with pytest.raises(RunFolderError, match=f"{tmp_path / 'file'} is not a folder.*data.cache"):
         Opened(monkeypatch, tmp_path / "file")(write(tmp_path, ROWS))
 
     def full(*args: Any) -> None:

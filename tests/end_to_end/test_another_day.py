@@ -92,6 +92,54 @@ def test_every_command_prints_the_day_of_the_run_in_its_folder(dated: Job, monke
     assert "2026-02-01" in (other.run / "data" / "data_report.html").read_text()
 
 
+def test_a_run_whose_day_was_taken_out_goes_on_with_the_right_one(dated: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The data tells that another day is not it."""
+    on(monkeypatch, "2026-01-31")
+    crash_in_fourth_step(dated, monkeypatch)
+    settings = dated.run / "config.yaml"
+    settings.write_text(settings.read_text().replace("2026-01-31", "null").replace("'null'", "null"))
+    assert day_of(dated) is None
+    on(monkeypatch, "2026-02-01")
+    assert "prints the date, set data.date to that of the run" in dated.refused("train", "--resume")
+    dated.done("train", "--resume", "--data.date", "2026-01-31")
+    assert day_of(dated) == "2026-01-31"
+
+
+@pytest.mark.parametrize("text", ["", "project: x", "data: {date: '31.01.2026'}", "- a", None])
+def test_settings_that_do_not_tell_a_day_are_told(job: Job, text: str | None) -> None:
+    """Another program's, or spoilt ones. Where the recipe gives the day, nobody reads them."""
+    settings = job.run / "config.yaml"
+    if text is None:
+        settings.mkdir(parents=True)
+    else:
+        job.run.mkdir()
+        settings.write_text(text)
+    others = (("data",), ("reference",), ("eval", "--policy", str(job.settings["model.path"])))
+    job = job.but({"data.eval": job.settings["data.train"]})
+    for command in others:
+        message = job.refused(*command)
+        assert str(settings) in message and "Set data.date, or choose another output.dir" in message
+        job.done(*command, "--data.date", "2026-01-31")
+    assert str(job.run) in job.refused("train", "--resume", "--data.date", "2026-01-31")
+
+
+def test_a_name_that_is_no_folder_is_refused(job: Job) -> None:
+    job.run.write_text("mine")
+    for options in ((), ("--resume",)):
+        assert f"{job.run} is not a folder. Choose another output.dir" in job.refused("train", *options)
+    assert job.run.read_text() == "mine"
+    long = job.elsewhere("a" * 300)
+    for command in ("train", "data", "reference"):
+        assert "File name too long" in long.refused(command)
+
+
+def test_a_folder_with_other_things_is_not_called_a_run(job: Job) -> None:
+    job.run.mkdir()
+    (job.run / "scores").mkdir()
+    for options in ((), ("--resume",)):
+        assert f"{job.run} is no run folder: it has files, but no config.yaml" in job.refused("train", *options)
+
+
 @pytest.mark.parametrize("day", ["2026-02-30", "31.01.2026", "2026-1-31", "20260131", "2026-W05-6", "today"])
 def test_a_date_that_is_none_is_refused(dated: Job, day: str) -> None:
     assert f"data.date {day!r} is no day" in dated.refused("train", "--data.date", day)

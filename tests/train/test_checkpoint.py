@@ -8,11 +8,11 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from tuningfork.errors import RunFolderError
-from tuningfork.train.checkpoint import Progress, restore, save
+from tuningfork.train.checkpoint import Progress, progress, restore, save
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.optimizer import build_optimizer, set_learning_rate, step
 
-PROGRESS = Progress(3, "data", "model", "float32")
+PROGRESS = Progress(3, "data", "model", "float32", "none")
 
 
 def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -53,6 +53,17 @@ def test_8_bit_moments_and_bfloat16_weights_go_on_to_the_bit(tmp_path, uncompile
     for number in (2, 3):
         move(*cut, number)
     assert all(torch.equal(a, b) for a, b in zip(whole[0].parameters(), cut[0].parameters(), strict=True))
+
+
+@pytest.mark.parametrize(("old", "new"), [('"dtype"', '"kind"'), ('"step"', '"date": "2026-01-31", "step"')])
+def test_a_checkpoint_of_another_version_is_not_called_damaged(tmp_path, old, new):
+    """Nobody is told to remove it."""
+    path = save(tmp_path, PROGRESS, *parts(), keep_last=2)
+    (path / "progress.json").write_text((path / "progress.json").read_text().replace(old, new))
+    with pytest.raises(
+        RunFolderError, match=r"another version of tuningfork \(progress.json differs in (date|dtype, kind)"
+    ):
+        progress(path)
 
 
 def names() -> list[str]:

@@ -8,7 +8,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class Progress:
     data_digest: str  # of the examples trained on; a resumed run must have the same
     start_model: str  # content hash of the model the run started from, and so of its reference
     dtype: str  # of the computation; `model.dtype: auto` names another one on another device
-    activation_memory: str = "none"  # the mode in force; `train.activation_memory: auto` keeps it
+    activation_memory: str  # the mode in force; `train.activation_memory: auto` keeps it
 
 
 def save(folder: Path, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer, keep_last: int) -> Path:
@@ -66,11 +66,17 @@ def newest(folder: Path) -> Path | None:
 
 
 def progress(path: Path) -> Progress:
-    """Where the run of a checkpoint stood. Raises RunFolderError if the checkpoint is damaged."""
+    """Where the run of a checkpoint stood. Raises RunFolderError if it is damaged, or of another version."""
     try:
-        return Progress(**json.loads((path / _PROGRESS).read_text()))
+        saved = dict(json.loads((path / _PROGRESS).read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise _damaged(path, error) from error
+    if other := sorted({field.name for field in fields(Progress)} ^ saved.keys()):
+        raise RunFolderError(
+            f"{path} was written by another version of tuningfork ({_PROGRESS} differs in {', '.join(other)}). "
+            "Continue with that version, or begin a new run in another output.dir."
+        )
+    return Progress(**saved)
 
 
 def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:

@@ -25,20 +25,27 @@ FREE_TO_CHANGE = (
 
 
 def check(folder: Path, resume: bool) -> None:
-    """Whether a run may begin in this folder, or with `resume` go on there.
+    """Whether a run may begin in this folder, which is there, or with `resume` go on there.
 
     Raises:
         RunFolderError: the folder exists and `resume` is not given, or it holds something else than a run.
     """
-    if not folder.exists() and not folder.is_symlink():
-        return
-    if not folder.is_dir():
-        raise RunFolderError(f"{folder} is a file, not a run folder. Choose another output.dir.")
     found = sorted(entry.name for entry in folder.iterdir() if entry.name != data_files.FOLDER)
+    if CONFIG not in found and any(not name.endswith(ASIDE) for name in found):
+        raise RunFolderError(f"{folder} is no run folder: it has files, but no {CONFIG}. Choose another output.dir.")
     if found and not resume:
         raise RunFolderError(f"{folder} exists. Add --resume to continue that run, or choose another output.dir.")
-    if not (folder / CONFIG).exists() and any(not name.endswith(ASIDE) for name in found):
-        raise RunFolderError(f"{folder} is no run folder: it has files, but no {CONFIG}. Choose another output.dir.")
+
+
+def read_config(folder: Path) -> str | None:
+    """The settings of the run in a folder, as text; None where there is no run. Raises RunFolderError."""
+    path = folder / CONFIG
+    try:
+        return path.read_text(errors="replace")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
 def check_settings(folder: Path, changes: Mapping[str, tuple[object, object]]) -> None:
@@ -48,6 +55,8 @@ def check_settings(folder: Path, changes: Mapping[str, tuple[object, object]]) -
         RunFolderError: they decide more than where and how often.
     """
     changed = {key: values for key, values in changes.items() if not key.startswith(FREE_TO_CHANGE)}
+    if changed.get("data.date", ("",))[0] is None:  # the run's day was taken out: its data will tell
+        del changed["data.date"]
     if changed:
         lines = [f"  {key}: the run has {old!r}, now {new!r}" for key, (old, new) in changed.items()]
         raise RunFolderError(

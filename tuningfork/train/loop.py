@@ -226,8 +226,8 @@ def _check_same_run(path: Path, saved: Progress, begun: Progress) -> None:
     """Whether a checkpoint is one of the run that the settings, data and model describe now. Raises RunFolderError."""
     if saved.data_digest != begun.data_digest:
         raise RunFolderError(
-            f"{path} was trained on other examples than data.train gives now. Restore the data file, or choose another "
-            "output.dir."
+            f"{path} was trained on other examples than data.train gives now. Restore the data file; or, where the "
+            "chat template prints the date, set data.date to that of the run; or choose another output.dir."
         )
     if saved.start_model != begun.start_model:
         raise RunFolderError(
