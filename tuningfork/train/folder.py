@@ -31,7 +31,7 @@ def check(folder: Path, resume: bool) -> None:
         RunFolderError: the folder exists and `resume` is not given, or it holds something else than a run.
     """
     found = sorted(entry.name for entry in folder.iterdir() if entry.name != data_files.FOLDER)
-    if CONFIG not in found and any(not name.endswith(ASIDE) for name in found):
+    if not (folder / CONFIG).is_file() and any(not name.endswith(ASIDE) for name in found):
         raise RunFolderError(f"{folder} is no run folder: it has files, but no {CONFIG}. Choose another output.dir.")
     if found and not resume:
         raise RunFolderError(f"{folder} exists. Add --resume to continue that run, or choose another output.dir.")
