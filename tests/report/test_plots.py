@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 
@@ -37,8 +38,14 @@ def test_a_histogram() -> None:
         "10–19 tokens: 0 prompts",
         "20–29 tokens: 8 prompts",
     ]
-    assert 'role="img" aria-label="In words" viewBox="0 0 3 100"' in drawn and 'x1="1.500" x2="1.500"' in drawn
+    assert 'role="img" aria-label="In words" viewBox="0 0 3 100"' in drawn and 'x1="1.550" x2="1.550"' in drawn
     assert texts(drawn, "ticks") == ["0", "10", "20", "30"] and texts(drawn, "scale") == ["8 prompts"]
+
+
+def test_where_a_bar_is_one_length_its_number_and_its_mark_stand_in_its_middle() -> None:
+    drawn = histogram({"width": 1, "counts": [0, 2, 0, 4], "beyond": 0}, "prompt", "prompt", "w", {"median": 3})
+    assert 'x1="3.500" x2="3.500"' in drawn and texts(drawn, "ticks") == ["0", "1", "2", "3"]
+    assert re.findall(r"left:(\S+)%", drawn) == ["12.500", "37.500", "62.500", "87.500"]
 
 
 def test_what_lies_beyond_has_a_bar_apart_and_a_small_count_can_be_seen() -> None:

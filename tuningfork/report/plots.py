@@ -44,10 +44,12 @@ def histogram(values: Mapping[str, Any], what: str, kind: str, label: str, marks
     if n := values["beyond"]:
         words = f"{len(counts) * width:,} tokens or more: {counted(n, what)}"
         bars.append(Bar(end + _GAP, end + _GAP + 1, n, words, f"{kind} beyond"))
-    places = {name: min(value / width, end) for name, value in marks.items()}
+    # A bar holds the lengths from its start on, so one of them stands half a token further right.
+    places = {name: min((value + 0.5) / width, end) for name, value in marks.items()}
     step = _tick_step(end * width)
     right = bars[-1].stop
-    ticks = [(i * step / width, f"{i * step:,}") for i in range(int(end * width / step) + 1)]
+    last = len(counts) * width - (width == 1)  # where each bar is one length, none stands for the axis's end
+    ticks = [(min((at + 0.5) / width, end), f"{at:,}") for at in range(0, last + 1, step)]
     if values["beyond"]:
         ticks = [tick for tick in ticks if tick[0] < 0.85 * right] + [(right, "longer")]
     return _plot(bars, 0.0, right, label, what, ticks, places)
