@@ -27,7 +27,7 @@ SEVERAL = [
     {"role": "user", "content": "and?"},
     {"role": "assistant", "content": "two"},
 ]
-VOID = {"meta", "input"}
+VOID = {"meta", "input", "wbr"}
 
 
 def report_of(folder: Path) -> dict[str, Any]:
@@ -101,7 +101,8 @@ def outline(page: str) -> Outline:
 def test_what_the_data_says_stays_text(page: str, outline: Outline) -> None:
     assert {tag for tag, _ in outline.tags} & {"script", "img", "link", "iframe", "object", "base"} == set()
     assert not any(key.startswith("on") for _, attributes in outline.tags for key in attributes)
-    assert "http:" not in re.sub(r"http://example\.invalid", "", unescape(page)) and "url(" not in page
+    whole = unescape(page.replace("<wbr>", ""))
+    assert "http:" not in re.sub(r"http://example\.invalid", "", whole) and "url(" not in page
     assert outline.text.count("</script></style><img") >= 2  # a tokenizer's name and a row's detail
     page.encode("utf-8")
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f\u200e\u200f\u202a-\u202e\u2066-\u2069]", page)
@@ -136,7 +137,7 @@ def test_the_numbers_are_those_of_the_report(report: dict[str, Any], outline: Ou
     assert "66 of 70 pairs can be trained on" in text
     for finding in report["findings"]:
         assert finding["text"][1:].split(EVIL)[0] in text
-    assert text.count("stops --strict") == 4 and text.count("worth a look") == 2
+    assert text.count("stops --strict") == 4 + 1 and text.count("worth a look") == 2
     cost, run = report["cost"], report["run"]
     for number in (cost["tokens"], cost["unique_tokens"], cost["attention_pairs"], cost["attention_pairs_shared"]):
         assert f"{number:,}" in text
@@ -166,9 +167,14 @@ def test_every_token_of_an_example_is_there_with_its_id(report: dict[str, Any], 
 def test_a_file_without_faults(tmp_path: Path) -> None:
     summary = summary_of(tmp_path, [pair("one", "ab", "cde"), pair("two", "fgh", "ij")])
     outline = Outline()
-    outline.feed(draw_page({"made_by": "tuningfork data", "version": "1", **summary.as_dict()}))
+    page = draw_page({"made_by": "tuningfork data", "version": "1", **summary.as_dict()})
+    outline.feed(page)
     assert "All 2 pairs can be trained on" in outline.text and "Nothing needs attention" in outline.text
     assert "No data.eval is set" in outline.text and "--strict" not in outline.text
+    # Nothing stands empty: no column of places without any, no share of one table, no word on rows that are not there.
+    heads = [attributes["data-head"] for tag, attributes in outline.tags if tag == "td"]
+    assert not {"Where", "Left out"} & set(heads) and "dropped row" not in outline.text
+    assert re.findall(r'data-head="Used">(.*?)</td>', page) == ["2"]
 
 
 @pytest.mark.parametrize("answers", [(5,), (5, 3, 4)], ids=["single", "ranking"])
@@ -185,6 +191,8 @@ def test_examples_that_are_no_pairs(answers: tuple[int, ...]) -> None:
     for text in (outline.text.lower(), printed.getvalue()):
         assert f"{last}, " in text or f"{last} {answers[-1]} tokens" in text
         assert ("chosen is longer" in text or "chosen answer is longer" in text) == (len(answers) == 3)
+        assert ("sharing prompts saves nothing" in text) == (len(answers) == 1)
+        assert ("rejected answer, counts" in text) == (len(answers) == 3 and text == outline.text.lower())
 
 
 def mixed_report(folder: Path) -> dict[str, Any]:
@@ -224,7 +232,12 @@ def test_several_tables(tmp_path: Path) -> None:
     assert [head for head in heads if head in ("Form", "Tokens")] == ["Form", "Tokens"] * 2
 
 
-@pytest.mark.skipif(find_browser() is None, reason="no Chromium: put one on PATH, or name it in TUNINGFORK_CHROMIUM")
+needs_browser = pytest.mark.skipif(
+    find_browser() is None, reason="no Chromium: put one on PATH, or name it in TUNINGFORK_CHROMIUM"
+)
+
+
+@needs_browser
 def test_in_a_browser(page: str, tmp_path: Path) -> None:
     """Nothing is logged or asked for, every plot is to be seen, and nothing is wider than the screen."""
     path = tmp_path / "data_report.html"
@@ -247,12 +260,31 @@ def test_in_a_browser(page: str, tmp_path: Path) -> None:
         assert tab.value("getComputedStyle(document.querySelector('.t'), '::after').content") == "none"
         tab.value("document.getElementById('ids').click()")
         assert tab.value("getComputedStyle(document.querySelector('.t'), '::after').content").strip('"') == "2"
-        mixed = tmp_path / "mixed.html"
-        mixed.write_text(draw_page(mixed_report(tmp_path)), encoding="utf-8")
-        hidden = "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth).length"
-        tab.open(mixed, 1280)
-        assert tab.value(hidden) == 0  # every column is to be seen
-        tab.open(path, 1280)
         # The guard's guard: what this test looks for, it would see.
         tab.value("console.error('seen'); new Image().src = 'http://localhost:1/x.png'; 1")
         assert any("seen" in said for said in tab.said) and tab.requests == ["http://localhost:1/x.png"]
+
+
+@needs_browser
+def test_every_column_is_to_be_seen_on_a_phone_too(page: str, tmp_path: Path) -> None:
+    """No table is wider than its box, and no box than the screen, with numbers as long as those of much data."""
+    single = summary_of_examples(random_examples([(3, (5,)), (4, (2,))]))
+    reports = [mixed_report(tmp_path), {"made_by": "tuningfork data", "version": "1", **single.as_dict()}]
+    for row in reports[0]["train"]["truncation"]:
+        row |= {"rows_cut": 123_456, "rows_lost": 123_456, "tokens_lost": 1_234_567_890, "rows_cut_share": 0.999}
+    hidden = (
+        "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth).map(e => e.innerText)"
+    )
+    executable = find_browser()
+    assert executable is not None
+    with browser(executable) as tab:
+        for i, drawn in enumerate([page, *map(draw_page, reports)]):
+            path = tmp_path / f"{i}.html"
+            path.write_text(drawn, encoding="utf-8")
+            for width in (400, 768, 1280):
+                tab.open(path, width)
+                assert (width, tab.value(hidden)) == (width, [])
+                assert tab.value("document.documentElement.scrollWidth") <= tab.value("window.innerWidth") == width
+        # The guard's guard: a table that is too wide would be seen.
+        tab.value("document.querySelector('table').style.width = '2000px'; 1")
+        assert len(tab.value(hidden)) == 1

@@ -8,6 +8,7 @@ import pytest
 
 from tuningfork.report.words import (
     account,
+    amount,
     by_reason,
     cut,
     given_numbers,
@@ -27,6 +28,22 @@ from tuningfork.report.words import (
 )
 def test_a_share_is_never_rounded_to_none_or_all(value: float, words: str) -> None:
     assert share(value) == words
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (1, "1"),
+        (0.03125, "0.0312"),
+        (2.84375, "2.84"),
+        (9.996, "10"),
+        (73.09, "73.1"),
+        (36, "36"),
+        (12345.67, "12,345.7"),
+    ],
+)
+def test_a_mean_has_the_digits_that_say_something(value: float, words: str) -> None:
+    assert amount(value) == words
 
 
 def test_rows_and_what_is_left_out() -> None:

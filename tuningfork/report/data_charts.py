@@ -40,7 +40,8 @@ def draw_lengths(sets: Sequence[tuple[str, Tree]], policy: str) -> str:
         marks = {"median": some["p50"], "p95": some["p95"]}
         drawn = histogram(some["histogram"], what, key, f"Histogram of lengths, {name.lower()}: {words} tokens", marks)
         plots.append(
-            f'<figure><figcaption><b>{name}</b> <span class="soft">{words}</span></figcaption>{drawn}</figure>'
+            f'<figure><figcaption><b>{name}</b>, in tokens <span class="soft">{words}</span></figcaption>'
+            f"{drawn}</figure>"
         )
     body = [
         [
@@ -52,8 +53,10 @@ def draw_lengths(sets: Sequence[tuple[str, Tree]], policy: str) -> str:
         for role, data in sets
         for name, some in ((LENGTHS[key], some) for key, some in data["lengths"].items())
     ]
-    numbers = table(["Tokens", "Mean", "p50", "p95", "p99", "Max", "Total"], body, "numbers", "Lengths in tokens")
-    keys = {"median": "median", "p95": "95% are at most this long"}
+    numbers = table(
+        ["Tokens", "Mean", "Median", "p95", "p99", "Longest", "Total"], body, "numbers", "Lengths in tokens"
+    )
+    keys = {"median": "median", "p95": "95% are at most this long (p95)"}
     legend = "".join(f'<span><span class="key-line {key}"></span>{words}</span>' for key, words in keys.items())
     notes = "".join(
         f'<p class="note">{role}: lengths before data.over_length {policy}, by which {CUTS[policy]} in '
@@ -73,12 +76,13 @@ def draw_bias(bias: Tree | None) -> str:
         f"The chosen answer is longer in {share(bias['longer'] / n)} of the pairs, shorter in "
         f"{share(bias['shorter'] / n)}, and equally long in {share(bias['equal'] / n)}. On average it has "
         f"{abs(bias['mean']):,.1f} tokens {'more' if bias['mean'] >= 0 else 'fewer'}; the median difference is "
-        f"{signed(round(bias['median']))}."
+        f"{signed(round(bias['median']))} tokens."
     )
     plot = mirrored(bias["shorter_by"], bias["longer_by"], words)
     ends = '<p class="ends" aria-hidden="true"><span>← rejected is longer</span><span>chosen is longer →</span></p>'
-    equal = "pair of equal length is" if bias["equal"] == 1 else "pairs of equal length are"
-    caption = f"Tokens of chosen − rejected; {bias['equal']:,} {equal} not drawn"
+    caption = "Tokens of chosen − rejected"
+    if bias["equal"]:
+        caption += f"; {counted(bias['equal'], 'pair of equal length is', 'pairs of equal length are')} not drawn"
     return f"<p>{words}</p><figure>{plot}{ends}<figcaption class='soft'>{caption}</figcaption></figure>"
 
 
@@ -89,23 +93,23 @@ def draw_truncation(limits: Sequence[Tree], policy: str) -> str:
     body = [
         [
             f"{row['max_length']:,}" + (' <span class="tag">recipe</span>' if row["recipe"] else ""),
-            *(cell for key in kinds for cell in (f"{row[key]:,}", _meter(row[f"{key}_share"]))),
+            *(f"{row[key]:,} {_meter(row[f'{key}_share'])}" for key in kinds),
         ]
         for row in limits
     ]
-    heads = ["max_length", *(head for kind in kinds.values() for head in (kind, "Share"))]
     what = "A row with a longer sequence is dropped whole."
     if policy in CUTS:
         what = f"Of a row with a longer sequence, {CUTS[policy]}; it is lost where that would leave nothing of a side."
     note = f"{what} Tokens count the prompt once per answer."
     return (
-        table(heads, body, f"limits{' cuts' * (policy in CUTS)}", "Rows and tokens lost at a limit")
+        table(["max_length", *kinds.values()], body, "limits", "Rows and tokens lost at a limit")
         + f'<p class="note">{note}</p>'
     )
 
 
 def _meter(value: float) -> str:
-    return f'<span class="meter"><span style="width:{100 * value:.2f}%"></span></span><span>{share(value)}</span>'
+    bar = f'<span class="meter"><span style="width:{100 * value:.2f}%"></span></span>'
+    return f'{bar} <span class="soft">{share(value)}</span>'
 
 
 def draw_cost(cost: Tree) -> str:
@@ -120,7 +124,7 @@ def draw_cost(cost: Tree) -> str:
         parts = [(key.replace("_", "-"), name, layout[key]) for key, name in names.items()]
         words = ", ".join(f"{name} {share(amount / layout['slots'])}" for _, name, amount in parts if amount)
         label = f"{layout['slots']:,} slots: {words}"
-        times = "" if layout["slots"] == ours else f", {layout['slots'] / ours:.2f} × the last"
+        times = "" if layout["slots"] == ours else f", {layout['slots'] / ours:.2f}&nbsp;× as many as the last"
         bars.append(
             f"<figure><figcaption><b>{LAYOUTS[layout['name']]}</b> <span class='soft'>{layout['slots']:,} slots, "
             f"{share(layout['pad_share'])} padding{times}</span></figcaption>"
@@ -129,6 +133,21 @@ def draw_cost(cost: Tree) -> str:
     legend = "".join(
         f'<span><span class="key {key.replace("_", "-")}"></span>{name}</span>' for key, name in names.items()
     )
+    return (
+        f"<p>One epoch has {cost['tokens']:,} tokens with the prompt once per answer, {cost['unique_tokens']:,} with "
+        f"the prompt once per example; {cost['counted_tokens']:,} of them count in the loss.</p>"
+        f'<div class="bars">{"".join(bars)}</div><p class="legend">{legend}</p>{_attention(cost)}'
+        '<p class="note">A slot is the place of one token, or of padding, in a batch or a pack; a pack holds the '
+        "sequences of several examples end to end. Slots are counted; no speed is measured. The padded layout is the "
+        "mean over all orders of the file; the packed ones are really packed, step by step, with the recipe's "
+        "settings.</p>"
+    )
+
+
+def _attention(cost: Tree) -> str:
+    """What sharing prompts saves of the tokens and of causal attention."""
+    if not cost["tokens_saved"]:
+        return "<p>Every prompt has one answer, so sharing prompts saves nothing.</p>"
     whole = cost["attention_pairs"]
     ways = {"Each sequence by itself": whole, "Prompt once for all of its answers": cost["attention_pairs_shared"]}
     attention = "".join(
@@ -137,12 +156,8 @@ def draw_cost(cost: Tree) -> str:
         for name, pairs in ways.items()
     )
     return (
-        f"<p>One epoch has {cost['tokens']:,} tokens with the prompt once per answer, {cost['unique_tokens']:,} with "
-        f"the prompt once per example; {cost['counted_tokens']:,} of them count in the loss.</p>"
-        f'<div class="bars">{"".join(bars)}</div><p class="legend">{legend}</p>'
         f"<h3>Causal attention</h3><p>Sharing prompts saves {share(cost['attention_saved'])} of the (query, key) pairs "
         f"and {share(cost['tokens_saved'])} of the tokens.</p>"
-        f'<div class="bars">{attention}</div><p class="note">Slots are rows of batches or packs, padding included: '
-        "counts, not measured speed. The padded layout is the mean over all orders of the file; the packed ones are "
-        "really packed, step by step, with the recipe's settings.</p>"
+        f'<div class="bars">{attention}</div><p class="note">A (query, key) pair is a token and one that it looks at: '
+        "itself or one before it. The work of attention grows with their number.</p>"
     )

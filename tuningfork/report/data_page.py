@@ -12,12 +12,13 @@ from pathlib import Path
 
 from tuningfork.errors import counted
 from tuningfork.report.data_charts import draw_bias, draw_cost, draw_lengths, draw_truncation
-from tuningfork.report.html import facts, table, text
+from tuningfork.report.html import breakable, facts, table, text
 from tuningfork.report.plots import stacked
 from tuningfork.report.tokens_html import examples
 from tuningfork.report.words import (
     Tree,
     account,
+    amount,
     asked,
     by_reason,
     cut,
@@ -76,11 +77,11 @@ def draw_page(report: Tree) -> str:
 def _head(report: Tree) -> str:
     train, held_out, tokenizer = report["train"], report["eval"], report["tokenizer"]
     template = "the chat template of" if tokenizer["template"] == "chat" else "plain text, tokenized by"
-    beside = f", held-out rows from <b>{text(_titled(held_out))}</b>" if held_out else ""
+    beside = f", held-out rows from <b>{breakable(_titled(held_out))}</b>" if held_out else ""
     return (
         f'<header><p class="eyebrow">Preference data</p><h1>{headline(report)}</h1>'
-        f'<p class="lede"><b>{text(_titled(train))}</b>{beside}; {template} '
-        f"<b>{text(tokenizer['name'])}</b>; data.max_length {report['max_length']:,}</p></header>"
+        f'<p class="lede"><b>{breakable(_titled(train))}</b>{beside}; {template} '
+        f"<b>{breakable(tokenizer['name'])}</b>; data.max_length {report['max_length']:,} tokens</p></header>"
     )
 
 
@@ -101,16 +102,24 @@ def _attention(report: Tree, names: Mapping[str, str]) -> str:
     for finding in found:
         tag, word = ("tag stop", "stops --strict") if finding["strict"] else ("tag", "worth a look")
         where = f' <span class="soft">{_few(finding, names)}</span>' if finding["rows"] else ""
-        items.append(f'<li><span class="{tag}">{word}</span><span>{text(sentence(finding["text"]))}{where}</span></li>')
+        items.append(
+            f'<li><span class="{tag}">{word}</span><span>{breakable(sentence(finding["text"]))}{where}</span></li>'
+        )
+    stops = any(finding["strict"] for finding in found)
+    note = (
+        '<p class="note"><code>tuningfork data --strict</code> fails on what is marked “stops --strict”.</p>'
+        if stops
+        else ""
+    )
     return (
         '<section class="attention" aria-labelledby="attention"><h2 id="attention">Before you train</h2>'
-        f"<ul>{''.join(items)}</ul></section>"
+        f"<ul>{''.join(items)}</ul>{note}</section>"
     )
 
 
 def _few(finding: Tree, names: Mapping[str, str]) -> str:
     more = " …" if finding["count"] > len(finding["rows"]) else ""
-    return text(f"({rows(finding['rows'], names)}{more})")
+    return breakable(f"({rows(finding['rows'], names)}{more})")
 
 
 def _figures(report: Tree) -> str:
@@ -118,11 +127,13 @@ def _figures(report: Tree) -> str:
     slots = {layout["name"]: layout["slots"] for layout in cost["layouts"]}
     ours = slots["shared" if report["share_prompt"] else "packed"]
     saved = "of the tokens saved by sharing prompts" + ("" if report["share_prompt"] else " (pack.share_prompt is off)")
+    times = slots["padded"] / ours
+    less, word = (times, "fewer") if times >= 1 else (1 / times, "more")
     step = "step" if run["steps"] == 1 else "steps"
     figures = [
         (f"{cost['unique_tokens']:,}", "tokens an epoch, each prompt once"),
         (share(cost["tokens_saved"]), saved),
-        (f"{slots['padded'] / ours:.1f} ×", f"fewer token slots than padded batches of 8 {unit}s"),
+        (f"{less:.1f} ×", f"{word} token slots than padded batches of 8 {unit}s"),
         (f"{run['steps']:,}", f"{step} of {counted(run['examples_per_step'], unit)} in the whole run"),
     ]
     tiles = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for value, name in figures)
@@ -161,48 +172,58 @@ def _rows(report: Tree, names: Mapping[str, str]) -> str:
                     text(note),
                     f"{some['count']:,}",
                     share(some["count"] / data["used"]),
-                    text(rows(some["rows"][:3], names) + (" …" if some["count"] > 3 else "")),
+                    breakable(rows(some["rows"][:3], names) + (" …" if some["count"] > 3 else "")),
                 ]
                 for note, some in data["notes"].items()
             ]
-            parts.append(table(["Of rows in use", "Rows", "Share", "Where"], body, "reasons", "Notes on rows in use"))
+            parts.append(
+                table(["Note on rows in use", "Rows", "Share", "Where"], body, "reasons", "Notes on rows in use")
+            )
         said = [*given_numbers("weight", data["weights"]), *given_numbers("margin", data["margins"])]
         said += [
             f"{counted(n, 'row is', 'rows are')} not used on purpose: {why}" for why, n in data["left_out"].items()
         ]
         parts += [f"<p>{text(sentence(words))}</p>" for words in said]
-    return "".join(parts) + "<p class='note'>Every dropped row is listed in data_report.json.</p>"
+    dropped = any(data["dropped"] for _, data in _sets(report))
+    listed = "<p class='note'>Every dropped row is listed in data_report.json.</p>"
+    return "".join(parts) + (listed if dropped else "")
 
 
 def _tables(data: Tree, names: Mapping[str, str]) -> str:
-    """A line for each table of a data set; and what lies beside them and is not read."""
+    """A line for each table of a data set; and what lies beside them and is not read. A share is of all tables."""
+    heads = {"rows_read": "Rows", "dropped": "Dropped", "left_out": "Left out", "used": "Used", "tokens": "Tokens"}
+    if not any(one["left_out"] for one in data["tables"]):
+        del heads["left_out"]
+
+    def amount_of(one: Tree, key: str) -> str:
+        shared = key in ("used", "tokens") and len(data["tables"]) > 1
+        return f"{one[key]:,}" + (f' <span class="soft">{share(one[f"{key}_share"])}</span>' if shared else "")
+
     body = [
         [
             _placed(one["file"], names[one["file"]]),
             text(one["form"]),
-            *(f"{one[key]:,}" for key in ("rows_read", "dropped", "left_out")),
-            *(f'{one[key]:,} <span class="soft">{share(one[f"{key}_share"])}</span>' for key in ("used", "tokens")),
+            *(amount_of(one, key) for key in heads),
         ]
         for one in data["tables"]
     ]
-    heads = ["Table", "Form", "Rows", "Dropped", "Left out", "Used", "Tokens"]
     beside = f"Beside them, not read: {', '.join(data['passed_over'])}"
     passed_over = f'<p class="note">{text(cut(beside, _DETAIL))}</p>' if data["passed_over"] else ""
-    return table(heads, body, "tables", "Tables") + passed_over
+    return table(["Table", "Form", *heads.values()], body, "tables", "Tables") + passed_over
 
 
 def _placed(file: str, name: str) -> str:
     """A file's name, and below it the folder that it lies in."""
     path = Path(file)
     if name == file or path.name == file:
-        return text(file)
-    return f'{text(path.name)} <span class="soft">in {text(path.parent)}</span>'
+        return breakable(file)
+    return f'{breakable(path.name)} <span class="soft">in {breakable(path.parent)}</span>'
 
 
 def _mix(mix: Tree) -> str:
     body = [
         [
-            text(part["source"]),
+            breakable(part["source"]),
             f"{part['asked']:,g}",
             f"{part['usable']:,}",
             f"{part['used']:,}",
@@ -217,7 +238,7 @@ def _mix(mix: Tree) -> str:
 def _details(dropped: Sequence[Tree], names: Mapping[str, str]) -> str:
     """A few dropped rows with what is said of them."""
     first = "".join(
-        f"<li>{text(rows([row], names))}{': ' if row['detail'] else ''}"
+        f"<li>{breakable(rows([row], names))}{': ' if row['detail'] else ''}"
         f"<bdi>{text(cut(row['detail'], _DETAIL))}</bdi></li>"
         for row in dropped[:3]
     )
@@ -243,10 +264,9 @@ def _repeats(report: Tree, names: Mapping[str, str]) -> str:
         "Different prompts among the used rows": lambda f: (f["repeats"]["distinct_prompts"], ""),
     }
     shown = [
-        table(
+        _placed_counts(
             ["What", "Count", "Where"],
-            [[name, f"{count:,}", text(groups)] for name, look in kinds.items() for count, groups in [look(data)]],
-            "repeats",
+            [[name, f"{count:,}", breakable(groups)] for name, look in kinds.items() for count, groups in [look(data)]],
             role,
         )
         for role, data in _sets(report)
@@ -264,16 +284,23 @@ def _repeats(report: Tree, names: Mapping[str, str]) -> str:
                 name,
                 f"{count:,}",
                 share(count / report["eval"]["used"]),
-                text(_groups([f"{where([p['eval_row']])} = training {where([p['train_row']])}" for p in pairs])),
+                breakable(_groups([f"{where([p['eval_row']])} = training {where([p['train_row']])}" for p in pairs])),
             ]
             for name, (count, pairs) in found.items()
         ]
-        shown.append(table(["Leak", "Rows", "Share", "Where"], body, "repeats", "From training into held-out data"))
+        shown.append(_placed_counts(["Leak", "Rows", "Share", "Where"], body, "From training into held-out data"))
     note = (
         "Rows are compared by token ids, as the model meets them. Contradicting rows have the same prompt and the same "
         "answers, and prefer another of them."
     )
     return "".join(shown) + f'<p class="note">{note}</p>'
+
+
+def _placed_counts(heads: Sequence[str], body: Sequence[Sequence[str]], caption: str) -> str:
+    """A table of counts whose last column says where they come from; without that column where it is empty."""
+    if any(line[-1] for line in body):
+        return table(heads, body, "repeats", caption)
+    return table(heads[:-1], [line[:-1] for line in body], "counts", caption)
 
 
 def _groups(named: Sequence[str], most: int = 3) -> str:
@@ -286,13 +313,13 @@ def _run(report: Tree) -> str:
     in_all = "" if not about and run["epochs"] == 1 else "about "
     named = [
         (f"{report['unit'].capitalize()}s per step", f"{run['examples_per_step']:,}"),
-        ("Steps per epoch", f"{run['steps_per_epoch']:,.1f}"),
-        ("Epochs", f"{run['epochs']:,.2f}"),
+        ("Steps per epoch", amount(run["steps_per_epoch"])),
+        ("Epochs", amount(run["epochs"])),
         ("Steps in the whole run", f"{run['steps']:,}"),
-        (f"Packs per step, of {report['pack_tokens']:,} rows at most", f"{run['packs_per_step']:,.1f}"),
+        (f"Packs per step, of {report['pack_tokens']:,} token slots at most", amount(run["packs_per_step"])),
         ("Packs per epoch", f"{about}{run['packs_per_epoch']:,}"),
         ("Packs in the whole run", f"{in_all}{run['packs']:,}"),
-        ("Padding", share(run["pad_share"])),
+        ("Padding", f"{share(run['pad_share'])} of the slots"),
         ("Token slots in the whole run", f"{in_all}{run['slots']:,}"),
         (
             "Prompts",
@@ -338,8 +365,8 @@ def _tokenizer(tokenizer: Tree) -> str:
 def _footer(report: Tree) -> str:
     return (
         f"Made by {text(report['made_by'])} {text(report['version'])}. All numbers, and the rows behind them, are in "
-        "data_report.json beside this page. Lengths are in tokens; percentiles lie between two lengths by linear "
-        "interpolation."
+        "data_report.json beside this page. Lengths are in tokens; 95% of them are at most p95. Percentiles lie "
+        "between two lengths by linear interpolation."
     )
 
 

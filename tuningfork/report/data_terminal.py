@@ -14,6 +14,7 @@ from tuningfork.report.words import (
     CUTS,
     Tree,
     account,
+    amount,
     asked,
     by_reason,
     cut,
@@ -31,13 +32,13 @@ Names = Mapping[str, str]
 
 LAYOUTS = {
     "padded": "padded, batches of 8",
-    "packed": "packed, a prompt for each answer",
+    "packed": "packed, prompts repeated",
     "shared": "packed, prompts shared",
 }
 _COLORS = {"prompt": "cyan", "chosen": "green", "rejected": "yellow"}
 _PARTS = {"prompt": "█", "prompt_again": "▓", "chosen": "█", "rejected": "█", "padding": "░"}
 _HEAD, _TAIL = 24, 12  # tokens shown of a long part of the example
-_BAR = 40  # columns of the longest bar
+_BAR = 30  # columns of the longest bar
 _DETAIL = 120  # characters shown of a row's detail
 
 
@@ -104,11 +105,15 @@ def _rows(name: str, data: Tree, mix: Tree | None, names: Names) -> Iterator[Ren
 
 
 def _tables(tables: Sequence[Tree], names: Names) -> Table:
-    grid = _grid("table", "form", "rows", "dropped", "left out", "used", "", "tokens", "")
+    heads = {"rows_read": "rows", "dropped": "dropped", "left_out": "left out", "used": "used"}
+    if not any(table["left_out"] for table in tables):
+        del heads["left_out"]
+    grid = _grid("table", "form", *heads.values(), "", "tokens", "")
     for table in tables:
-        amounts = (f"{table[key]:,}" for key in ("rows_read", "dropped", "left_out", "used"))
+        amounts = (f"{table[key]:,}" for key in heads)
         used, tokens = share(table["used_share"]), share(table["tokens_share"])
         grid.add_row(visible(names[table["file"]]), table["form"], *amounts, used, f"{table['tokens']:,}", tokens)
+    grid.columns[1].justify = "left"
     return grid
 
 
@@ -178,7 +183,7 @@ def _cost(cost: Tree) -> Iterator[RenderableType]:
             drawn += columns
             bar.append(block * columns, style=_COLORS.get(key.removesuffix("_again"), "dim"))
         grid.add_row(LAYOUTS[layout["name"]], f"{layout['slots']:,}", share(layout["pad_share"]), bar)
-    grid.columns[-1].justify = "left"
+    grid.columns[-1].justify, grid.columns[-1].no_wrap = "left", True
     yield grid
     names = {"prompt": "prompt", "prompt_again": "prompt again", "chosen": "chosen", "rejected": "rejected"}
     if not any(layout["rejected"] for layout in cost["layouts"]):
@@ -187,6 +192,9 @@ def _cost(cost: Tree) -> Iterator[RenderableType]:
     for key, name in (names | {"padding": "padding"}).items():
         legend.append(f"{_PARTS[key]} {name}  ", style=_COLORS.get(key.removesuffix("_again"), "dim"))
     yield _indented(legend)
+    if not cost["tokens_saved"]:
+        yield _indented("every prompt has one answer, so sharing prompts saves nothing")
+        return
     yield _indented(
         f"sharing prompts saves {share(cost['tokens_saved'])} of {cost['tokens']:,} tokens and "
         f"{share(cost['attention_saved'])} of {cost['attention_pairs']:,} attention (query, key) pairs"
@@ -197,9 +205,15 @@ def _run(report: Tree) -> RenderableType:
     run = report["run"]
     return Text(
         f"run: {counted(run['steps'], 'step')} of {counted(run['examples_per_step'], report['unit'])}, "
-        f"{run['epochs']:,.2f} epochs of {run['steps_per_epoch']:,.1f} steps; {run['packs_per_step']:.1f} packs a "
-        f"step, about {run['packs']:,} in all, {share(run['pad_share'])} padding"
+        f"{_many(run['epochs'], 'epoch')} of {_many(run['steps_per_epoch'], 'step')}; "
+        f"{_many(run['packs_per_step'], 'pack')} a step, about {run['packs']:,} in all, "
+        f"{share(run['pad_share'])} padding"
     )
+
+
+def _many(value: float, what: str) -> str:
+    shown = amount(value)
+    return f"{shown} {what if shown == '1' else what + 's'}"
 
 
 def _example(shown: Tree, names: Names) -> Iterator[RenderableType]:
@@ -211,7 +225,10 @@ def _example(shown: Tree, names: Names) -> Iterator[RenderableType]:
     for kind, part in parts:
         pieces, hidden = [*part["head"], *part["tail"]], part["hidden"]
         line = Text(f"{part['name']}, {counted(part['tokens'], 'token')}", style="bold")
-        line.append("" if kind == "prompt" else f", {counted(part['counted'], 'counts', 'count')}", style="not bold")
+        line.append(
+            "" if kind == "prompt" else f", {counted(part['counted'], 'counts in the loss', 'count in the loss')}",
+            style="not bold",
+        )
         yield _indented(line)
         first, last = pieces, []
         if len(pieces) > _HEAD + _TAIL or hidden:

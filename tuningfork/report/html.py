@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
@@ -12,6 +13,11 @@ from tuningfork.report.words import visible
 def text(value: Any) -> str:
     """Anything as HTML text, or as an attribute's value."""
     return escape(visible(str(value)), quote=True)
+
+
+def breakable(value: Any) -> str:
+    """As `text`, and where a line is too short it breaks behind the marks that part a file's name."""
+    return re.sub(r"([/_-])(?=\w)", r"\1<wbr>", text(value))
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> str:

@@ -15,12 +15,17 @@ _TEXT = 200  # characters shown of one token
 
 def examples(shown: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> str:
     """Every shown example, its prompt first and its answers below; `names` say what to call their files."""
+    several = any(len(example["answers"]) > 1 for example in shown)
+    keys = {
+        "prompt": "prompt",
+        "chosen": f"{'chosen answer' if several else 'answer'}, counts in the loss",
+        **({"rejected": "rejected answer, counts in the loss"} if several else {}),
+        "silent": "in an answer, does not count",
+        "special": "special token",
+    }
+    drawn = "".join(f'<span><span class="key {key}"></span>{words}</span>' for key, words in keys.items())
     legend = (
-        '<p class="legend"><span><span class="key prompt"></span>prompt</span>'
-        '<span><span class="key chosen"></span>chosen or only answer, counts in the loss</span>'
-        '<span><span class="key rejected"></span>rejected, counts in the loss</span>'
-        '<span><span class="key silent"></span>in an answer, does not count</span>'
-        '<span><span class="key special"></span>special token</span></p>'
+        f'<p class="legend">{drawn}</p>'
         '<p class="legend"><label><input type="checkbox" id="ids"> show token ids</label> '
         "Hovering over a token shows its id, too.</p>"
     )
@@ -41,7 +46,7 @@ def _part(part: Mapping[str, Any], kind: str) -> str:
     name = part["name"]
     length = counted(part["tokens"], "token")
     if kind != "prompt":
-        length += f", {counted(part['counted'], 'counts', 'count')}"
+        length += f", {counted(part['counted'], 'counts in the loss', 'count in the loss')}"
     pieces = "".join(_piece(piece, kind) for piece in part["head"])
     if part["hidden"]:
         pieces += f'<span class="hidden">… {part["hidden"]:,} more tokens …</span>'

@@ -83,6 +83,11 @@ def share(value: float) -> str:
     return "<0.1%" if value < 0.0005 else ">99.9%" if value > 0.9995 else f"{value:.1%}"
 
 
+def amount(value: float) -> str:
+    """A mean or a fraction of things: three digits below ten, one decimal above: 0.0312, 2.84, 73.1, 36."""
+    return f"{value:.3g}" if value < 9.995 else f"{value:,.1f}".removesuffix(".0")
+
+
 def signed(value: int) -> str:
     """A difference: +1,200, −7, 0."""
     return f"{value:+,}".replace("-", "−") if value else "0"
