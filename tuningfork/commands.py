@@ -20,6 +20,7 @@ from tuningfork.errors import ConfigError, ModelError, RunFolderError, counted
 from tuningfork.files import exclusive
 from tuningfork.models.config import ModelConfig
 from tuningfork.models.load import comparable, load, load_config, load_tokenizer
+from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import DataReport
 from tuningfork.report import data_files
 from tuningfork.report.console import Console, table
@@ -75,10 +76,11 @@ def data(config: RunConfig, strict: bool) -> int:
     folder = Path(config.output.dir) / data_files.FOLDER
     data_files.check(folder)  # before minutes of reading
     tokenizer, model = load_tokenizer(config.model.path), load_config(config.model.path)
+    objective = PreferenceObjective(config.objective)
 
     def read(sources: str | list[str], use: Use) -> SetData:
         examples, report = read_sources(sources, tokenizer, config.data, config.pack, model.vocab_size, console, use)
-        return SetData.of(examples, report, tokenizer.bos_token_id)
+        return SetData.of(examples, report, tokenizer.bos_token_id, objective.refusal)
 
     if config.data.eval is not None:
         check_sources(config.data.eval, "eval")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -51,6 +53,15 @@ def test_a_cut_prompt_keeps_its_bos_and_has_it_once() -> None:
     with pytest.raises(Unusable, match="answer leaves no room for the prompt"):
         shorten(example(6, 3, 9, bos=True), 10, "truncate_prompt_left", BOS)
     assert ids(shorten(example(6, 3, 9), 10, "truncate_prompt_left", BOS)[0])[0] == [15]
+
+
+def test_a_cut_in_front_of_a_bos_does_not_double_it() -> None:
+    """Where BOS opens every turn; what stays is one token shorter than it could be."""
+    given = replace(example(6, 3, 6), prompt_ids=np.array([BOS, 11, 12, BOS, 14, 15], np.int32))
+    made, _ = shorten(given, 10, "truncate_prompt_left", BOS)
+    assert ids(made)[0] == [BOS, 14, 15]
+    longer, _ = shorten(given, 11, "truncate_prompt_left", BOS)
+    assert ids(longer)[0] == [BOS, 12, BOS, 14, 15]
 
 
 def test_a_prompt_of_the_limit_or_longer() -> None:

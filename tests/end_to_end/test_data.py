@@ -93,6 +93,31 @@ def test_strict_fails_where_training_would_refuse_the_length(job: Job) -> None:
     assert "256 positions" in job.refused()
 
 
+@pytest.mark.parametrize(
+    ("row", "objective", "why"),
+    [
+        ({"prompt": "p", "completion": "a", "label": True}, "dpo", "has 1 answer, objective dpo compares two"),
+        ({"prompt": "p", "answers": ["a", "b", "c"]}, "dpo", "has 3 answers, objective dpo compares two"),
+        (
+            {"prompt": "p", "chosen": "a", "rejected": "b", "margin": 1},
+            "ipo",
+            "has a margin, which objective ipo has no",
+        ),
+    ],
+)
+def test_strict_fails_where_training_would_refuse_the_objective(
+    job: Job, row: dict[str, Any], objective: str, why: str
+) -> None:
+    rows = [{**row, "prompt": f"{row['prompt']} {n}"} for n in range(3)]
+    job = job.but({"data.train": write_rows(job.folder / "rows.jsonl", rows), "objective.name": objective})
+    outcome = job("data", "--strict")
+    assert outcome.status == 1 and "refused in rows.jsonl (3)" in outcome.out
+    assert "All 3 " in outcome.out and "can be read, but not trained on as they are" in outcome.out
+    [finding] = [finding for finding in report_of(job)["findings"] if finding["kind"] == "refused"]
+    assert f"training would refuse to start: 3 rows {why.replace('has', 'have', 1)}" in finding["text"]
+    assert why in job.refused()
+
+
 def test_strict_passes_good_data(job: Job) -> None:
     assert "--strict would pass" in with_rows(job).done("data", "--strict").out
 

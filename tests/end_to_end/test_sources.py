@@ -88,7 +88,7 @@ def test_weights_change_the_run_and_margins_are_refused_where_they_have_no_place
     job.done()
     assert job.metrics()[0]["loss"] == pytest.approx(0.5 * math.log1p(math.e), rel=1e-14)  # -log sigmoid(0 - 1), halved
     message = job.elsewhere("ipo").but({"data.train": path, "objective.name": "ipo"}).refused()
-    assert "said.jsonl:1: has a margin of 1, which objective ipo has no place for" in message
+    assert "said.jsonl:1: has a margin, which objective ipo has no place for" in message
 
 
 @pytest.mark.parametrize("command", ["train", "data"])

@@ -94,7 +94,11 @@ def test_sentences_and_differences() -> None:
     ],
 )
 def test_the_headline(used: int, left_out: dict[str, int], read: int, unit: str, words: str) -> None:
-    assert headline({"train": {"used": used, "left_out": left_out, "rows_read": read}, "unit": unit}) == words
+    train: dict[str, Any] = {"used": used, "left_out": left_out, "rows_read": read, "refused": {}}
+    assert headline({"train": train, "unit": unit}) == words
+    train["refused"] = {"1 answer, objective dpo compares two": {"count": 1, "rows": []}}
+    refused = words.replace("can be trained on", "can be read, but not trained on as they are")
+    assert headline({"train": train, "unit": unit}) == refused
 
 
 def test_files_are_named_where_there_are_several() -> None:

@@ -32,7 +32,7 @@ def shorten(
     truncate_answers        answers end where max_length is reached, every one of them by the same rule; a cut one has
                             no end marker, so it does not teach to stop
     truncate_prompt_left    the prompt loses as many of its first tokens as the longest answer needs, and keeps one;
-                            a BOS in front of it stays
+                            a BOS in front of it stays, once
 
     Raises:
         Unusable: the example is too long and is not to be cut, or cutting would leave a side empty.
@@ -56,5 +56,7 @@ def shorten(
     opening = size_of(example, bos).opening
     if kept <= opening:
         raise Unusable("answer leaves no room for the prompt", size)
-    left = np.concatenate([prompt[:opening], prompt[len(prompt) - kept + opening :]])
+    left = prompt[len(prompt) - kept + opening :]
+    if left[0] != bos:  # BOS may open every turn, and the cut fall in front of one
+        left = np.concatenate([prompt[:opening], left])
     return replace(example, prompt_ids=left), (CUT_PROMPT,)

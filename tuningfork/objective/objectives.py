@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tuningfork.errors import DataError
+from tuningfork.errors import DataError, counted
 from tuningfork.objective import losses
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.records import TokenExample
@@ -62,17 +62,25 @@ class PreferenceObjective:
         self.config = config
         self.needs_reference = config.name != "simpo"
 
+    def refusal(self, example: TokenExample) -> str:
+        """What an example has that this objective cannot train on: it is no pair, or says what there is no place for.
+
+        Empty where it can. Alike for examples that have it, so that it can be counted.
+        """
+        if example.margin is not None and self.config.name not in _OFFSET:
+            return (
+                f"a margin, which objective {self.config.name} has no place for. Use {' or '.join(sorted(_OFFSET))}, "
+                "or remove the field 'margin' from the rows"
+            )
+        if len(example.answers) != 2:
+            return f"{counted(len(example.answers), 'answer')}, objective {self.config.name} compares two"
+        return ""
+
     def check(self, examples: Iterable[TokenExample]) -> None:
-        """Raises DataError if an example is not a pair, or says what this objective has no place for."""
+        """Raises DataError for the first example that it cannot train on."""
         for example in examples:
-            if example.margin is not None and self.config.name not in _OFFSET:
-                raise DataError(
-                    f"{example.id}: has a margin of {example.margin:g}, which objective {self.config.name} has no "
-                    f"place for. Use {' or '.join(sorted(_OFFSET))}, or remove the field 'margin' from the rows."
-                )
-            if len(example.answers) != 2:
-                found = "1 answer" if len(example.answers) == 1 else f"{len(example.answers)} answers"
-                raise DataError(f"{example.id}: has {found}, objective {self.config.name} compares two.")
+            if refusal := self.refusal(example):
+                raise DataError(f"{example.id}: has {refusal}.")
 
     def rewards(self, logps: Tensor, reference_logps: Tensor | None, lengths: Tensor) -> Tensor:
         """What the policy values each answer at, see losses.py. All [N, 2], chosen first."""

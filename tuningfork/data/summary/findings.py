@@ -21,7 +21,7 @@ FEW = 5  # rows named with a finding
 class Finding:
     """One thing to look at in the data set of that name. `rows` show it: the first few of them.
 
-    kind: dropped, duplicates, conflicts, leaks, positions, two_bos (strict); length, no_eos (worth a look).
+    kind: refused, dropped, duplicates, conflicts, leaks, positions, two_bos (strict); length, no_eos (worth a look).
     """
 
     kind: str
@@ -46,13 +46,17 @@ def findings(
         found.append(_leaks(leaks, held_out))
     if tokenizer.begin_with_two_bos and tokenizer.bos is not None:
         n, bos = tokenizer.begin_with_two_bos, tokenizer.bos.text
-        text = f"{counted(n, 'sequence begins', 'sequences begin')} with {bos} twice: data and template add one each"
+        text = f"{counted(n, 'sequence begins', 'sequences begin')} with {bos} twice: the data and the template each have one"
         found.append(Finding("two_bos", True, text, n, train.name, []))
     return [*found, *_notes(train, tokenizer)]
 
 
 def _of_set(data: SetSummary, positions: int | None) -> Iterator[Finding]:
     name, repeats = data.name, data.repeats
+    for refusal, rows in data.refused.items():
+        has = "row has" if rows.count == 1 else "rows have"
+        text = f"{name}: training would refuse to start: {rows.count:,} {has} {refusal}"
+        yield Finding("refused", True, text, rows.count, name, rows.rows[:FEW])
     if n := len(data.dropped_rows):
         reasons = ", ".join(f"{reason} ({n:,})" for reason, n in data.dropped.items())
         text = f"{name}: {counted(n, 'row is', 'rows are')} dropped: {reasons}"

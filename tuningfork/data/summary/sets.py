@@ -4,7 +4,7 @@ lengths, and what a limit would cost."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,20 +79,31 @@ class SetSummary:
     lengths: dict[str, Lengths]  # of prompt, chosen, rejected, answer and sequence, as there are
     length_bias: LengthBias | None  # of examples with several answers
     truncation: list[Truncation]
+    refused: dict[str, Note]  # what rows in use have that the objective cannot train on
     over_positions: list[Source]  # rows in use with a sequence longer than the model knows positions
 
 
 @dataclass(frozen=True, slots=True)
 class SetData:
-    """A data set as it was read: the examples in use, their sizes, and the account of every row."""
+    """A data set as it was read: the examples in use, their sizes, and the account of every row.
+
+    `refusal` says what an example has that the recipe's objective cannot train on; nothing where it can.
+    """
 
     examples: Sequence[TokenExample]
     sizes: Sequence[Size]  # of the examples, after any cut
     report: DataReport
+    refusal: Callable[[TokenExample], str]
 
     @classmethod
-    def of(cls, examples: Sequence[TokenExample], report: DataReport, bos: int | None) -> SetData:
-        return cls(examples, [size_of(example, bos) for example in examples], report)
+    def of(
+        cls,
+        examples: Sequence[TokenExample],
+        report: DataReport,
+        bos: int | None,
+        refusal: Callable[[TokenExample], str] = lambda example: "",
+    ) -> SetData:
+        return cls(examples, [size_of(example, bos) for example in examples], report, refusal)
 
 
 def summarize_set(purpose: str, data: SetData, config: DataConfig, positions: int | None) -> SetSummary:
@@ -122,6 +133,7 @@ def summarize_set(purpose: str, data: SetData, config: DataConfig, positions: in
         lengths=lengths(whole),
         length_bias=length_bias(whole),
         truncation=preview_truncation(Sizes.of([*before, *unused]), config.max_length, config.over_length),
+        refused=_refused(data),
         over_positions=[e.source for e in examples if positions is not None and e.longest > positions],
     )
 
@@ -156,6 +168,14 @@ def _notes(report: DataReport, used: set[Source]) -> dict[str, Note]:
     notes = {note: [place for place in places if place in used] for note, places in report.notes.items()}
     most = sorted(notes.items(), key=lambda item: -len(item[1]))
     return {note: Note(len(places), places[:NOTED]) for note, places in most if places}
+
+
+def _refused(data: SetData) -> dict[str, Note]:
+    found: dict[str, list[Source]] = {}
+    for example in data.examples:
+        if refusal := data.refusal(example):
+            found.setdefault(refusal, []).append(example.source)
+    return {refusal: Note(len(rows), rows[:NOTED]) for refusal, rows in found.items()}
 
 
 def _numbers(values: Iterable[float]) -> Numbers | None:
