@@ -46,7 +46,7 @@ def findings(
         found.append(_leaks(leaks, held_out))
     if tokenizer.begin_with_two_bos and tokenizer.bos is not None:
         n, bos = tokenizer.begin_with_two_bos, tokenizer.bos.text
-        text = f"{counted(n, 'sequence begins', 'sequences begin')} with {bos} twice: the data and the template each have one"
+        text = f"{counted(n, 'sequence begins', 'sequences begin')} with {bos} twice: data and template each have one"
         found.append(Finding("two_bos", True, text, n, train.name, []))
     return [*found, *_notes(train, tokenizer)]
 
