@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from datetime import date
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.end_to_end.workbench import CHATML, Job, make_model, make_pairs, state_of, write_rows
-from tuningfork.config import RunConfig, from_yaml, load_run_config
+from tuningfork.config import RunConfig, differences, from_yaml, load_run_config
 from tuningfork.report.metrics import METRICS
 
 
@@ -33,11 +34,13 @@ def test_folder_holds_what_is_promised_and_nothing_half_written(finished: Job) -
 
 
 def test_config_yaml_reloads_to_the_same_settings(finished: Job, tmp_path: Path) -> None:
-    """The folder's config.yaml, given as a recipe without flags, is the very same job."""
+    """The folder's config.yaml, given as a recipe without flags, is the very same job, of the day that it began."""
     path = finished.run / "config.yaml"
+    kept = from_yaml(path.read_text(), "here")
+    assert load_run_config(path, [], "tuningfork train") == kept != RunConfig()
     from_flags = load_run_config(None, finished.arguments("train")[1:], "tuningfork train")
-    assert load_run_config(path, [], "tuningfork train") == from_flags == from_yaml(path.read_text(), "here")
-    assert from_flags != RunConfig()
+    assert differences(from_flags, kept) == {"data.date": (None, kept.data.date)}
+    assert date.fromisoformat(str(kept.data.date)) <= date.today()
 
 
 def test_every_line_of_metrics_has_exactly_the_defined_keys(finished: Job) -> None:
