@@ -10,6 +10,7 @@ from tests.data.test_template import SOURCE, answer, turns
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
 from tuningfork.data.dated import at_date, prints_the_date
 from tuningfork.data.template import render
+from tuningfork.data.values import Unusable
 from tuningfork.records import Example
 
 SAYS = "{% for m in messages %}{{ m['content'] }};{% endfor %}"
@@ -47,11 +48,22 @@ def test_a_template_that_prints_the_time_prints_the_date_that_it_is_given() -> N
         ("{% macro today() %}{{ strftime_now('%Y') }}{% endmacro %}{{ today() }}", "2024"),
         ("{{ strftime_now('%A, %d %B %Y; %a %-d %b %y; %F %T %I %p %j %%Y 5%') }}",
          "Monday, 05 February 2024; Mon 5 Feb 24; 2024-02-05 00:00:00 12 AM 036 %Y 5%"),
+        ("{{ strftime_now('%A, %d %B %Y; %a %-d %b %y;' + ' %F %T %I %p %j %%Y') }}",
+         "Monday, 05 February 2024; Mon 5 Feb 24; 2024-02-05 00:00:00 12 AM 036 %Y"),
+        ("{{ strftime_now('%_d %^a\\n\\'%d\\' ü') }}", " 5 MON\n'05' ü"),
+        ("{{ strftime_now('%d\n%m') }}", "05\n02"),
+        ("It's {{ strftime_now(\"%d'\") }}", "It's 05'"),
     ],
 )  # fmt: skip
 def test_whatever_way_a_template_asks_for_the_time(template: str, date: str) -> None:
     assert prints_the_date(byte_bpe(chat_template=template))
     assert printed(template + SAYS) == f"{date}q;a;"
+
+
+def test_a_format_that_cannot_be_told_is_refused() -> None:
+    for format in ("'%_' + 'd'", "'%' + '_' + 'd'", "m['content'] ~ '%_d' ~ 'x'"):
+        with pytest.raises(Unusable, match=r"no known format of a date: q?%_d"):
+            printed("{% for m in messages %}{{ strftime_now(" + format + ") }}{{ m['content'] }};{% endfor %}")
 
 
 def test_what_stands_first_in_a_template_is_printed_as_before() -> None:

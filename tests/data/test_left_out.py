@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.data.test_template import BY_NULL, CALL, SOURCE, answer, render_text, rendered, turns
+from tests.data.test_template import BY_NULL, CALL, REOPENING, SOURCE, answer, render_text, rendered, turns
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
 from tests.real_tokenizers import REAL, Unavailable, real_tokenizer
 from tuningfork.data.template import render
@@ -54,6 +54,20 @@ def test_words_may_be_printed_in_another_way(change: str) -> None:
     prompt = (Message("system", "s"), *turns("q", "a"))
     text = rendered(template.replace("CHANGE", change), answer("b"), prompt=prompt).texts[0]
     assert text.lower().replace('"', "") == "system:s;user:q;assistant:a;assistant:b;"
+
+
+@pytest.mark.parametrize(
+    "said", ["<think>why</think>yes", "<think>\nwhy\n</think>\n\nyes", "why</think>", " why </think>yes"]
+)
+def test_thoughts_that_a_template_cuts_out_of_an_answer_cost_the_row(said: str) -> None:
+    """They may be left out of earlier turns, and where there are none nothing is lost."""
+    with pytest.raises(Unusable, match=r"leaves out a field', 'thoughts of message 2, before its </think>"):
+        rendered(REOPENING, answer(said), answer("no"))
+    for kept in ("<think>\n\n</think>\n\nyes", "</think>yes", "<think>yes", "yes"):
+        assert rendered(REOPENING, answer(kept), answer("no")).texts[0].endswith("yes<E>")
+    earlier = rendered(REOPENING, answer("yes"), answer("no"), prompt=turns("q", said, "u"))
+    assert "why" not in earlier.texts[0]
+    assert said in rendered("{% for m in messages %}{{ m['content'] }};{% endfor %}", answer(said)).texts[0]
 
 
 def test_what_becomes_of_a_row_does_not_depend_on_the_rows_before_it() -> None:

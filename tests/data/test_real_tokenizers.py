@@ -171,11 +171,6 @@ THOUGHT = "<think>\nwhy\n</think>\n\n"
         ),
         ("smollm2", (f"{THOUGHT}because", "go on", "more"), [f"{THOUGHT}because<|im_end|>", "more<|im_end|>"]),
         ("deepseek_v3", (f"{THOUGHT}because",), [f"{THOUGHT}because<｜end▁of▁sentence｜>"]),
-        (
-            "deepseek_r1",  # the template drops the thought
-            (f"{THOUGHT}because",),
-            ["\n\nbecause<｜end▁of▁sentence｜>"],
-        ),
     ],
 )
 def test_thoughts_count_where_the_template_prints_them(name: str, answer: tuple[str, ...], counted: list[str]) -> None:
@@ -187,6 +182,15 @@ def test_thoughts_count_where_the_template_prints_them(name: str, answer: tuple[
     joint = tokenizer(printed(tokenizer, (*user("q"), *turns)), add_special_tokens=False).input_ids
     ids = [*example.prompt_ids, *first.ids]
     assert ids == joint[: len(ids)]
+
+
+def test_an_answer_loses_no_thoughts_in_silence() -> None:
+    """R1's template cuts them out of every turn, the one to learn among them."""
+    tokenizer, encoder = loaded("deepseek_r1")
+    with pytest.raises(Unusable, match="thoughts of message 2"):
+        encoded(tokenizer, user("q"), (assistant(f"{THOUGHT}because"), assistant("no")), encoder)
+    earlier = encoded(tokenizer, user("q", f"{THOUGHT}because", "go on"), (assistant("more"), assistant("no")), encoder)
+    assert "because" in text_of(tokenizer, earlier.prompt_ids) and "why" not in text_of(tokenizer, earlier.prompt_ids)
 
 
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x":1}'}}

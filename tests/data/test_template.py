@@ -132,7 +132,7 @@ REOPENING = (
 
 
 def test_a_generation_prompt_that_no_printed_turn_has_is_no_part_of_the_prompt() -> None:
-    got = rendered(REOPENING, answer("<think>x</think>yes"), answer("no", "u", "z"))
+    got = rendered(REOPENING, answer("yes"), answer("no", "u", "z"))
     assert got.border == len("<s><U>q<A>")
     assert got.texts == ("<s><U>q<A>yes<E>", "<s><U>q<A>no<E><U>u<A>z<E>")
     assert counted(got) == [["yes<E>"], ["no<E>", "z<E>"]]

@@ -64,6 +64,8 @@ def test_a_process_has_enough_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
         *((None, [19], []), (None, [20], [2]), (None, [500], [4])),
         *((3, [500], [3]), (9, [500], [9]), (9, [20], [2]), (1, [500], [])),
         *((None, [19, 1], [2]), (None, [20, 19, 2, 500], [2, 4]), (8, [5, 5, 5, 5, 19, 1, 500], [2, 4, 8])),
+        # many short tables wait for twice as many; one that pays for all of them does not
+        *((16, [90, 9999], [9, 16]), (3, [20, 999], [2, 3]), (16, [90, 9, 9, 9, 9], [9]), (16, [90, 80], [9])),
     ]
     for most, lengths, wanted in cases:
         closed.clear()
@@ -73,6 +75,30 @@ def test_a_process_has_enough_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
         assert closed == wanted[:-1]
         pool.close()
         assert closed == wanted
+
+
+def test_processes_that_start_are_not_exchanged_and_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "_begin", time.sleep)  # it fails, and the process with it, if it comes to that
+    monkeypatch.setattr(Workers, "_begun", lambda pool: False)
+    tables = [
+        write(tmp_path, [{**ROWS[0], "prompt": f"question {n}"} for n in range(3)], f"{n}.jsonl") for n in range(3)
+    ]
+    with TableReader(byte_bpe(chat_template=CHATML), replace(CONFIG, workers=4), None, print) as reader:
+        assert [len(reader.open(table)[0]) for table in tables] == [3, 3, 3]
+        first = reader.workers._processes
+        assert len(first) == 3
+    assert all(process.exitcode == -signal.SIGTERM for process in first)
+    assert not reader.workers._processes and reader.workers._pool is None
+
+
+def test_a_daemon_works_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a script's own multiprocessing.Pool: it may not have children."""
+    encoder = ChunkEncoder(byte_bpe(chat_template=CHATML), CONFIG)
+    assert Workers(encoder, replace(CONFIG, workers=4))._most == 4
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
+    assert Workers(encoder, replace(CONFIG, workers=4))._most == 1
 
 
 def _all_begun(pool: Workers) -> bool:

@@ -95,10 +95,11 @@ def test_sentences_and_differences() -> None:
 )
 def test_the_headline(used: int, left_out: dict[str, int], read: int, unit: str, words: str) -> None:
     train: dict[str, Any] = {"used": used, "left_out": left_out, "rows_read": read, "refused": {}}
-    assert headline({"train": train, "unit": unit}) == words
-    train["refused"] = {"1 answer, objective dpo compares two": {"count": 1, "rows": []}}
+    good = {"train": train, "eval": None, "unit": unit}
+    assert headline(good) == headline(good | {"eval": train}) == words
+    other = train | {"refused": {"1 answer, objective dpo compares two": {"count": 1, "rows": []}}}
     refused = words.replace("can be trained on", "can be read, but not trained on as they are")
-    assert headline({"train": train, "unit": unit}) == refused
+    assert headline(good | {"train": other}) == headline(good | {"eval": other}) == refused
 
 
 def test_files_are_named_where_there_are_several() -> None:

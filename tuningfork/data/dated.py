@@ -7,11 +7,11 @@ import json
 import re
 from datetime import datetime
 
+import jinja2
 from transformers import PreTrainedTokenizerBase
 
-# Of strftime, in Python's documentation and GNU's. "%%" comes first, as a mark, and is put back in the end.
-_DIRECTIVES = [f"%{sign}{letter}" for sign in ("-", "") for letter in "aAbBcCdDeFgGhHIjklmMnpPrRStTuUVwWxXyYzZf"]
-_PERCENT = "\u2063"
+_DIRECTIVES = "aAbBcCdDeFgGhHIjklmMnpPrRStTuUVwWxXyYzZ"  # of strftime, in Python's documentation and GNU's
+_PERCENT = "\u2063percent\u2063"  # for "%%", until the directives are replaced
 
 
 def prints_the_date(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -27,18 +27,43 @@ def at_date(tokenizer: PreTrainedTokenizerBase, date: str) -> PreTrainedTokenize
     """
     if not prints_the_date(tokenizer):
         return tokenizer
-    moment = datetime.fromisoformat(date)
-    text = "format" + _replace("%%", _PERCENT)
-    for directive in _DIRECTIVES:
-        text += _replace(directive, moment.strftime(directive))
-    # The newline behind a block is not printed, and what follows it stands at the beginning of a line, as it did.
-    macro = f"{{%- macro strftime_now(format) -%}}{{{{- {text}{_replace(_PERCENT, '%')} -}}}}{{%- endmacro %}}\n"
     given = tokenizer.chat_template
     changed = copy.copy(tokenizer)
+    moment = datetime.fromisoformat(date)
     changed.chat_template = (
-        {name: macro + template for name, template in given.items()} if isinstance(given, dict) else macro + given
+        {name: _macro(template, moment) + template for name, template in given.items()}
+        if isinstance(given, dict)
+        else _macro(given, moment) + given
     )
     return changed
+
+
+def _macro(template: str, moment: datetime) -> str:
+    """A macro that says the moment in a format. It knows what comes of the texts that stand in the template; in other
+    formats it replaces directives one by one, and refuses those that it does not know."""
+    said = {text: moment.strftime(text) for text in _texts(template) if "%" in text}
+    anew = "format" + _replace("%%", _PERCENT)
+    for directive in (f"%{flag}{letter}" for flag in ("-", "") for letter in _DIRECTIVES):
+        anew += _replace(directive, moment.strftime(directive))
+    return (
+        "{%- macro strftime_now(format) -%}"
+        f"{{%- set said = {json.dumps(said)} -%}}"
+        f"{{%- set anew = '' if format in said else {anew} -%}}"
+        "{%- if '%' in anew %}{{ raise_exception('no known format of a date: ' ~ format) }}{% endif -%}"
+        f"{{{{- said[format] if format in said else anew{_replace(_PERCENT, '%')} -}}}}"
+        # The newline behind a block is not printed, and what follows it stands at the beginning of a line, as it did.
+        "{%- endmacro %}\n"
+    )
+
+
+def _texts(template: str) -> set[str]:
+    """The texts in quotes that stand in a template's code."""
+    try:
+        tokens = list(jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).lex(template))
+    except jinja2.TemplateSyntaxError:  # it prints nothing, and says so where it is asked to
+        return set()
+    quoted = (value[1:-1] for _, kind, value in tokens if kind == "string")
+    return {text.encode("ascii", "backslashreplace").decode("unicode-escape") for text in quoted}  # as Jinja reads them
 
 
 def _replace(old: str, new: str) -> str:

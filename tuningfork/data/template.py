@@ -44,6 +44,7 @@ LONGEST = 10_000_000
 """Characters of one text. The tokenizer takes up to 300 bytes of memory for each, so more could end the whole run."""
 # Of a tokenizer: what plain conversations have whose words its template prints, all of them.
 _printed: WeakKeyDictionary[PreTrainedTokenizerBase, set[tuple[Any, ...]]] = WeakKeyDictionary()
+END_OF_THOUGHTS = "</think>"  # in the content of a turn
 _MARKER = "\u2063tuningfork\u2063"  # invisible separators: no template takes it apart, no content has it
 
 
@@ -238,6 +239,7 @@ class _Printer:
         """Raise Unusable where the template does not print all that there is: words, calls, tools, documents."""
         for turns in conversations:
             self._check_words(turns)
+            self._check_last_thoughts(turns)
             for place, turn in enumerate(turns):
                 for name in turn.extra:
                     less = Message(turn.role, turn.content, {k: v for k, v in turn.extra.items() if k != name})
@@ -258,13 +260,13 @@ class _Printer:
         Numbers in place of all words show it. What has been shown for plain turns holds for all conversations that are
         alike but for their words; others, of which templates look at more, are looked at one by one.
         """
-        kinds = tuple((turn.role, bool(turn.content)) for turn in turns)
+        kinds = tuple((turn.role, bool(turn.content.strip())) for turn in turns)
         alike = (str(self.tokenizer.chat_template), kinds, repr(self.arguments), self.silence)
         plain = not any(turn.extra for turn in turns) and not {"tools", "documents"} & self.arguments.keys()
         known = _printed.setdefault(self.tokenizer, set())
         if plain and alike in known:
             return
-        said = [place for place, turn in enumerate(turns) if turn.content]
+        said = [place for place, turn in enumerate(turns) if turn.content.strip()]
         calling = [place for place in said if turns[place].extra.get("tool_calls")]
         others = [place for place in said if place not in calling]
         missing = self._unprinted_of(turns, others)
@@ -281,13 +283,28 @@ class _Printer:
 
     def _unprinted_of(self, turns: Turns, places: list[int]) -> list[int] | None:
         """Those of the turns at these places that are not printed; None where the template refuses a number there."""
-        given = repr((turns, self.arguments))
-        number = next(mark for n in count(731552) if (mark := str(n)) not in given)
-        # Digits are the same in capitals and in JSON; as many for each place, so that no mark is within another.
+        number = self._number(turns)  # with as many digits for each place, so that no mark is within another
         marks = {place: f"{number}{place:06}" for place in places}
         marked = (replace(turn, content=marks.get(place, turn.content)) for place, turn in enumerate(turns))
         text = self._if_printed(tuple(marked))
         return None if text is None else [place for place, mark in marks.items() if mark not in text]
+
+    def _check_last_thoughts(self, turns: Turns) -> None:
+        """Raise Unusable where the template cuts thoughts out of what the last turn says, as templates do of earlier
+        turns: they would not be learned."""
+        thoughts, end, after = turns[-1].content.rpartition(END_OF_THOUGHTS)
+        opening = thoughts[: thoughts.find(">") + 1] if thoughts.lstrip().startswith("<") else ""
+        if not thoughts.removeprefix(opening).strip():
+            return
+        number = self._number(turns)
+        text = self._if_printed((*turns[:-1], replace(turns[-1], content=f"{opening}{number}{end}{after}")))
+        if text is not None and number not in text:
+            raise Unusable(LEAVES_OUT, f"thoughts of message {len(turns)}, before its {END_OF_THOUGHTS}")
+
+    def _number(self, turns: Turns) -> str:
+        """Digits that the conversation does not have. They are the same in capitals and in JSON."""
+        given = repr((turns, self.arguments))
+        return next(number for n in count(731552) if (number := str(n)) not in given)
 
     def _if_printed(self, turns: Turns) -> str | None:
         """The conversation as the template prints it, or None where it refuses it."""

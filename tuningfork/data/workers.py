@@ -19,8 +19,8 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
-from functools import partial
 from itertools import islice
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +56,16 @@ class Workers:
     """Makes blocks of chunks: in this process and, for many rows, in others with an encoder like its own.
 
     There are as many as data.workers allows, else one for each core, and no more than all rows until now pay for. They
-    stay for further tables until `close`, for they take seconds to start.
+    stay for further tables until `close`, for they take seconds to start. A daemon process works alone: it may not have
+    others.
     """
 
     def __init__(self, encoder: ChunkEncoder, config: DataConfig) -> None:
         self.encoder, self.config = encoder, config
-        self._most = config.workers or _cores()
+        self._most = 1 if multiprocessing.current_process().daemon else config.workers or _cores()
         self._rows = 0  # of all tables until now
         self._pool: ProcessPoolExecutor | None = None
+        self._processes: list[BaseProcess] = []
         self._ready: list[Future[Block]] = []  # done once a process is; one for each
         self._running = ExitStack()
 
@@ -80,24 +82,31 @@ class Workers:
             yield from (self.encoder(chunk, reader) for chunk in chunks)
             return
         try:
-            yield from self._spread(chunks, reader, self._started(wanted, reader))
+            yield from self._spread(chunks, reader, self._started(wanted, count, reader))
         except BrokenProcessPool as error:
             raise self._killed() from error
 
     def close(self) -> None:
-        """End the other processes."""
+        """End the other processes, without waiting for those that are still starting."""
+        for process in self._processes:
+            process.terminate()
         self._running.close()
+        self._pool, self._processes, self._ready = None, [], []
 
-    def _started(self, wanted: int, reader: RowReader) -> ProcessPoolExecutor:
-        """The processes: those that run, or anew where twice as many are wanted. The tables before were shorter."""
-        if self._pool is not None and wanted < 2 * len(self._ready):
-            return self._pool
+    def _started(self, wanted: int, count: int, reader: RowReader) -> ProcessPoolExecutor:
+        """The processes: those that run, or more, started anew, where a table of `count` rows alone pays for them or
+        twice as many are wanted. While none has begun, those that start are not exchanged for others that do."""
+        if self._pool is not None:
+            running = len(self._ready)
+            pays = count // ROWS_A_PROCESS >= wanted or wanted >= 2 * running
+            if wanted <= running or not pays or not self._begun():
+                return self._pool
         self.close()
         # In a file: handing megabytes to a process that dies as it starts would wait for ever.
         copies = self._running.enter_context(scratch()) / "encoder"
         with explained(copies, SCRATCH_CURE):
             copies.write_bytes(pickle.dumps((self.encoder.tokenizer, self.config)))
-        pool = ProcessPoolExecutor(wanted, _fresh_processes(), _begin, (str(copies),))
+        pool = ProcessPoolExecutor(wanted, self._fresh(), _begin, (str(copies),))
         self._running.callback(pool.shutdown, wait=True, cancel_futures=True)
         self._ready = [_submit(pool, [], reader) for _ in range(wanted)]
         self._pool = pool
@@ -120,6 +129,19 @@ class Workers:
             for future in waiting:
                 future.cancel()
 
+    def _fresh(self) -> Any:
+        """What starts processes: anew, for in copies of this one threads of libraries would be in any state; by our
+        name; and so that they are known here, too."""
+        context: Any = copy.copy(multiprocessing.get_context("spawn"))
+        start = context.Process
+
+        def process(*args: Any, **options: Any) -> BaseProcess:
+            self._processes.append(start(*args, name=OURS, **options))
+            return self._processes[-1]
+
+        context.Process = process
+        return context
+
     def _begun(self) -> bool:
         """Whether a process is ready to work."""
         return any(future.done() for future in self._ready)
@@ -135,13 +157,6 @@ class Workers:
             f"A process that turns rows into tokens was killed, perhaps for want of memory ({count} were at work). "
             f"Set data.workers to less: {count // 2}."
         )
-
-
-def _fresh_processes() -> Any:
-    """What starts processes anew, by our name: in copies of this one, threads of libraries would be in any state."""
-    context: Any = copy.copy(multiprocessing.get_context("spawn"))
-    context.Process = partial(context.Process, name=OURS)
-    return context
 
 
 def _submit(pool: ProcessPoolExecutor, chunk: Chunk, reader: RowReader) -> Future[Block]:

@@ -26,7 +26,8 @@ def headline(report: Tree) -> str:
     left_out = sum(train["left_out"].values())
     used, read = train["used"], train["rows_read"]
     taken = f"; {used:,} {'is' if used == 1 else 'are'} used" if left_out else ""
-    can = "can be read, but not trained on as they are" if train["refused"] else "can be trained on"
+    refused = any(data["refused"] for data in (train, report["eval"]) if data)
+    can = "can be read, but not trained on as they are" if refused else "can be trained on"
     if used + left_out == read:
         return f"{'All ' if read > 1 else ''}{counted(read, unit)} {can}{taken}"
     return f"{used + left_out:,} of {counted(read, unit)} {can}{taken}"
