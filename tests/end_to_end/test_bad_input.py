@@ -403,7 +403,7 @@ def test_a_run_in_a_process_of_its_own(job: Job) -> None:
         tree.setdefault(section, {})[name] = str(value) if isinstance(value, Path) else value
     tree["output"]["dir"], tree["reference"]["cache"] = "runs/mine", "cache"
     (job.folder / "recipe.yaml").write_text(yaml.dump(tree))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     command = [sys.executable, "-m", "tuningfork.cli", "train", "recipe.yaml", "--train.max_steps", "2"]
     done = subprocess.run(command, cwd=job.folder, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stderr == ""

@@ -1,8 +1,11 @@
 """Imported once by the server of `workbench.Child`: what every start of the command line would spend its time on."""
 
+import os
 import tempfile
 import threading
 from pathlib import Path
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU in use does not survive a fork, and these runs are on the CPU
 
 import pytest  # noqa: F401  the main module of whoever starts the server, which each child imports again
 import torch.utils.tensorboard  # noqa: F401
