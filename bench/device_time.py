@@ -47,7 +47,8 @@ class DeviceProfile:
 
     def start(self) -> None:
         cuda = torch.cuda.is_available()
-        self._running = profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU])
+        activity = ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU
+        self._running = profile(activities=[activity], acc_events=True)  # or some versions warn, for there is one cycle
         self._running.start()
 
     def stop(self) -> None:

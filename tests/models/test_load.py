@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.core_model_loading import Chunk, PermuteForRope, Transpose, WeightConverter
+from transformers.core_model_loading import Chunk, ConversionOps, Transpose, WeightConverter
 
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
 from tests.tiny import FAMILIES, tiny_model
@@ -207,12 +207,22 @@ def transposed_square(weights):
     return ["self_attn.out.weight"], ["self_attn.o_proj.weight"], Transpose(0, 1)
 
 
+class Interleaved(ConversionOps):
+    """The rows' two halves in turns, as rotations of old layouts are put in order."""
+
+    def convert(self, input_dict, source_patterns, target_patterns, **_):
+        [tensor] = input_dict.values()
+        tensor = tensor[0] if isinstance(tensor, list) else tensor
+        halves = tensor.view(2, len(tensor) // 2, *tensor.shape[1:])
+        return {target_patterns[0]: halves.transpose(0, 1).reshape(tensor.shape)}
+
+
 def permuted_rotation(weights):
     """To its stand-in nothing happens: a tensor of one number looks the same in any order."""
     for layer in range(4):
         name = f"model.layers.{layer}.self_attn.{{}}.weight"
         weights[name.format("turned")] = weights.pop(name.format("q_proj"))
-    return ["self_attn.turned.weight"], ["self_attn.q_proj.weight"], PermuteForRope()
+    return ["self_attn.turned.weight"], ["self_attn.q_proj.weight"], Interleaved()
 
 
 @pytest.mark.parametrize("layout", [cut_in_two, transposed_square, permuted_rotation])
