@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.core_model_loading import Chunk, ConversionOps, Transpose, WeightConverter
 
@@ -26,9 +27,11 @@ IDS = torch.tensor([[5, 9, 13, 2, 60, 7]])
 def _without_progress_bars():
     from transformers.utils import logging
 
+    shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     yield
-    logging.enable_progress_bar()
+    if shown:  # other rooms' tests may be without them, too
+        logging.enable_progress_bar()
 
 
 def folder_of(path: Path, family: str = "llama", dtype: torch.dtype = torch.float32) -> Path:
@@ -451,6 +454,14 @@ def test_half_a_weight_file(tmp_path):
 def test_no_tokenizer(tmp_path):
     folder_of(tmp_path)
     with pytest.raises(ModelError, match="the tokenizer cannot be loaded"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_that_loses_spaces(tmp_path):
+    tokenizer = byte_bpe()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace(" ", "")
+    tokenizer.save_pretrained(folder_of(tmp_path))
+    with pytest.raises(ModelError, match=r"reads 'one two' and gives back 'onetwo': spaces are lost"):
         load_tokenizer(str(tmp_path))
 
 

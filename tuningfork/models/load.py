@@ -12,6 +12,7 @@ from typing import Any
 
 import safetensors
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -57,12 +58,23 @@ class Loaded:
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The folder's tokenizer. Raises ModelError."""
+    """The folder's tokenizer. Raises ModelError, also where it loses the space between words.
+
+    Some versions of transformers put another way of cutting texts in place of the folder's own (5.17 does so for
+    DeepSeek-V3): what comes of it looks like tokens and trains a model to write without spaces.
+    """
     _check_folder(path)
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        again = tokenizer.decode(tokenizer("one two", add_special_tokens=False)["input_ids"])
     except Exception as error:
         raise ModelError(f"{path}: the tokenizer cannot be loaded: {first_line(error)}") from error
+    if "onetwo" in again:
+        raise ModelError(
+            f"{path}: as transformers {transformers.__version__} loads the tokenizer, it reads 'one two' and gives "
+            f"back {again!r}: spaces are lost. Use another version of transformers, or mend tokenizer.json."
+        )
+    return tokenizer
 
 
 def load_config(path: str) -> Any:
