@@ -16,7 +16,7 @@ import pytest
 
 from tests.data.test_store import told
 from tests.data.tiny_tokenizers import CHATML, INST, byte_bpe
-from tuningfork.data import store, survey, tables
+from tuningfork.data import config, store, survey, tables
 from tuningfork.data.config import DataConfig
 from tuningfork.data.tables import TableReader
 from tuningfork.data.workers import Workers
@@ -127,7 +127,7 @@ def test_tokens_of_a_template_that_prints_the_date_are_kept_for_that_date(
         def today(cls) -> date:
             return date(2024, 2, 29)
 
-    monkeypatch.setattr(tables, "date", Clock)
+    monkeypatch.setattr(config, "date", Clock)
     table = write(tmp_path, ROWS)
     dated = byte_bpe(chat_template="{% set form = '%d' %}{{ strftime_now(" + form + ") }}" + CHATML)
     today, _ = opened(table, dated)

@@ -66,9 +66,13 @@ class DataConfig:
     template: Literal["chat", "none"] = "chat"
     """chat: the tokenizer's chat template; plain strings become a user and an assistant turn. none: text as it is."""
 
+    def day(self, began: str | None = None) -> str:
+        """The day that a chat template prints: its own, or that on which a run `began`, or today."""
+        return self.date or began or date.today().isoformat()
+
     def dated(self, began: str | None = None) -> DataConfig:
-        """The same with a day: its own, or that on which a run `began`, or today."""
-        return replace(self, date=self.date or began or date.today().isoformat())
+        """The same with that day."""
+        return replace(self, date=self.day(began))
 
 
 @dataclass

@@ -12,7 +12,6 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import date
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -80,7 +79,7 @@ class TableReader:
         self, tokenizer: PreTrainedTokenizerBase, config: DataConfig, folder: Path | None, notice: Notice
     ) -> None:
         check_started()
-        tokenizer = at_date(tokenizer, config.date or date.today().isoformat())
+        tokenizer = at_date(tokenizer, config.day())
         self.workers = Workers(ChunkEncoder(tokenizer, config), config)
         self.config, self.folder, self.notice = config, folder, notice
         self.origin = "" if folder is None else _origin(tokenizer, config)

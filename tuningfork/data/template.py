@@ -67,9 +67,7 @@ class RenderedExample:
 
 
 def render(
-    example: Example,
-    tokenizer: PreTrainedTokenizerBase,
-    train_on: Literal["last", "all_assistant"] = "all_assistant",
+    example: Example, tokenizer: PreTrainedTokenizerBase, train_on: Literal["last", "all_assistant"] = "all_assistant"
 ) -> RenderedExample:
     """Print an example: turns by the tokenizer's chat template, plain text as it is.
 
@@ -260,11 +258,13 @@ class _Printer:
         Numbers in place of all words show it. What has been shown for plain turns holds for all conversations that are
         alike but for their words; others, of which templates look at more, are looked at one by one.
         """
-        kinds = tuple((turn.role, bool(turn.content.strip())) for turn in turns)
-        alike = (str(self.tokenizer.chat_template), kinds, repr(self.arguments), self.silence)
         plain = not any(turn.extra for turn in turns) and not {"tools", "documents"} & self.arguments.keys()
         known = _printed.setdefault(self.tokenizer, set())
-        if plain and alike in known:
+        alike: tuple[Any, ...] = ()
+        if plain:
+            kinds = tuple((turn.role, bool(turn.content.strip())) for turn in turns)
+            alike = (str(self.tokenizer.chat_template), kinds, repr(self.arguments), self.silence)
+        if alike in known:
             return
         said = [place for place, turn in enumerate(turns) if turn.content.strip()]
         calling = [place for place in said if turns[place].extra.get("tool_calls")]
