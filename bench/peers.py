@@ -1,7 +1,9 @@
-"""tuningfork and each installed peer on the fixed workload, one after the other on one card, each in its own process.
+"""tuningfork and its peers on the fixed workload, one after the other on one card, each in its own process.
 
-Peers run through the script that knows them (trl_bench.py), on the OLMo2-1B shape. A peer that is not installed is
-named as missing; a run that fails shows its last lines. Every run is one line of OUT/peers.jsonl:
+Peers run through the script that knows them (trl_bench.py), on the OLMo2-1B shape. With which settings a peer is at its
+best depends on the card, so these are searched first, on part of the workload (bench/peer_search.py); the best two are
+then timed on all of it, beside ours. A peer that is not installed is named as missing; a run that fails shows its last
+lines. Every run is one line, of OUT/search.jsonl while the settings are searched, else of OUT/peers.jsonl:
 
     pairs_s      pairs / wall seconds, warm-up left out: ours after the first epoch, a peer's after its first steps
     tokens_s     the same for tokens as a plain trainer counts them, the prompt once per answer
@@ -11,8 +13,9 @@ named as missing; a run that fails shows its last lines. Every run is one line o
     peak_gib     most device memory held at once by the trainer's tensors
     ratio        pairs_s / that of the best peer of this call, in the table
 
-    python -m bench.peers --out results-of-today
-    python -m bench.peers --out results-of-today --quick
+    python -m bench.peers --out results-of-today                            # about 15 minutes
+    python -m bench.peers --out results-of-today --search                   # only search
+    python -m bench.peers --out results-of-today --trl "--bs 8 --gc 0 --liger 1"    # no search, these settings
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from typing import IO, Any
 
 import torch
 
-from bench import shapes
+from bench import peer_search, shapes
 from bench.output import emit, environment, parser, peak, table
 from tuningfork.models.policy import Policy
 
@@ -44,8 +47,8 @@ OURS = (
     "--examples_per_step 16 --head_chunk_rows 16384",
     "--examples_per_step 64 --head_chunk_rows 16384 --pack_tokens 32768",
 )
-BEST_TRL = "--bs 16 --gc 1 --liger 1"
-TRL = (BEST_TRL, "--bs 8 --gc 1 --liger 1", "--bs 4 --gc 0", "--bs 16 --ga 4 --gc 1 --liger 1")
+PAIRS_TO_SEARCH = 192  # of the workload's 512
+BEST = 2  # settings of a peer that are timed on the whole workload
 ERROR_LINES = 6
 COLUMNS = {
     "trainer": "trainer",
@@ -79,18 +82,15 @@ class Run:
         return [name for name in self.needs if importlib.util.find_spec(name) is None]
 
 
-def runs(quick: bool, pairs: int) -> list[Run]:
-    """Ours and the peers'; `quick` keeps the best known setting of each peer."""
-    trl = (BEST_TRL,) if quick else TRL
-    step = ("-m", "bench.step", "--model", MODEL, "--pairs", str(pairs))
-    script = ("bench/trl_bench.py", "--model", MODEL, "--pairs", str(pairs))
-    return [
-        *(Run("tuningfork", step, settings) for settings in OURS),
-        *(
-            Run("trl", script, settings, ("trl", "datasets", *(["liger_kernel"] if "--liger 1" in settings else [])))
-            for settings in trl
-        ),
-    ]
+def ours(settings: str, pairs: int) -> Run:
+    """tuningfork at some settings of bench.step."""
+    return Run("tuningfork", ("-m", "bench.step", "--model", MODEL, "--pairs", str(pairs)), settings)
+
+
+def trl(settings: str, pairs: int) -> Run:
+    """TRL at some settings of its script."""
+    needs = ("trl", "datasets", *(["liger_kernel"] if "--liger 1" in settings else []))
+    return Run("trl", ("bench/trl_bench.py", "--model", MODEL, "--pairs", str(pairs)), settings, needs)
 
 
 def measure(run: Run, timeout: float) -> dict[str, Any]:
@@ -176,19 +176,32 @@ def render(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = parser(__doc__, out="the folder that peers.jsonl and peers.txt are written to", required=True)
-    options.add_argument("--quick", action="store_true", help="only the best known setting of each peer")
+    options = parser(__doc__, out="the folder that the results are written to", required=True)
+    options.add_argument("--search", action="store_true", help="only search a peer's settings")
+    options.add_argument("--trl", action="append", help="settings of trl_bench.py to time instead of a search")
     options.add_argument("--pairs", type=int, default=512)
     options.add_argument("--timeout", type=float, default=240, help="seconds for each run")
     args = options.parse_args(argv)
     pair_flops, about = flops_of_a_pair(args.pairs), environment("trl", "liger-kernel", "datasets")
-    lines = []
-    for run in runs(args.quick, args.pairs):
+
+    def timed(run: Run, file: str) -> dict[str, Any]:
         print(f"running {run.trainer} {run.settings}", file=sys.stderr, flush=True)
         line = comparable({**about, **measure(run, args.timeout)}, pair_flops, peak())
-        emit(line, args.out / "peers.jsonl")
-        lines.append(line)
-    text = render(lines)
+        emit(line, args.out / file)
+        return line
+
+    searched: list[dict[str, Any]] = []
+
+    def rate(settings: peer_search.Settings) -> float | None:
+        searched.append(timed(trl(str(settings), min(args.pairs, PAIRS_TO_SEARCH)), "search.jsonl"))
+        return searched[-1].get("pairs_s")
+
+    settings = args.trl or [str(found) for _, found in peer_search.search(rate)[:BEST]]
+    parts = [render(searched)] if searched else []
+    if not args.search:
+        runs = [*(ours(own, args.pairs) for own in OURS), *(trl(found, args.pairs) for found in settings)]
+        parts.append(render([timed(run, "peers.jsonl") for run in runs]))
+    text = "\n\n".join(parts)
     (args.out / "peers.txt").write_text(text + "\n")
     print(text)
 
