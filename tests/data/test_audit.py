@@ -57,7 +57,7 @@ def test_transcripts_end_to_end(tmp_path: Path) -> None:
         "file": str(path),
         "row": 6,
         "reason": "longer than max_length",
-        "detail": "prompt 42, answers 6 and 203 tokens; data.max_length is 100",
+        "detail": "prompt 42, chosen 6 and rejected 203 tokens, too long with rejected; data.max_length is 100",
     }
     assert [(row.row, row.reason) for row in report.dropped_rows] == [
         (2, "chosen equals rejected"),
@@ -95,7 +95,9 @@ def test_a_prompt_as_long_as_the_limit_is_listed_and_not_trained_on(tmp_path: Pa
     path = write(tmp_path, [pair("x" * 10, "a", "b"), pair("x", "a", "b")])
     examples, report = prepare(path, byte_bpe(), replace(NONE, max_length=10), 260)
     assert [e.source.row for e in examples] == [2]
-    assert report.dropped_rows[0].detail == "prompt 10, answers 2 and 2 tokens; data.max_length is 10"
+    assert report.dropped_rows[0].detail == (
+        "prompt 10, chosen 2 and rejected 2 tokens, too long with chosen and rejected; data.max_length is 10"
+    )
 
 
 def test_answers_without_a_token_that_counts_and_answers_equal_as_tokens(tmp_path: Path) -> None:
@@ -103,9 +105,7 @@ def test_answers_without_a_token_that_counts_and_answers_equal_as_tokens(tmp_pat
     path = write(tmp_path, [pair("", "ab", "c"), pair("q", "a", "b")])
     examples, report = prepare(path, tokenizer, NONE, 260)
     assert [e.source.row for e in examples] == [2]
-    assert [(row.reason, row.detail) for row in report.dropped_rows] == [
-        ("no token of an answer counts", "answer 1 of 2")
-    ]
+    assert [(row.reason, row.detail) for row in report.dropped_rows] == [("no token of an answer counts", "rejected")]
     path = write(tmp_path, [pair("q", "a ", "a"), pair("q", "a", "b")])  # the template trims
     _, report = prepare(path, byte_bpe(chat_template=INST), DataConfig(), 260)
     assert report.dropped == {"chosen equals rejected": 1}
@@ -129,7 +129,8 @@ def test_nothing_left_is_an_error_with_reasons_and_counts(tmp_path: Path) -> Non
         prepare(path, byte_bpe(), replace(NONE, max_length=5), 260)
     assert str(caught.value) == (
         f"{path}: none of its 3 rows can be used: 2 x empty answer (first: row 1, rejected); "
-        "1 x longer than max_length (first: row 3, prompt 20, answers 2 and 2 tokens; data.max_length is 5). "
+        "1 x longer than max_length (first: row 3, prompt 20, chosen 2 and rejected 2 tokens, "
+        "too long with chosen and rejected; data.max_length is 5). "
         "Mend the rows or change the settings named here."
     )
 
@@ -269,7 +270,8 @@ def test_a_source_of_a_mix_without_a_usable_row_is_named_with_the_reasons(
         prepare([str(good), str(bad)], byte_bpe(), config, 260)
     assert str(caught.value) == (
         f"{bad}: none of its 2 rows can be used: 1 x empty answer (first: row 1, rejected); 1 x longer than max_length "
-        "(first: row 2, prompt 1, answers 2 and 100 tokens; data.max_length is 20). Mend the rows or change the "
+        "(first: row 2, prompt 1, chosen 2 and rejected 100 tokens, too long with rejected; "
+        "data.max_length is 20). Mend the rows or change the "
         f"settings named here. data.{key} takes a part of every source."
     )
     examples, _ = prepare([str(good), str(bad)], byte_bpe(), replace(NONE, max_length=20), 260)

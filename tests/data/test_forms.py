@@ -90,6 +90,81 @@ def test_openai_preferences_with_tools(tmp_path: Path) -> None:
     assert example.answers == ((Message("assistant", "", {"tool_calls": call}),), turns(assistant("b")))
 
 
+def test_messages_that_go_on_with_two_answers(tmp_path: Path) -> None:
+    """Axolotl's default: the prompt as messages, and one message for each answer."""
+    start = [{"role": "system", "content": "s"}, user("q")]
+    row = {"messages": start, "chosen": assistant("a"), "rejected": assistant("b")}
+    for answers in (row, {**row, "chosen": "a", "rejected": [assistant("b")]}, {**row, "messages": json.dumps(start)}):
+        example = other(tmp_path, {**row, **answers}, "messages_pairs")
+        assert (example.prompt, example.answers) == (turns(*start), (turns(assistant("a")), turns(assistant("b"))))
+
+
+def test_messages_that_are_one_of_two_whole_conversations(tmp_path: Path) -> None:
+    both = {key: [user("q"), assistant(text)] for key, text in (("chosen", "a"), ("rejected", "b"))}
+    for messages in (both["chosen"], both["rejected"], [user("q")]):
+        example = other(tmp_path, {**both, "messages": messages}, "messages_pairs")
+        assert (example.prompt, example.answers) == (turns(user("q")), (turns(assistant("a")), turns(assistant("b"))))
+
+
+SYSTEM = {"role": "system", "content": "s"}
+
+
+@pytest.mark.parametrize("start", [[user("q")], [SYSTEM, user("q")], [SYSTEM, user("q"), assistant("x"), user("r")]])
+@pytest.mark.parametrize("write_as", [list, json.dumps])
+def test_a_conversation_and_another_end_of_it(start: list[Any], write_as: Any, tmp_path: Path) -> None:
+    """ms-swift: the rejected one is another answer in place of the last, or a whole conversation."""
+    chosen = write_as([*start, assistant("a")])
+    for form, rejected in (
+        ("rejected_response", "b"),
+        ("rejected_response", [assistant("b")]),
+        ("rejected_messages", write_as([*start, assistant("b")])),
+    ):
+        example = other(tmp_path, {"messages": chosen, form: rejected}, form)
+        assert (example.prompt, example.answers) == (turns(*start), (turns(assistant("a")), turns(assistant("b"))))
+
+
+def test_another_answer_takes_the_place_of_all_turns_behind_the_last_question(tmp_path: Path) -> None:
+    call = {"role": "tool_call", "content": '{"name": "f", "arguments": {}}'}
+    told = {"role": "tool_response", "content": "7"}
+    example = other(
+        tmp_path, {"messages": [user("q"), assistant("x"), call], "rejected_response": "b"}, "rejected_response"
+    )
+    assert example.prompt == turns(user("q")) and len(example.answers[0]) == 1
+    after = {"messages": [user("q"), call, told, assistant("a")], "rejected_response": "b"}
+    assert len(other(tmp_path, after, "rejected_response").prompt) == 3
+    (dropped,) = read_examples(write(tmp_path, [{"messages": [user("q")], "rejected_response": "b"}]), False).dropped
+    assert (dropped.reason, dropped.detail) == (
+        "last turn not assistant",
+        "messages does not end with the answer that rejected_response replaces",
+    )
+
+
+def test_the_tools_of_a_rejected_conversation_are_those_of_the_row(tmp_path: Path) -> None:
+    row = {"messages": [user("q"), assistant("a")], "rejected_response": "b", "tools": [{"name": "f"}]}
+    assert other(tmp_path, {**row, "rejected_tools": '[{"name": "f"}]'}, "rejected_response").template["tools"]
+    for tools in ({"rejected_tools": [{"name": "g"}]}, {"rejected_tools": [{"name": "f"}], "tools": None}):
+        (dropped,) = read_examples(write(tmp_path, [{**row, **tools}]), False).dropped
+        assert (dropped.reason, dropped.detail.partition(";")[0]) == (
+            "unsupported field",
+            "tools and rejected_tools differ",
+        )
+
+
+def test_a_query_with_a_response_and_a_rejected_one(tmp_path: Path) -> None:
+    row = {"query": "q", "response": "a", "rejected_response": "b", "system": "s", "history": [["u", "v"]]}
+    example = other(tmp_path, row, "query")
+    assert example.prompt == turns(SYSTEM, user("u"), assistant("v"), user("q"))
+    assert example.answers == (turns(assistant("a")), turns(assistant("b")))
+
+
+@pytest.mark.parametrize("label", [True, False])
+def test_conversations_with_a_label(label: bool, tmp_path: Path) -> None:
+    example = other(tmp_path, {"messages": [user("q"), assistant("a")], "label": label}, "unpaired_messages")
+    assert (example.prompt, example.answers, example.label) == (turns(user("q")), (turns(assistant("a")),), label)
+    (dropped,) = read_examples(write(tmp_path, [{"messages": [user("q"), assistant("a")], "label": 1}]), False).dropped
+    assert dropped.reason == "unknown label"
+
+
 def test_rankings(tmp_path: Path) -> None:
     row = {"prompt": "q", "answers": ["a", "b", "c"]}
     assert other(tmp_path, row, "ranking").answers == tuple(turns(assistant(text)) for text in "abc")

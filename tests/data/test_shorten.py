@@ -35,7 +35,16 @@ def test_what_fits_stays_as_it_is(policy: OverLength) -> None:
 def test_drop() -> None:
     with pytest.raises(Unusable) as caught:
         shorten(example(6, 4, 5), 10, "drop", BOS)
-    assert caught.value.args == ("longer than max_length", "prompt 6, answers 4 and 5 tokens; data.max_length is 10")
+    assert caught.value.args == (
+        "longer than max_length",
+        "prompt 6, answer 0 4 and answer 1 5 tokens, too long with answer 1; data.max_length is 10",
+    )
+
+
+def test_what_is_too_long_goes_by_its_name_in_the_file() -> None:
+    with pytest.raises(Unusable, match=r"answers\[2\] 3 and answers\[0\] 9 and answers\[1\] 5 tokens, too long with "
+                       r"answers\[0\] and answers\[1\];"):  # fmt: skip
+        shorten(example(6, 3, 9, 5), 10, "drop", BOS, ["answers[2]", "answers[0]", "answers[1]"])
 
 
 def test_a_prompt_is_cut_by_no_more_than_is_needed() -> None:

@@ -20,6 +20,7 @@ from tuningfork.data.tools import (
     with_object_arguments,
     with_text_arguments,
 )
+from tuningfork.data.values import Unusable
 from tuningfork.records import Message
 
 BARE = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
@@ -152,3 +153,41 @@ def test_nulls_of_a_json_file_are_values_where_keys_are_the_files_own(tmp_path: 
 
 def test_no_documents_are_none_given() -> None:
     assert template_arguments({"chat_template_kwargs": {"documents": [], "a": 1}}) == {"a": 1}
+
+
+# ---- nothing, and what is broken
+
+
+@pytest.mark.parametrize("nothing", [None, [], "", " ", "null", "[]", "{}"])
+def test_no_tools_in_any_writing(nothing: Any) -> None:
+    for key in ("tools", "functions", "rejected_tools", "chat_template_kwargs"):
+        assert template_arguments({key: nothing}) == {}
+    assert template_arguments({"chat_template_kwargs": {"tools": nothing, "documents": nothing}}) == {}
+    assert call_list(nothing, "c") == []
+
+
+@pytest.mark.parametrize("arguments", ["", " \n"])
+def test_arguments_that_are_an_empty_text_are_none(arguments: str) -> None:
+    empty = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    assert call_list([{"name": "f", "arguments": arguments}], "c") == empty
+    assert call_list([{"function": {"name": "f", "arguments": arguments}}], "c") == empty
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ({"function": {"name": "f", "arguments": '{"x": 1'}}, "c[1].function.arguments is not JSON (Expecting ',' "),
+        ({"name": "f", "arguments": "x"}, "c[1].arguments is not JSON (Expecting value"),
+        ({"name": "f", "arguments": "[1]"}, "c[1].arguments is a list, expected an object"),
+        ({"name": "f", "arguments": json.dumps('{"x": 1}')}, "c[1].arguments is a string, expected an object"),
+        ({"function": {"name": "f", "arguments": 3}}, "c[1].function.arguments is a number, expected an object"),
+    ],
+)
+def test_broken_arguments_are_named_with_their_place(call: Any, words: str) -> None:
+    fine = {"name": "f", "arguments": '{"x": 1}'}
+    with pytest.raises(Unusable) as caught:
+        call_list([fine, call], "c")
+    assert caught.value.reason == "broken arguments of a call" and caught.value.detail.startswith(words)
+    with pytest.raises(Unusable) as caught:
+        call_list(call, "c")
+    assert caught.value.detail.startswith(words.replace("[1]", "", 1))

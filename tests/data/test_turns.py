@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from tests.data.rows import HH, PAIR, assistant, drop, one, read_examples, turns, user, write
-from tuningfork.data.examples import ANSWERS_AS_JSON, BEGIN_ALIKE, CUT_REPEATED, PROMPT_AS_JSON, SOME_AS_JSON
+from tuningfork.data.examples import BEGIN_ALIKE, CUT_REPEATED
+from tuningfork.data.roles import roles_for
+from tuningfork.data.turns import turns as message_turns
+from tuningfork.data.unpack import ANSWERS_AS_JSON, PROMPT_AS_JSON, SOME_AS_JSON
 from tuningfork.records import Message
 
 SYSTEM = {"role": "system", "content": "s"}
@@ -326,3 +329,147 @@ def test_a_function_call_is_a_call(tmp_path: Path) -> None:
 def test_fields_that_contradict_each_other_are_refused(message: Any, detail: str, tmp_path: Path) -> None:
     found = drop(tmp_path, {**PAIR, "chosen": [message]})
     assert found[0] == "unsupported field" and detail in found[1], found
+
+
+# ---- roles
+
+
+@pytest.mark.parametrize("name", ["model", "bot", "chatbot", "gpt"])
+def test_the_assistant_under_other_names(name: str, tmp_path: Path) -> None:
+    row = {"prompt": [user("q")], "chosen": {"role": name, "content": "a"}, "rejected": [assistant("b")]}
+    result = read_examples(write(tmp_path, [row]), False)
+    assert result.examples[0].answers == (turns(assistant("a")), turns(assistant("b")))
+    assert list(result.notes) == ([] if name == "gpt" else [f"role {name} as assistant"])
+
+
+CALLED = {"name": "f", "arguments": {"x": 1}}
+CALL = {"type": "function", "function": CALLED}
+
+
+@pytest.mark.parametrize("role", ["tool_call", "function_call"])
+def test_calls_that_stand_as_turns_belong_to_the_turn_before(role: str, tmp_path: Path) -> None:
+    call = {"role": role, "content": json.dumps(CALLED)}
+    for turn in (assistant("x"), call):
+        result = [turn, call, {"role": "environment", "content": "7"}, assistant("a")]
+        row = {"prompt": [user("q")], "chosen": result, "rejected": "b"}
+        first, told, last = one(tmp_path, row).answers[0]
+        calls = [CALL] if turn is not call else [CALL, CALL]
+        assert first == Message("assistant", "x" if turn is not call else "", {"tool_calls": calls})
+        assert (told, last) == (Message("tool", "7"), Message("assistant", "a"))
+
+
+def test_a_tools_turn_keeps_the_name_that_its_template_asks_for() -> None:
+    said = [user("q"), {"role": "environment", "content": "7", "tool_call_id": "1"}]
+    asks = (
+        "{% if message['role'] == 'environment' %}x{% endif %}",
+        "{% if message.role in ['tool', \"environment\"] %}x{% endif %}",
+        {"default": "x", "tool_use": "{% if role == 'environment' %}"},
+    )
+    for template in asks:
+        assert message_turns(said, "p", "user", roles_for(template, {}))[1].role == "environment"
+    told = message_turns(said, "p", "user", roles_for(asks[0], {}))[1]
+    assert told.extra == {"tool_call_id": "1"}
+    others = ("{{ '<environment>' + message['role'] }}", "{% if message.role == 'tool' and x == 'environment' %}", None)
+    for other in others:
+        assert message_turns(said, "p", "user", roles_for(other, {}))[1].role == "tool"
+    given = roles_for(asks[0], {"environment": "user"})
+    assert message_turns([said[0], {"role": "environment", "content": "7"}], "p", "user", given)[1].role == "user"
+
+
+def test_an_unknown_role_is_named_with_what_to_set(tmp_path: Path) -> None:
+    reason, detail = drop(tmp_path, {"prompt": [{"role": "User", "content": "q"}], "chosen": "a", "rejected": "b"})
+    assert reason == "unknown role" and detail.startswith("prompt[0].role is 'User'; known are system, developer, ")
+    assert detail.endswith("such as data.roles: {User: user}")
+
+
+# ---- parts of content
+
+
+@pytest.mark.parametrize("kind", ["reasoning", "thinking"])
+@pytest.mark.parametrize("key", ["reasoning", "thinking", "text", "value"])
+def test_parts_that_are_thoughts(kind: str, key: str, tmp_path: Path) -> None:
+    content = [{"type": kind, key: "h"}, {"type": kind, key: "m"}, {"type": "text", "text": "a"}]
+    assert answered(tmp_path, content=content) == Message("assistant", "a", {"reasoning_content": "hm"})
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "tool_call", "value": json.dumps(CALLED)},
+        {"type": "tool_call", "tool_call": CALLED},
+        {"type": "tool_call", **CALLED},
+        {"type": "function_call", "function": CALLED},
+    ],
+)
+def test_parts_that_are_calls(part: Any, tmp_path: Path) -> None:
+    content = [{"type": "text", "value": "a"}, part, part]
+    assert answered(tmp_path, content=content) == Message("assistant", "a", {"tool_calls": [CALL, CALL]})
+    assert answered(tmp_path, content=[part]) == Message("assistant", "", {"tool_calls": [CALL]})
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"content": [{"type": "image_url", "text": "a"}]}, "chosen[0].content[0] is of type 'image_url'; known are "),
+        (
+            {"content": [{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "h"}]},
+            "chosen[0].content[1] is a part of type reasoning behind one of type text",
+        ),
+        (
+            {"content": [{"type": "tool_call", "value": '{"name": "f"'}]},
+            "chosen[0].content[0].value is a string that is not JSON",
+        ),
+        (
+            {"content": [{"type": "tool_call", **CALLED}], "tool_calls": [CALLED]},
+            "chosen[0] writes its calls twice: tool_calls, content",
+        ),
+        (
+            {"content": [{"type": "reasoning", "value": "h"}, {"type": "text", "text": "a"}], "reasoning": "i"},
+            "chosen[0] says its thoughts twice, and they differ",
+        ),
+    ],
+)
+def test_parts_that_no_message_has_cost_the_row(message: Any, words: str, tmp_path: Path) -> None:
+    row = {"prompt": [user("q")], "chosen": {"role": "assistant", **message}, "rejected": "b"}
+    assert drop(tmp_path, row)[1].startswith(words)
+
+
+def test_only_the_assistant_thinks_and_calls(tmp_path: Path) -> None:
+    thought = {"role": "user", "content": [{"type": "thinking", "thinking": "h"}, {"type": "text", "text": "q"}]}
+    reason, detail = drop(tmp_path, {"prompt": [thought], "chosen": "a", "rejected": "b"})
+    assert (reason, detail.partition(" is ")[0]) == ("unsupported field", "prompt[0].content, reasoning_content")
+
+
+# ---- objects that hold messages
+
+
+@pytest.mark.parametrize("written", [dict, json.dumps])
+@pytest.mark.parametrize("key", ["messages", "conversations"])
+@pytest.mark.parametrize("tools", [[], None, [{"name": "f"}]])
+def test_an_object_that_holds_messages(written: Any, key: str, tools: Any, tmp_path: Path) -> None:
+    def side(text: str) -> Any:
+        return written({key: [user("q"), assistant(text)], "tools": tools})
+
+    for row in (
+        {"chosen": side("a"), "rejected": side("b")},
+        {"prompt": written({key: [user("q")], "tools": tools}), "chosen": "a", "rejected": "b"},
+        {"messages": written({key: [user("q"), assistant("a")], "tools": tools}), "rejected_response": "b"},
+    ):
+        example = one(tmp_path, row)
+        assert (example.prompt, example.answers) == (turns(user("q")), (turns(assistant("a")), turns(assistant("b"))))
+        assert bool(example.template.get("tools")) == bool(tools)
+
+
+def test_what_an_object_holds_beside_messages_is_used_or_named(tmp_path: Path) -> None:
+    def side(text: str, **beside: Any) -> Any:
+        return {"messages": [user("q"), assistant(text)], **beside}
+
+    result = read_examples(write(tmp_path, [{"chosen": side("a", id=3), "rejected": side("b")}]), False)
+    assert list(result.notes) == ["fields that are not read: chosen.id"]
+    for beside, words in (
+        ({"tools": [{"name": "f"}]}, "the answers have different tools"),
+        ({"system": "s"}, "rejected.system is filled; write it beside rejected"),
+        ({"images": ["x"]}, "rejected.images is filled"),
+    ):
+        reason, detail = drop(tmp_path, {"chosen": side("a"), "rejected": side("b", **beside)})
+        assert reason == "unsupported field" and detail.startswith(words)

@@ -47,13 +47,13 @@ class ChunkEncoder:
         block = Block(len(chunk), {}, [], [], [], {})
         used: list[TokenExample] = []
         bos = self.tokenizer.bos_token_id
-        for encoded in self._encode(chunk, reader, block):
+        for names, encoded in self._encode(chunk, reader, block):
             row = encoded.example.source.row
             if encoded.example.longest > self.config.max_length:
                 block.sizes[row] = size_of(encoded.example, bos)
             try:
-                example, cuts = shorten(encoded.example, self.config.max_length, self.config.over_length, bos)
-                _check(example)
+                example, cuts = shorten(encoded.example, self.config.max_length, self.config.over_length, bos, names)
+                _check(example, names)
             except Unusable as unusable:
                 block.dropped.append((row, unusable.reason, unusable.detail))
                 continue
@@ -61,9 +61,9 @@ class ChunkEncoder:
             block.notes.extend((note, row) for note in (*encoded.notes, *cuts))
         return replace(block, columns=columns_of(used))
 
-    def _encode(self, chunk: Chunk, reader: RowReader, block: Block) -> list[Encoded]:
-        """Read, render and encode; what rows say beside the text goes along."""
-        kept: list[Example] = []
+    def _encode(self, chunk: Chunk, reader: RowReader, block: Block) -> list[tuple[list[str], Encoded]]:
+        """Read, render and encode; what rows say beside the text goes along, and the names of their answers."""
+        kept: list[tuple[Example, list[str]]] = []
         rendered: list[RenderedExample] = []
         for number, row in chunk:
             try:
@@ -72,22 +72,25 @@ class ChunkEncoder:
             except Unusable as unusable:
                 block.dropped.append((number, unusable.reason, unusable.detail))
                 continue
-            kept.append(read.example)
+            kept.append((read.example, read.names))
             block.notes.extend((note, number) for note in read.notes)
             block.not_read.extend((name, number) for name in read.not_read)
         return [
-            encoded._replace(
-                example=replace(encoded.example, label=example.label, weight=example.weight, margin=example.margin)
+            (
+                names,
+                encoded._replace(
+                    example=replace(encoded.example, label=example.label, weight=example.weight, margin=example.margin)
+                ),
             )
-            for example, encoded in zip(kept, self.encoder.encode(rendered), strict=True)
+            for (example, names), encoded in zip(kept, self.encoder.encode(rendered), strict=True)
         ]
 
 
-def _check(example: TokenExample) -> None:
+def _check(example: TokenExample, names: list[str]) -> None:
     """Raise Unusable where an encoded example cannot be trained on as a whole."""
-    for place in range(len(example.answers)):
+    for place, name in enumerate(names):
         if example.answer_tokens(place) == 0:
-            raise Unusable("no token of an answer counts", f"answer {place} of {len(example.answers)}")
+            raise Unusable("no token of an answer counts", name)
     for one, other in combinations(example.answers, 2):
         if np.array_equal(one.ids, other.ids):
             reason = "chosen equals rejected" if len(example.answers) == 2 else "answers are equal"

@@ -7,13 +7,14 @@ what the model sees is passed over: it is used, or its row is dropped, and field
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from itertools import combinations
 from typing import Any, NamedTuple
 
 from tuningfork.data.forms import FORMS, Form, Named, Parts, form_of
 from tuningfork.data.json_rows import Row, kind_of
+from tuningfork.data.roles import ROLES, Roles
 from tuningfork.data.tools import holds_null, template_arguments
 from tuningfork.data.turns import (
     OPENING,
@@ -21,13 +22,14 @@ from tuningfork.data.turns import (
     fork,
     is_transcript,
     parted,
+    renamed,
     split_transcripts,
     transcript_turns,
     turns,
-    unpacked,
     unread,
 )
-from tuningfork.data.values import Unusable, filled, number, parsed, string
+from tuningfork.data.unpack import SOME_AS_JSON, Unpacked, unpacked_parts, without_repeated_prompt
+from tuningfork.data.values import Unusable, filled, given, number, string, whole
 from tuningfork.errors import DataError
 from tuningfork.records import Example, Message, Source, Turns
 
@@ -38,27 +40,27 @@ SCORES = (
 )
 # Fields that every form reads.
 READ = {
-    *(*SYSTEM, "history", "tools", "functions", "chat_template_kwargs", "weight", "margin"),
+    *(*SYSTEM, "history", "tools", "functions", "rejected_tools", "chat_template_kwargs", "weight", "margin"),
     *(name for pair in SCORES for name in pair),
 }
+ROW_ONLY = frozenset((*SYSTEM, "history", "rejected_tools", "chat_template_kwargs", "weight", "margin"))
 ASKED = ("instruction", "input", "question", "query")  # fields that hold what was asked, where no prompt does
 CUT_REPEATED = "answers repeat the prompt: cut off"
 BEGIN_ALIKE = "all answers begin with the whole prompt"
 UPSIDE_DOWN = "chosen is not scored higher"
 NO_SCORE = "the score of an answer is no number"
-PROMPT_AS_JSON = "the prompt is messages written as JSON text: read as messages"
-ANSWERS_AS_JSON = "the answers are messages written as JSON text: read as messages"
-SOME_AS_JSON = "only some answers are messages, written as JSON text: read as text"
 NULLS = "null within tools or calls, which a template may print"
 UNREAD_SHOWN = 20  # names in the note of fields that are not read
 
 
 class Read(NamedTuple):
-    """A row's example, what is worth knowing of it, and the names of filled fields that nothing reads."""
+    """A row's example, what is worth knowing of it, the names of filled fields that nothing reads, and the answers' own
+    names, in their order."""
 
     example: Example
     notes: list[str]
     not_read: list[str]
+    names: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +76,19 @@ class RowReader:
     mixed: bool  # a row that looks like another form is one that its user did not expect
     repeat_prompts: bool  # see Survey
     as_text: bool
+    roles: Roles = field(default_factory=lambda: ROLES)  # of messages
 
     def __call__(self, number: int, row: Row) -> Read:
         """The row of this number. Raises Unusable for this row, and DataError where no row can be used."""
         form = FORMS[self.form]
         parts = self._parts(row)
         repeats = self.repeat_prompts or is_transcript(parts.asked)
-        cut = _without_repeated_prompt(parts) if repeats else parts
-        example = _example(Source(self.path, number), row, form, cut, self.as_text)
-        return Read(example, list(_notes(row, parts, cut, example)), list(_not_read(row, form, parts)))
+        cut = without_repeated_prompt(parts) if repeats else parts
+        example = _example(Source(self.path, number), row, form, cut, self.as_text, self.roles)
+        notes = list(_notes(row, parts, cut, example, self.roles))
+        return Read(example, notes, list(_not_read(row, form, parts, self.roles)), [name for name, _ in parts.answers])
 
-    def _parts(self, row: Row) -> _Unpacked:
+    def _parts(self, row: Row) -> Unpacked:
         """What the table's form finds in a row."""
         form = FORMS[self.form]
         own = form_of(row) if self.mixed else None
@@ -93,11 +97,12 @@ class RowReader:
                 "another form than the file",
                 f"the row looks like {own}, most of the file like {self.form}; split the file, or set data.format",
             )
-        found = form.parts(row)
-        prompt, answers, notes = (found.prompt, found.answers, ()) if found.document else _messages_of(found)
-        if self.as_text and notes and notes != (SOME_AS_JSON,):
-            raise Unusable("messages without a chat template", f"{notes[0]} where data.template is not none")
-        return _Unpacked(prompt, answers, found.label, found.tools, found.document, notes)
+        for key in (*READ, *ASKED, *form.more):
+            whole(row.get(key))
+        parts = unpacked_parts(form.parts(row), self.roles, ROW_ONLY)
+        if self.as_text and parts.notes and parts.notes != (SOME_AS_JSON,):
+            raise Unusable("messages without a chat template", f"{parts.notes[0]} where data.template is not none")
+        return parts
 
 
 def fields_not_read(names: Sequence[str]) -> str:
@@ -106,45 +111,7 @@ def fields_not_read(names: Sequence[str]) -> str:
     return f"fields that are not read: {', '.join(names[:UNREAD_SHOWN])}{more}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Unpacked(Parts):
-    """Parts with messages for their JSON text; `notes` say of which."""
-
-    notes: tuple[str, ...] = ()
-
-
-def _messages_of(parts: Parts) -> tuple[Named | None, list[Named], tuple[str, ...]]:
-    """Prompt and answers with messages for their JSON text, and notes of it.
-
-    Columns of a table often hold messages as text; but an answer may be JSON because JSON was asked for. So answers
-    beside a prompt are messages only where all of them are. Without one they can be nothing else.
-    """
-    notes = []
-    prompt = parts.prompt
-    if prompt is not None:
-        prompt = prompt[0], unpacked(prompt[1], prompt[0])
-        if prompt != parts.prompt:
-            notes.append(PROMPT_AS_JSON)
-    read = [(name, unpacked(value, name)) for name, value in parts.answers]
-    if not any(one != other for one, other in zip(read, parts.answers, strict=True)):
-        return prompt, parts.answers, tuple(notes)
-    if prompt is not None and any(isinstance(value, str) for _, value in read):
-        return prompt, parts.answers, (*notes, SOME_AS_JSON)
-    return prompt, read, (*notes, ANSWERS_AS_JSON)
-
-
-def _without_repeated_prompt(parts: Parts) -> Parts:
-    """The answers without the prompt in front. Raises Unusable where only some of them have it."""
-    prompt = parts.asked
-    if parts.repeat_prompt:
-        answers = [(name, answer[len(prompt) :]) for name, answer in parts.answers]
-        return Parts(parts.prompt, answers, parts.label, parts.tools)
-    if prompt.strip() and any(isinstance(a, str) and a.startswith(prompt) for _, a in parts.answers):
-        raise Unusable("only some answers repeat the prompt", "all of them must, or none")
-    return parts
-
-
-def _example(source: Source, row: Row, form: Form, parts: Parts, as_text: bool) -> Example:
+def _example(source: Source, row: Row, form: Form, parts: Unpacked, as_text: bool, roles: Roles) -> Example:
     if parts.document:
         text = string(parts.answers[0][1], parts.answers[0][0])
         if not text.strip():
@@ -152,7 +119,7 @@ def _example(source: Source, row: Row, form: Form, parts: Parts, as_text: bool) 
         _check_asked(row, form, text)
         return Example(source, "", (text,), weight=_weight(row))
     beside = {key: value for key, value in row.items() if key not in form.keys}
-    found: tuple[Any, list[Any]] = _text_parts(source, parts, beside) if as_text else _turn_parts(parts, beside)
+    found: tuple[Any, list[Any]] = _text_parts(source, parts, beside) if as_text else _turn_parts(parts, beside, roles)
     prompt, answers = found
     _check_asked(row, form, prompt if isinstance(prompt, str) else "\n".join(turn.content for turn in prompt))
     _check_distinct(parts, answers)
@@ -163,14 +130,14 @@ def _example(source: Source, row: Row, form: Form, parts: Parts, as_text: bool) 
         label=parts.label,
         weight=_weight(row),
         margin=None if row.get("margin") is None else number(row["margin"], "margin"),
-        template={} if as_text else template_arguments(beside, parts.tools, "input.tools"),
+        template={} if as_text else template_arguments(beside, parts.tools),
     )
 
 
 def _text_parts(source: Source, parts: Parts, row: Row) -> tuple[str, list[str]]:
     """Prompt and answers as the file's own strings."""
-    given = [*([parts.prompt] if parts.prompt else []), *parts.answers]
-    for name, value in given:
+    values = _given(parts)
+    for name, value in values:
         if isinstance(value, list | dict):
             raise DataError(
                 f"{source}: field {name!r} holds messages, which need a chat template. Set data.template: chat, "
@@ -182,14 +149,14 @@ def _text_parts(source: Source, parts: Parts, row: Row) -> tuple[str, list[str]]
     if parts.prompt is None:
         prompt, answers = split_transcripts(parts.answers)
     else:
-        prompt, *answers = [string(value, name) for name, value in given]
-        if whole := [name for name, value in parts.answers if is_transcript(value)]:
-            raise Unusable("prompts differ", f"{whole[0]} is a whole transcript that does not begin with the prompt")
+        prompt, *answers = [string(value, name) for name, value in values]
+        if longer := [name for name, value in parts.answers if is_transcript(value)]:
+            raise Unusable("prompts differ", f"{longer[0]} is a whole transcript that does not begin with the prompt")
     _check_filled(parts, [bool(answer.strip()) for answer in answers])
     return prompt, answers
 
 
-def _turn_parts(parts: Parts, row: Row) -> tuple[Turns, list[Turns]]:
+def _turn_parts(parts: Parts, row: Row, roles: Roles) -> tuple[Turns, list[Turns]]:
     """Prompt and answers as turns."""
     values = parts.answers
     if parts.prompt is None and all(isinstance(value, str) for _, value in values):
@@ -197,33 +164,33 @@ def _turn_parts(parts: Parts, row: Row) -> tuple[Turns, list[Turns]]:
         found: list[Turns] = [(Message("assistant", answer.strip()),) for answer in answers]
         prompt = transcript_turns(text)
     elif parts.prompt is None:
-        conversations = [turns(value, name, "assistant") for name, value in values]
+        conversations = [turns(value, name, "assistant", roles) for name, value in values]
         prompt, found = fork(conversations) if len(conversations) > 1 else _first_answer(conversations[0])
     else:
         name, asked = parts.prompt
         if is_transcript(asked):  # spaces around a turn are the format's
             values = [(name, value.strip() if isinstance(value, str) else value) for name, value in values]
-        conversations = [turns(value, name, "assistant") for name, value in values]
-        prompt = turns(asked, name, "user")
+        conversations = [turns(value, name, "assistant", roles) for name, value in values]
+        prompt = turns(asked, name, "user", roles)
         one_turn = isinstance(asked, str) and not is_transcript(asked)
         prompt, found = after_prompt(prompt, conversations, one_turn)
-    prompt = _with_system(_with_history(prompt, row), row)
+    prompt = _with_system(_with_history(prompt, row, roles), row)
     return _checked(parts, prompt, found)
 
 
-def _with_history(prompt: Turns, row: Row) -> Turns:
+def _with_history(prompt: Turns, row: Row, roles: Roles) -> Turns:
     """The prompt behind the turns of a `history`: [user, assistant] each, or messages."""
-    if not filled(row, "history"):
+    past = given(row.get("history"), "history")
+    if past is None:
         return prompt
     if len(prompt) != 1:
         raise Unusable("unsupported field", "history is filled beside a prompt of several turns; write all as messages")
-    given = parsed(row["history"], "history")
-    if isinstance(given, list) and all(isinstance(said, list) and len(said) == 2 for said in given):
-        named = [(role, text) for said in given for role, text in zip(("user", "assistant"), said, strict=True)]
+    if isinstance(past, list) and all(isinstance(said, list) and len(said) == 2 for said in past):
+        named = [(role, text) for said in past for role, text in zip(("user", "assistant"), said, strict=True)]
         return (*(Message(role, string(text, f"history, {role}")) for role, text in named), *prompt)
-    if isinstance(given, list) and all(isinstance(message, dict) for message in given):
-        return (*turns(given, "history", "user"), *prompt)
-    raise Unusable("wrong type", f"history is {kind_of(given)}, expected a list of [user, assistant] or of messages")
+    if isinstance(past, list) and all(isinstance(message, dict) for message in past):
+        return (*turns(past, "history", "user", roles), *prompt)
+    raise Unusable("wrong type", f"history is {kind_of(past)}, expected a list of [user, assistant] or of messages")
 
 
 def _with_system(prompt: Turns, row: Row) -> Turns:
@@ -311,16 +278,18 @@ def _weight(row: Row) -> float:
     return weight
 
 
-def _notes(row: Row, parts: _Unpacked, cut: Parts, example: Example) -> Iterator[str]:
+def _notes(row: Row, parts: Unpacked, cut: Parts, example: Example, roles: Roles) -> Iterator[str]:
     """What is worth knowing of a row that is used."""
     rated = () if parts.document else SCORES
     scores = {key: _score(row[key]) for pair in rated for key in pair if row.get(key) is not None}
-    given = {key: score for key, score in scores.items() if score is not None}
-    if len(given) < len(scores):
+    rating = {key: score for key, score in scores.items() if score is not None}
+    if len(rating) < len(scores):
         yield NO_SCORE
-    if any(given[one] <= given[other] for one, other in SCORES if one in given and other in given):
+    if any(rating[one] <= rating[other] for one, other in SCORES if one in rating and other in rating):
         yield UPSIDE_DOWN
     yield from parts.notes
+    for name in dict.fromkeys(name for _, value in _given(parts) for name in renamed(value, roles)):
+        yield f"role {name}"
     if cut is not parts:
         yield CUT_REPEATED
     elif parts.repeat_prompt:
@@ -339,10 +308,15 @@ def _score(value: Any) -> float | None:
     return None if found is None or found != found else found
 
 
-def _not_read(row: Row, form: Form, parts: Parts) -> Iterator[str]:
+def _not_read(row: Row, form: Form, parts: Unpacked, roles: Roles) -> Iterator[str]:
     """Names of filled fields of a row and of its messages that nothing reads."""
     # What was asked is compared with the prompt; a document has no turns that a system message or tools could be for.
     known = {*(("weight",) if parts.document else READ), *ASKED, *form.keys, *form.more}
     yield from (key for key in row if key not in known and filled(row, key))
-    for name, value in [*([parts.prompt] if parts.prompt else []), *parts.answers]:
-        yield from (f"{name}[].{key}" for key in unread(value))
+    yield from parts.not_read
+    for name, value in _given(parts):
+        yield from (f"{name}[].{key}" for key in unread(value, roles))
+
+
+def _given(parts: Parts) -> list[Named]:
+    return [*([parts.prompt] if parts.prompt else []), *parts.answers]

@@ -29,8 +29,9 @@ class Parts:
     prompt: Named | None
     answers: list[Named]  # the best first
     label: bool | None = None
-    tools: Any = None
+    tools: tuple[Named, ...] = ()  # with the places where they stand, beside those that any row may have
     document: bool = False
+    answered: bool = False  # the prompt goes on with the best answer, which is not among the answers
 
     @property
     def asked(self) -> str:
@@ -118,9 +119,8 @@ def _openai(row: Row) -> Parts:
     if not isinstance(given, dict):
         raise Unusable("wrong type", f"input is {kind_of(given)}, expected an object with messages")
     (messages,) = fields(given, ("messages",), "input.")
-    return Parts(
-        ("input.messages", messages), list(zip(keys[1:], answers, strict=True)), tools=given.get("tools")
-    )  # fmt: skip
+    tools = (("input.tools", given.get("tools")),)
+    return Parts(("input.messages", messages), list(zip(keys[1:], answers, strict=True)), tools=tools)
 
 
 LABELLED = Form.judged("input", "output_1", "output_2", "label", {1: 0, 2: 1}, "it names the better output, 1 or 2")
@@ -142,14 +142,37 @@ def _counts_from_zero(row: Row) -> str:
     return ""
 
 
-def _unpaired(row: Row) -> Parts:
-    prompt, completion, label = fields(row, ("prompt", "completion", "label"))
+def _label(label: Any, answer: str) -> bool:
     if not isinstance(label, bool):
         raise Unusable(
             "unknown label",
-            f"label is {label!r}"[:80] + "; write true for a completion that is wanted, false for one that is not",
+            f"label is {label!r}"[:80] + f"; write true for {answer} that is wanted, false for one that is not",
         )
-    return Parts(("prompt", prompt), [("completion", completion)], label=label)
+    return label
+
+
+def _unpaired(row: Row) -> Parts:
+    prompt, completion, label = fields(row, ("prompt", "completion", "label"))
+    return Parts(("prompt", prompt), [("completion", completion)], label=_label(label, "a completion"))
+
+
+def _unpaired_messages(row: Row) -> Parts:
+    messages, label = fields(row, ("messages", "label"))
+    return Parts(None, [("messages", messages)], label=_label(label, "an answer"))
+
+
+def _after_messages(row: Row) -> Parts:
+    """Messages are the prompt, but where they are one of two whole conversations beside them."""
+    keys = ("messages", "chosen", "rejected")
+    messages, *answers = fields(row, keys)
+    named = list(zip(keys[1:], answers, strict=True))
+    return Parts(None if messages in answers else ("messages", messages), named)
+
+
+def _rejected_response(row: Row) -> Parts:
+    """ms-swift: another end of the conversation, in place of the assistant's turns that end it."""
+    messages, rejected = fields(row, ("messages", "rejected_response"))
+    return Parts(("messages", messages), [("rejected_response", rejected)], answered=True)
 
 
 def _ranking(row: Row) -> Parts:
@@ -212,6 +235,10 @@ FORMS: dict[str, Form] = {
     "question": Form.of("question", "chosen", "rejected"),  # orca_dpo_pairs
     "input": Form.of("input", "chosen", "rejected"),
     "message_lists": Form.of(None, "chosen_messages", "rejected_messages"),  # two whole conversations
+    "rejected_messages": Form.of(None, "messages", "rejected_messages"),  # ms-swift: the chosen one first
+    "rejected_response": Form(("messages", "rejected_response"), _rejected_response),  # in place of the last turns
+    "query": Form.of("query", "response", "rejected_response"),
+    "messages_pairs": Form(("messages", "chosen", "rejected"), _after_messages),  # the prompt as messages
     "openai": Form(("input", "preferred_output", "non_preferred_output"), _openai),  # input: messages and tools
     "labelled": Form(LABELLED.keys, _labelled, _counts_from_zero, more=("instruction",)),  # label: 1 or 2, the better
     "helpsteer2": Form(HELPSTEER2.keys, _helpsteer2),
@@ -223,6 +250,7 @@ FORMS: dict[str, Form] = {
     "conversations": Form.of(None, "chosen", "rejected"),  # two whole conversations or Human/Assistant transcripts
     "ranking": Form(("prompt", "answers"), _ranking, more=("scores",)),  # best first, with scores, or {answer, rank}
     "unpaired": Form(("prompt", "completion", "label"), _unpaired),  # true or false: is the completion wanted?
+    "unpaired_messages": Form(("messages", "label"), _unpaired_messages),  # one conversation with such a label
     "completion": Form.of("prompt", "completion"),  # one answer to imitate
     "messages": Form.of(None, "messages"),  # one conversation to imitate
     "text": Form.of(None, "text", document=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -24,7 +25,7 @@ def size_of(example: TokenExample, bos: int | None) -> Size:
 
 
 def shorten(
-    example: TokenExample, max_length: int, policy: OverLength, bos: int | None
+    example: TokenExample, max_length: int, policy: OverLength, bos: int | None, names: Sequence[str] = ()
 ) -> tuple[TokenExample, tuple[str, ...]]:
     """The example with no sequence (prompt + answer) longer than `max_length` tokens, and what was done to it.
 
@@ -34,6 +35,8 @@ def shorten(
     truncate_prompt_left    the prompt loses as many of its first tokens as the longest answer needs, and keeps one;
                             a BOS in front of it stays, once
 
+    `names` are those that the file has for the answers, for what is said of a dropped one.
+
     Raises:
         Unusable: the example is too long and is not to be cut, or cutting would leave a side empty.
     """
@@ -41,8 +44,7 @@ def shorten(
     if over <= 0:
         return example, ()
     prompt, answers = example.prompt_ids, example.answers
-    lengths = " and ".join(str(len(answer.ids)) for answer in answers)
-    size = f"prompt {len(prompt)}, answers {lengths} tokens; data.max_length is {max_length}"
+    size = _size(example, max_length, names or [f"answer {place}" for place in range(len(answers))])
     if policy == "drop":
         raise Unusable("longer than max_length", size)
     if policy == "truncate_answers":
@@ -60,3 +62,12 @@ def shorten(
     if left[0] != bos:  # BOS may open every turn, and the cut fall in front of one
         left = np.concatenate([prompt[:opening], left])
     return replace(example, prompt_ids=left), (CUT_PROMPT,)
+
+
+def _size(example: TokenExample, max_length: int, names: Sequence[str]) -> str:
+    """How many tokens there are, and which answers are too long with the prompt."""
+    prompt = len(example.prompt_ids)
+    sizes = [(name, len(answer.ids)) for name, answer in zip(names, example.answers, strict=True)]
+    lengths = " and ".join(f"{name} {size}" for name, size in sizes)
+    over = " and ".join(name for name, size in sizes if prompt + size > max_length)
+    return f"prompt {prompt}, {lengths} tokens, too long with {over}; data.max_length is {max_length}"

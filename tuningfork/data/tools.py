@@ -12,38 +12,38 @@ from collections.abc import Sequence
 from typing import Any
 
 from tuningfork.data.json_rows import Row, kind_of
-from tuningfork.data.values import NEUTRAL, Unusable, filled, parsed, string
+from tuningfork.data.values import Unusable, filled, given, parsed, string
 from tuningfork.records import same
 
 DEEPEST = 100  # levels of lists and objects within each other; templates and workers walk them by recursion
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names for what an assistant thought before it spoke
 
 
-def template_arguments(row: Row, tools: Any = None, place: str = "") -> dict[str, Any]:
+def template_arguments(row: Row, tools: Sequence[tuple[str, Any]] = ()) -> dict[str, Any]:
     """What a row tells the chat template beside the messages: its own arguments, and tools.
 
-    `tools` are some that the form found at a `place`, beside those of the row and of its arguments. Raises Unusable
+    `tools` are some that were found in named places, beside those of the row and of its arguments. Raises Unusable
     where a value is of the wrong kind, or where tools are given twice and differ.
     """
     found: dict[str, Any] = {}
     key = "chat_template_kwargs"
-    if filled(row, key):
-        arguments = parsed(row[key], key)
+    if (arguments := given(row.get(key), key)) is not None:
         if not isinstance(arguments, dict):
             raise Unusable("wrong type", f"{key} is {kind_of(arguments)}, expected an object")
         found |= _without_nulls(sound(arguments, key))
-    if found.get("documents") in NEUTRAL:
-        found.pop("documents", None)
-    else:
-        found["documents"] = _objects(found["documents"], f"{key}.documents")
-    given = [(place, tools), *((name, row.get(name)) for name in ("tools", "functions"))]
-    given.append((f"{key}.tools", found.pop("tools", None)))
-    lists = [(name, tool_list(value, name)) for name, value in given if value not in NEUTRAL]
+    if (documents := given(found.pop("documents", None), f"{key}.documents")) is not None:
+        found["documents"] = _objects(documents, f"{key}.documents")
+    places = [*tools, *((name, row.get(name)) for name in ("tools", "functions"))]
+    places.append((f"{key}.tools", found.pop("tools", None)))
+    lists = [(name, tool_list(value, name)) for name, value in places if given(value, name) is not None]
     for name, other in lists[1:]:
         if not same(other, lists[0][1]):
             raise Unusable("unsupported field", f"{lists[0][0]} and {name} are both filled, and differ")
-    if lists and lists[0][1]:
+    if lists:
         found["tools"] = lists[0][1]
+    name = "rejected_tools"
+    if given(row.get(name), name) is not None and not same(tool_list(row[name], name), found.get("tools")):
+        raise Unusable("unsupported field", f"tools and {name} differ; all answers of a row have the same tools")
     return found
 
 
@@ -53,16 +53,38 @@ def tool_list(value: Any, field: str) -> list[dict[str, Any]]:
 
 
 def call_list(value: Any, field: str) -> list[dict[str, Any]]:
-    """A call or a list of calls, or their JSON; bare ones are wrapped. Raises Unusable for anything else."""
-    value = parsed(value, field)
-    calls = [_wrapped(call) for call in _objects([value] if isinstance(value, dict) else value, field)]
-    sound(with_object_arguments(calls), field)
-    return calls
+    """A call or a list of calls, or their JSON; bare ones are wrapped. Raises Unusable for anything else, and for
+    arguments that are no object. Arguments that are an empty text are none: {}."""
+    value = given(value, field)
+    if value is None:
+        return []
+    one = isinstance(value, dict)
+    calls = _objects([value] if one else value, field)
+    checked = [_with_sound_arguments(call, field if one else f"{field}[{i}]") for i, call in enumerate(calls)]
+    wrapped = [_wrapped(call) for call in checked]
+    sound(with_object_arguments(wrapped), field)
+    return wrapped
 
 
-def spoken_call(text: str, field: str) -> list[dict[str, Any]]:
-    """A ShareGPT turn that is a call: JSON {name, arguments}, or a list of them."""
-    calls = call_list(text, field)
+def _with_sound_arguments(call: dict[str, Any], field: str) -> dict[str, Any]:
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _with_sound_arguments(call["function"], f"{field}.function")}
+    arguments, place = call.get("arguments"), f"{field}.arguments"
+    if isinstance(arguments, str) and not arguments.strip():
+        return {**call, "arguments": {}}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(string(arguments, place))
+        except (ValueError, RecursionError) as error:
+            raise Unusable("broken arguments of a call", f"{place} is not JSON ({error})") from None
+    if not isinstance(arguments, dict | None):
+        raise Unusable("broken arguments of a call", f"{place} is {kind_of(arguments)}, expected an object")
+    return call
+
+
+def spoken_call(value: Any, field: str) -> list[dict[str, Any]]:
+    """A turn or a part of content that is a call: {name, arguments}, or a list of them, or the JSON of either."""
+    calls = call_list(value, field)
     said = [call.get("function") for call in calls]
     if not said or not all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in said):
         raise Unusable("wrong type", f"{field} is no call with name and arguments")

@@ -5,20 +5,18 @@ A conversation is a list of messages, the JSON text of one, or a transcript "\\n
 
 from __future__ import annotations
 
-import json
+import difflib
 import re
 from collections.abc import Sequence
 from typing import Any
 
+from tuningfork.data.content import content_of
 from tuningfork.data.json_rows import Row, kind_of
+from tuningfork.data.roles import CALL, ROLES, SHAREGPT, Roles, is_assistant, is_tool, named_role
 from tuningfork.data.tools import THOUGHTS, call_list, sound, spoken_call, thought
 from tuningfork.data.values import SHOWN, Unusable, fields, filled, number, string
 from tuningfork.records import Message, Turns
 
-ROLES = {
-    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
-    **{"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool", "function": "tool"},
-}
 OPENING = ("system", "developer")  # two names for the role of what is said before the conversation
 NAMED_BY = (("role", "content"), ("from", "value"))  # the two ways to write a message
 SPOKEN = ("tool_calls", "function_call", *THOUGHTS)  # what only an assistant can say beside its content
@@ -29,8 +27,11 @@ ANSWER_MARK = "\n\nAssistant:"
 TURN_MARK = re.compile(r"\n\n(Human|Assistant):")
 
 
-def turns(value: Any, field: str, role: str) -> Turns:
-    """One message, a list of messages, or a transcript; any other string is one turn of `role`."""
+def turns(value: Any, field: str, role: str, roles: Roles = ROLES) -> Turns:
+    """One message, a list of messages, or a transcript; any other string is one turn of `role`.
+
+    A call that stands as a turn of its own, behind the assistant's words or another call, belongs to that turn.
+    """
     if is_transcript(value):
         return transcript_turns(string(value, field))
     if isinstance(value, str):
@@ -40,43 +41,25 @@ def turns(value: Any, field: str, role: str) -> Turns:
         raise Unusable("wrong type", f"field {field!r} is {kind_of(value)}, expected a string or a list of messages")
     if not messages:
         raise Unusable("empty messages", f"field {field!r} is an empty list")
-    return tuple(_message(message, f"{field}[{i}]") for i, message in enumerate(messages))
+    found: list[Message] = []
+    for i, message in enumerate(messages):
+        turn = _message(message, f"{field}[{i}]", roles)
+        if found and found[-1].role == "assistant" and roles.get(str(named_role(message))) == CALL:
+            found[-1] = _with_call(found[-1], turn, f"{field}[{i}]")
+        else:
+            found.append(turn)
+    return tuple(found)
 
 
-def unpacked(value: Any, field: str) -> Any:
-    """The value, or the messages that it is the JSON text of: columns of a table often hold lists as text.
-
-    Raises Unusable where the text is a list of messages in Python's writing, which is not JSON.
-    """
-    if not isinstance(value, str) or not (text := value.strip()).startswith(("[", "{")):
-        return value
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        if (
-            re.match(r"\[\s*\{", text)
-            and re.search(r"\}\s*\]$", text)
-            and any(all(re.search(rf"'{key}'\s*:", text) for key in keys) for keys in NAMED_BY)
-        ):
-            raise Unusable(
-                "messages that are not JSON",
-                f"{field} is messages as Python prints them ({error}); write them with json.dumps",
-            ) from None
-        return value
-    messages = found if isinstance(found, list) else [found]
-    return found if messages and all(map(_looks_like_a_message, messages)) else value
+def _with_call(turn: Message, call: Message, field: str) -> Message:
+    """An assistant's turn with the calls of the turn behind it."""
+    if turn.counts != call.counts or (THOUGHTS[0] in turn.extra and THOUGHTS[0] in call.extra):
+        raise Unusable("unsupported field", f"{field} goes on with the turn before it, with other thoughts or weight")
+    calls = [*turn.extra.get("tool_calls", []), *call.extra["tool_calls"]]
+    return Message(turn.role, turn.content, {**turn.extra, **call.extra, "tool_calls": calls}, turn.counts)
 
 
-def _looks_like_a_message(value: Any) -> bool:
-    """Whether this is surely a message: a known role, and something said. Answers may be JSON of other kinds."""
-    if not isinstance(value, dict):
-        return False
-    role, content = NAMED_BY[0] if value.get("role") is not None else NAMED_BY[1]
-    known = isinstance(value.get(role), str) and value[role] in ROLES
-    return known and (content in value or filled(value, "tool_calls"))
-
-
-def _message(message: Any, field: str) -> Message:
+def _message(message: Any, field: str, roles: Roles) -> Message:
     if not isinstance(message, dict):
         raise Unusable("wrong type", f"{field} is {kind_of(message)}, expected a message with role and content")
     keys = NAMED_BY[1] if message.get("from") is not None and message.get("role") is None else NAMED_BY[0]
@@ -84,57 +67,63 @@ def _message(message: Any, field: str) -> Message:
         message = {**message, keys[1]: ""}  # a call needs no words
     given, content = fields(message, keys, f"{field}.")
     given = string(given, f"{field}.{keys[0]}")
-    if given not in ROLES:
-        raise Unusable("unknown role", f"{field}.{keys[0]} is {given[:SHOWN]!r}; known are {', '.join(ROLES)}")
-    role = ROLES[given]
-    text = _content(content, f"{field}.{keys[1]}")
-    if role != "assistant" and (spoken := [key for key in SPOKEN if filled(message, key)]):
+    if given not in roles:
+        raise Unusable("unknown role", _unknown_role(f"{field}.{keys[0]}", given, roles))
+    called = roles[given] == CALL
+    role = "assistant" if called else roles[given]
+    if called and not isinstance(content, list):
+        text, parts = "", {"tool_calls": spoken_call(content, f"{field}.{keys[1]}")}
+    else:
+        text, parts = content_of(content, f"{field}.{keys[1]}")
+    spoken = [*(key for key in SPOKEN if filled(message, key)), *(f"{keys[1]}, {key}" for key in parts)]
+    if role != "assistant" and spoken:
         raise Unusable("unsupported field", f"{field}.{spoken[0]} is filled for a {role} turn, not the assistant's")
-    extra = {key: sound(message[key], f"{field}.{key}") for key in ANSWERED if role == "tool" and filled(message, key)}
-    if given == "function_call":
-        text, extra = "", {"tool_calls": spoken_call(text, f"{field}.{keys[1]}")}
+    extra = {key: sound(message[key], f"{field}.{key}") for key in ANSWERED if is_tool(role) and filled(message, key)}
     calls = [key for key in ("tool_calls", "function_call") if filled(message, key)]
-    if len(calls) + (given == "function_call") > 1:
-        raise Unusable("unsupported field", f"{field} writes its calls twice: {', '.join(calls)}")
+    if len(calls) + ("tool_calls" in parts) > 1:
+        raise Unusable("unsupported field", f"{field} writes its calls twice: {', '.join([*calls, keys[1]][:2])}")
     for key in calls:
         if found := call_list(message[key], f"{field}.{key}"):
             extra["tool_calls"] = found
     if (thinking := thought(message, field)) is not None:
-        extra["reasoning_content"] = thinking
-    return Message(role, text, extra, _counts(message, role, field))
+        if parts.get(THOUGHTS[0], thinking) != thinking:
+            raise Unusable("unsupported field", f"{field} says its thoughts twice, and they differ")
+        extra[THOUGHTS[0]] = thinking
+    return Message(role, text, {**extra, **parts}, _counts(message, role, field))
 
 
-def unread(value: Any) -> list[str]:
+def _unknown_role(field: str, given: str, roles: Roles) -> str:
+    near = difflib.get_close_matches(given.lower(), roles, n=1)
+    ours = roles[near[0]] if near else "user"
+    name = given[:SHOWN]
+    return (
+        f"{field} is {name!r}; known are {', '.join(roles)}. Say what it means by data.roles, such as "
+        f"data.roles: {{{name}: {ours}}}"
+    )
+
+
+def renamed(value: Any, roles: Roles) -> list[str]:
+    """The roles of messages that are read under another name, each with that name; those of ShareGPT go without."""
+    messages = value if isinstance(value, list) else [value]
+    named = dict.fromkeys(str(named_role(message)) for message in messages if isinstance(message, dict))
+    return [f"{name} as {roles[name]}" for name in named if name not in SHAREGPT and roles.get(name, name) != name]
+
+
+def unread(value: Any, roles: Roles = ROLES) -> list[str]:
     """Names of filled fields of messages that are not used."""
     found: dict[str, None] = {}
     for message in value if isinstance(value, list) else [value]:
         if isinstance(message, dict):
-            answered = any(ROLES.get(str(message.get(by))) == "tool" for by, _ in NAMED_BY)
+            answered = is_tool(roles.get(str(named_role(message))))
             others = (key for key in message if key not in READ and not (answered and key in ANSWERED))
             found |= dict.fromkeys(key for key in others if filled(message, key))
     return list(found)
 
 
-def _content(content: Any, field: str) -> str:
-    """Text, or a list of text parts {type: text, text | value} one after the other."""
-    if not isinstance(content, list):
-        return string(content, field)
-    if not content:
-        raise Unusable("wrong type", f"{field} is a list without parts, expected text")
-    texts = []
-    for i, part in enumerate(content):
-        place = f"{field}[{i}]"
-        if not isinstance(part, dict):
-            raise Unusable("wrong type", f"{place} is {kind_of(part)}, expected a part of type text")
-        if part.get("type", "text") != "text":
-            shown = repr(part["type"])[:SHOWN]
-            raise Unusable("unsupported content", f"{place} is of type {shown}; only text can be trained on")
-        texts.append(string(*((part[key], f"{place}.{key}") if (key := _text_key(part)) else (None, place))))
-    return "".join(texts)
-
-
-def _text_key(part: dict[str, Any]) -> str | None:
-    return next((key for key in ("text", "value") if key in part), None)
+def before_last_said(messages: Sequence[Any], roles: Roles) -> int:
+    """How many messages stand before the assistant's turns that end a conversation: all up to the last other turn."""
+    said = [i for i, m in enumerate(messages) if isinstance(m, dict) and is_assistant(roles.get(str(named_role(m))))]
+    return next((n for n in range(len(messages), 0, -1) if n - 1 not in said), 0)
 
 
 def _counts(message: Row, role: str, field: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
@@ -15,7 +16,10 @@ from tuningfork.data.json_rows import Row, kind_of
 
 # Fields that change what is trained on and that no part of this house knows. Ignoring one would train on something else
 # than the file says, so a row that fills it is dropped. Other extra fields (scores, ids) are noted as not read.
-UNSUPPORTED = ("images", "image", "videos", "video", "audios", "audio", "documents")
+UNSUPPORTED = (
+    *("images", "image", "videos", "video", "audios", "audio", "documents"),
+    *("rejected_images", "rejected_videos", "rejected_audios"),
+)
 SHOWN = 300  # characters of a row's own names in a message, which may be of any length
 DIGITS = 40  # of a number in a message
 NEUTRAL: tuple[Any, ...] = (None, "", [], {})  # values with which such a field changes nothing
@@ -27,6 +31,14 @@ class Unusable(Exception):
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(reason, detail)
         self.reason, self.detail = reason, detail
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """What stands for a value that cannot be had. It costs the rows of which somebody reads it, and no others."""
+
+    reason: str
+    detail: str
 
 
 def filled(row: Row, key: str) -> bool:
@@ -42,11 +54,18 @@ def fields(row: Row, keys: Iterable[str], place: str = "") -> list[Any]:
             raise Unusable("missing field", f"no {place}{key}; found {(', '.join(row) or 'none')[:SHOWN]}")
         if row[key] is None:
             raise Unusable("null field", f"{place}{key} is null")
-        found.append(row[key])
+        found.append(whole(row[key]))
     for key in UNSUPPORTED:
         if filled(row, key):
             raise Unusable("unsupported field", f"{place}{key} is filled; it would change what is trained on")
     return found
+
+
+def whole(value: Any) -> Any:
+    """The value. Raises Unusable where something stands for one that cannot be had."""
+    if isinstance(value, Broken):
+        raise Unusable(value.reason, value.detail)
+    return value
 
 
 def string(value: Any, field: str) -> str:
@@ -83,3 +102,11 @@ def parsed(value: Any, field: str) -> Any:
         return json.loads(string(value, field))
     except (ValueError, RecursionError) as error:
         raise Unusable("wrong type", f"{field} is a string that is not JSON ({error})") from None
+
+
+def given(value: Any, field: str) -> Any:
+    """The same, or None where it says nothing, as such or as text: null, an empty list or object, no text."""
+    if isinstance(value, str) and not value.strip():
+        return None
+    value = parsed(value, field)
+    return None if value in NEUTRAL else value
