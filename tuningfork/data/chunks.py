@@ -8,6 +8,8 @@ from itertools import combinations
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from tuningfork.data import control
+from tuningfork.data.as_text import AsText
 from tuningfork.data.config import DataConfig
 from tuningfork.data.examples import RowReader
 from tuningfork.data.json_rows import Row
@@ -40,6 +42,8 @@ class ChunkEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
         self.tokenizer = tokenizer
         self.encoder = Encoder(tokenizer, config.template)
+        self.control = control.ControlTokens(tokenizer, chat=config.template == "chat")
+        self.as_text = AsText(tokenizer, self.control)
         self.config = config
 
     def __call__(self, chunk: Chunk, reader: RowReader) -> Block:
@@ -68,12 +72,13 @@ class ChunkEncoder:
         for number, row in chunk:
             try:
                 read = reader(number, row)
-                rendered.append(render(read.example, self.tokenizer, self.config.train_on))
+                printed, notes = self._print(read.example)
             except Unusable as unusable:
                 block.dropped.append((number, unusable.reason, unusable.detail))
                 continue
+            rendered.append(printed)
             kept.append((read.example, read.names))
-            block.notes.extend((note, number) for note in read.notes)
+            block.notes.extend((note, number) for note in (*read.notes, *notes))
             block.not_read.extend((name, number) for name in read.not_read)
         return [
             (
@@ -84,6 +89,27 @@ class ChunkEncoder:
             )
             for (example, names), encoded in zip(kept, self.encoder.encode(rendered), strict=True)
         ]
+
+    def _print(self, example: Example) -> tuple[RenderedExample, list[str]]:
+        """The example as text, and notes of the control tokens that its own words spell."""
+
+        def printed(example: Example) -> RenderedExample:
+            return render(example, self.tokenizer, self.config.train_on)
+
+        wanted = self.config.control_tokens
+        example, notes = self.control.with_one_end(example)
+        if isinstance(example.prompt, str) and wanted in (None, "keep"):  # text is taken as it is
+            return printed(example), notes
+        found = self.control.in_words(example)
+        if not found:
+            return printed(example), notes
+        written = [f"{token} in {place}" for token, place in found]
+        if wanted == "drop":
+            raise Unusable(control.WRITTEN, ", ".join(written))
+        if wanted == "as_text":
+            return self.as_text(example, printed), [*notes, *(f"{control.AS_TEXT}: {words}" for words in written)]
+        notes += [f"{control.KEPT}: {words}" for words in written]
+        return printed(example), [*notes, control.RENDERED] if self.control.looks_rendered(example) else notes
 
 
 def _check(example: TokenExample, names: list[str]) -> None:

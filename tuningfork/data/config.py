@@ -68,6 +68,10 @@ class DataConfig:
     date: Annotated[str, Field(min_length=1)] | None = None
     """The day that a chat template prints, where it prints one: 2026-01-31. null: when the run in output.dir began, or
     today."""
+    control_tokens: Literal["keep", "as_text", "drop"] | None = None
+    """What becomes of control tokens that rows spell in their own words, such as an end of turn in what a user says.
+    keep: they are control tokens; as_text: plain characters; drop: the row is dropped. null: kept, and a finding, for
+    nobody asked for them; in plain text they are what was asked for."""
     template: Literal["chat", "none"] = "chat"
     """chat: the tokenizer's chat template; plain strings become a user and an assistant turn. none: text as it is."""
 

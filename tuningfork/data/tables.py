@@ -44,7 +44,14 @@ ELSEWHERE = "set data.cache to another folder, or to null for none."
 CURE = f"Make room or permit it; or {ELSEWHERE}"
 ENTRY = re.compile(r"[0-9a-f]{32}")  # the names of entries; the folder may hold what is not ours
 CHANGED = "{table}: changed while it was read. Run again once it is whole."
-SETTINGS = ("format", "train_on", "max_length", "over_length", "template")  # those that decide what becomes of a row
+SETTINGS = (
+    "format",
+    "train_on",
+    "max_length",
+    "over_length",
+    "control_tokens",
+    "template",
+)  # those that decide what becomes of a row
 LIBRARIES = ("transformers", "tokenizers", "jinja2", "datasets")
 
 

@@ -55,7 +55,8 @@ class RenderedExample:
     The prompt is the first `border` characters of every text, the generation prompt included. `spans[i]` are the
     characters of `texts[i]` that count; the first may begin before the border, where all answers begin as the
     generation prompt goes on, and what of it ends up in the prompt does not count. `plain` text is no template's: BOS
-    and EOS are not in it yet. `notes` say what is worth knowing, in short phrases.
+    and EOS are not in it yet. `notes` say what is worth knowing, in short phrases. `tokens` are the ids of every text
+    and the characters that each covers, where they are not the tokenizer's own reading of it.
     """
 
     source: Source
@@ -64,6 +65,7 @@ class RenderedExample:
     spans: tuple[tuple[Span, ...], ...]
     plain: bool = False
     notes: tuple[str, ...] = ()
+    tokens: tuple[tuple[list[int], list[Span]], ...] = ()
 
 
 def render(

@@ -62,6 +62,12 @@ class Encoder:
         return [encoded for batch in _batches(examples) for encoded in self._encode(batch)]
 
     def _encode(self, examples: Sequence[RenderedExample]) -> list[Encoded]:
+        given = iter([[_Sequence.of(*read) for read in example.tokens] for example in examples if example.tokens])
+        others = iter(self._read([example for example in examples if not example.tokens]))
+        return [self._split(example, next(given if example.tokens else others)) for example in examples]
+
+    def _read(self, examples: Sequence[RenderedExample]) -> Iterator[list[_Sequence]]:
+        """The sequences of each example, as the tokenizer reads them."""
         cuts = [self.seams.last(e.texts[0], e.border) if len(e.texts) > 1 else 0 for e in examples]
         parts = [_parts(example, cut) for example, cut in zip(examples, cuts, strict=True)]
         texts = [text for start, rests in parts for text in (*start, *rests)]
@@ -70,11 +76,9 @@ class Encoder:
                 texts, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False
             )
         made = map(_Sequence.of, encoded["input_ids"], encoded["offset_mapping"])
-        found = []
-        for example, cut, (start, rests) in zip(examples, cuts, parts, strict=True):
+        for cut, (start, rests) in zip(cuts, parts, strict=True):
             starts = [next(made) for _ in start]
-            found.append(self._split(example, [_joined(*starts, next(made).moved(cut)) for _ in rests]))
-        return found
+            yield [_joined(*starts, next(made).moved(cut)) for _ in rests]
 
     def _split(self, example: RenderedExample, sequences: list[_Sequence]) -> Encoded:
         """Cut an example's sequences behind the prompt tokens that all of them share."""

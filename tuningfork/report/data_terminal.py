@@ -99,7 +99,7 @@ def _rows(name: str, data: Tree, mix: Tree | None, names: Names) -> Iterator[Ren
         yield _indented(f"{count:,} x not used, on purpose: {visible(reason)}")
     for note, some in data["notes"].items():
         where = rows(some["rows"][:3], names) + (" …" if some["count"] > 3 else "")
-        yield _indented(f"{some['count']:,} x used: {note} ({visible(where)})")
+        yield _indented(f"{some['count']:,} x used: {visible(note)} ({visible(where)})")
     for words in [*given_numbers("weight", data["weights"]), *given_numbers("margin", data["margins"])]:
         yield _indented(words)
 

@@ -81,7 +81,9 @@ def test_two_bos(tmp_path: Path) -> None:
     tokenizer = byte_bpe(chat_template=template)
     once = summary_of(tmp_path, [pair("q", "ab", "cd")], tokenizer=tokenizer, template="chat")
     assert (once.tokenizer.begin_with_bos, once.tokenizer.begin_with_two_bos, once.findings) == (2, 0, [])
-    twice = summary_of(tmp_path, [pair("<s>q", "ab", "cd")], tokenizer=tokenizer, template="chat")
+    twice = summary_of(
+        tmp_path, [pair("<s>q", "ab", "cd")], tokenizer=tokenizer, template="chat", control_tokens="keep"
+    )
     assert (twice.tokenizer.begin_with_bos, twice.tokenizer.begin_with_two_bos) == (2, 2)
     assert [finding.kind for finding in twice.strict] == ["two_bos"]
     assert "2 sequences begin with <s> twice" in twice.strict[0].text

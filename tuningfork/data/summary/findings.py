@@ -8,20 +8,22 @@ from dataclasses import dataclass
 
 from tuningfork.data.summary.lengths import LengthBias
 from tuningfork.data.summary.repeats import Leaks
-from tuningfork.data.summary.sets import SetSummary
+from tuningfork.data.summary.sets import ControlWords, SetSummary
 from tuningfork.data.summary.tokenizer import TokenizerFacts
 from tuningfork.errors import counted
 from tuningfork.records import Source
 
 LOPSIDED = 0.6  # share of the pairs of unequal length from which on it is worth a word that one side is the longer
 FEW = 5  # rows named with a finding
+PLACES = 4  # control tokens named with a finding, each with where it is written
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One thing to look at in the data set of that name. `rows` show it: the first few of them.
 
-    kind: refused, dropped, duplicates, conflicts, leaks, positions, two_bos (strict); length, no_eos (worth a look).
+    kind: refused, dropped, duplicates, conflicts, leaks, control_tokens, positions, two_bos (strict); length, no_eos
+    (worth a look).
     """
 
     kind: str
@@ -69,12 +71,29 @@ def _of_set(data: SetSummary, positions: int | None) -> Iterator[Finding]:
         text = f"{name}: {n:,} rows contradict each other: same prompt, same answers, other preference"
         opposed = _in_order(data, (row for sides in repeats.conflicts for rows in sides for row in rows))
         yield Finding("conflicts", True, text, n, name, opposed[:FEW])
+    if data.control_words is not None:
+        yield _control_tokens(name, data.control_words)
     if n := len(data.over_positions):
         text = (
             f"{name}: {counted(n, 'row is', 'rows are')} longer than the {positions:,} positions that the model "
             "knows, so training would refuse to start; lower data.max_length"
         )
         yield Finding("positions", True, text, n, name, data.over_positions[:FEW])
+
+
+def _control_tokens(name: str, words: ControlWords) -> Finding:
+    n = words.count
+    written = [f"{token} ({rows:,})" for token, rows in words.written.items()]
+    more = f" and {counted(len(written) - PLACES, 'more place')}" if len(written) > PLACES else ""
+    text = (
+        f"{name}: {counted(n, 'row has a control token', 'rows have control tokens')} of the tokenizer written as "
+        f"text: {', '.join(written[:PLACES])}{more}; "
+    )
+    if words.rendered:
+        looks = "that row looks" if n == 1 else f"{words.rendered:,} of them look"
+        text += f"{looks} as if rendered already, which needs data.template: none; "
+    text += "say with data.control_tokens what they are: keep, as_text or drop"
+    return Finding("control_tokens", True, text, n, name, words.rows[:FEW])
 
 
 def _in_order(data: SetSummary, rows: Iterable[Source]) -> list[Source]:

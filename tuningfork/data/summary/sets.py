@@ -13,6 +13,7 @@ import numpy as np
 
 from tuningfork.data.audit import NOTED, ON_PURPOSE, report_dict
 from tuningfork.data.config import DataConfig
+from tuningfork.data.control import RENDERED, WRITTEN
 from tuningfork.data.shorten import size_of
 from tuningfork.data.summary.lengths import LengthBias, Lengths, Truncation, length_bias, lengths, preview_truncation
 from tuningfork.data.summary.repeats import Repeats, find_repeats
@@ -42,6 +43,17 @@ class Note:
 
     count: int
     rows: list[Source]
+
+
+@dataclass(frozen=True, slots=True)
+class ControlWords:
+    """Rows in use whose own words spell control tokens: how many, the first of them, which tokens where in how many
+    rows, and how many of the rows look as if they had been rendered before."""
+
+    count: int
+    rows: list[Source]
+    written: dict[str, int]
+    rendered: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +92,7 @@ class SetSummary:
     length_bias: LengthBias | None  # of examples with several answers
     truncation: list[Truncation]
     refused: dict[str, Note]  # what rows in use have that the objective cannot train on
+    control_words: ControlWords | None  # None where there are none, or where data.control_tokens says what they are
     over_positions: list[Source]  # rows in use with a sequence longer than the model knows positions
 
 
@@ -134,6 +147,7 @@ def summarize_set(purpose: str, data: SetData, config: DataConfig, positions: in
         length_bias=length_bias(whole),
         truncation=preview_truncation(Sizes.of([*before, *unused]), config.max_length, config.over_length),
         refused=_refused(data),
+        control_words=_control_words(report, used) if config.control_tokens is None else None,
         over_positions=[e.source for e in examples if positions is not None and e.longest > positions],
     )
 
@@ -168,6 +182,21 @@ def _notes(report: DataReport, used: set[Source]) -> dict[str, Note]:
     notes = {note: [place for place in places if place in used] for note, places in report.notes.items()}
     most = sorted(notes.items(), key=lambda item: -len(item[1]))
     return {note: Note(len(places), places[:NOTED]) for note, places in most if places}
+
+
+def _control_words(report: DataReport, used: set[Source]) -> ControlWords | None:
+    notes = {note: [place for place in places if place in used] for note, places in report.notes.items()}
+    notes = {note: places for note, places in notes.items() if places and note.startswith(WRITTEN)}
+    if not notes:
+        return None
+    rendered = len(notes.pop(RENDERED, []))
+    tables = {file: i for i, file in enumerate(file for files in report.sources.values() for file in files)}
+    rows = sorted(set().union(*notes.values()), key=lambda row: (tables[row.file], row.row))
+    written = {note.rpartition(": ")[2]: 0 for note in notes}
+    for note, places in notes.items():
+        written[note.rpartition(": ")[2]] += len(places)
+    most = sorted(written.items(), key=lambda item: -item[1])
+    return ControlWords(len(rows), rows[:NOTED], dict(most), rendered)
 
 
 def _refused(data: SetData) -> dict[str, Note]:
