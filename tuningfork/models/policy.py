@@ -56,6 +56,11 @@ class Policy:
         return self.model.get_output_embeddings().weight  # type: ignore[operator]
 
     @property
+    def head_bias(self) -> nn.Parameter | None:
+        """What the model adds to its raw logits, [V]; most add nothing."""
+        return getattr(self.model.get_output_embeddings(), "bias", None)
+
+    @property
     def blocks(self) -> nn.ModuleList:
         """The decoder blocks."""
         count = self.config.num_hidden_layers
