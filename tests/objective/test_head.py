@@ -32,13 +32,18 @@ class Case:
     batch: PackedBatch
     hidden: torch.Tensor  # [R, D]
     weight: torch.Tensor  # [V, D]
+    bias: torch.Tensor | None = None  # [V]
 
     @classmethod
-    def of(cls, batch: PackedBatch, dtype=torch.float64, d: int = D, v: int = V, weight_dtype=None) -> Case:
+    def of(
+        cls, batch: PackedBatch, dtype=torch.float64, d: int = D, v: int = V, weight_dtype=None, biased: bool = False
+    ) -> Case:
         generator = torch.Generator().manual_seed(7)
         hidden = torch.randn(len(batch.logit_rows), d, generator=generator, dtype=torch.float64)
         weight = torch.randn(v, d, generator=generator, dtype=torch.float64) * 0.5
-        return cls(batch, hidden.to(dtype), weight.to(weight_dtype or dtype))
+        # A bias is no matrix, and so never held below float32.
+        bias = torch.randn(v, generator=generator, dtype=torch.float64).to(torch.promote_types(dtype, torch.float32))
+        return cls(batch, hidden.to(dtype), weight.to(weight_dtype or dtype), bias if biased else None)
 
 
 def case_of_all_kinds(**kwargs) -> Case:
@@ -52,10 +57,15 @@ def coupled(first: int, last: int, logps: torch.Tensor) -> torch.Tensor:
 
 
 def through_all_logits(case: Case, loss, transform: LogitTransform, dtype=torch.float64):
-    """(loss, answer log-probs, d hidden, d weight) by autograd through the full [R, V] logits, matmul in `dtype`."""
+    """(loss, answer log-probs, d hidden, d weight, d bias if there is one) by autograd through the full [R, V] logits,
+    matmul in `dtype`."""
     hidden = case.hidden.to(dtype).requires_grad_()
-    weight = case.weight.double().requires_grad_() if dtype == torch.float64 else case.weight.clone().requires_grad_()
+    weight, bias = (
+        None if t is None else (t.double() if dtype == torch.float64 else t.clone()).requires_grad_()
+        for t in (case.weight, case.bias)
+    )
     logits = hidden @ weight.to(dtype).t()
+    logits = logits if bias is None else logits + bias.to(dtype)
     z = (logits if dtype == torch.float64 else logits.float()) * transform.scale
     if transform.softcap is not None:
         z = transform.softcap * torch.tanh(z / transform.softcap)
@@ -63,22 +73,28 @@ def through_all_logits(case: Case, loss, transform: LogitTransform, dtype=torch.
     answers = sum(case.batch.answers_per_example)
     logps = torch.stack([rows[case.batch.answer_of_logit_row == a].sum() for a in range(answers)])
     value = loss(0, answers, logps)
-    d_hidden, d_weight = torch.autograd.grad(value, (hidden, weight))
-    return value.detach(), logps.detach(), d_hidden, d_weight
+    gradients = torch.autograd.grad(value, [leaf for leaf in (hidden, weight, bias) if leaf is not None])
+    return value.detach(), logps.detach(), *gradients
 
 
 def through_the_head(case: Case, loss, head: Head):
-    hidden, weight = (tensor.detach().clone().requires_grad_() for tensor in (case.hidden, case.weight))
-    value, logps = head.backward(hidden, weight, case.batch, loss)
-    return value, logps, hidden.grad, weight.grad
+    hidden, weight, bias = (
+        None if tensor is None else tensor.detach().clone().requires_grad_()
+        for tensor in (case.hidden, case.weight, case.bias)
+    )
+    value, logps = head.backward(hidden, weight, case.batch, loss, bias)
+    return value, logps, hidden.grad, weight.grad, *([] if bias is None else [bias.grad])
 
 
+@pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
 @pytest.mark.parametrize("chunk_rows", [1, 7, 16, 8192])
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_value_and_gradients_are_autograds(transform, chunk_rows):
-    case = case_of_all_kinds()
+def test_value_and_gradients_are_autograds(transform, chunk_rows, biased):
+    case = case_of_all_kinds(biased=biased)
     expected = through_all_logits(case, coupled, transform)
-    ours = through_the_head(case, coupled, Head(plain(), transform, chunk_rows))
+    head = Head(plain(), transform, chunk_rows)
+    ours = through_the_head(case, coupled, head)
+    assert torch.equal(ours[1], head.score(case.hidden, case.weight, case.batch, case.bias))
     for mine, true in zip(ours, expected, strict=True):
         # 3e-11 is the step of the fixed-point sums; nothing else is rounded coarser than float64.
         torch.testing.assert_close(mine, true, rtol=1e-10, atol=1e-9)
@@ -109,6 +125,21 @@ def test_a_bfloat16_weights_gradient_is_rounded_once():
     exact = through_the_head(replace(case, weight=case.weight.float()), coupled, head)[3]
     assert (rounded.dtype, exact.dtype) == (torch.bfloat16, torch.float32)
     assert torch.equal(rounded, exact.bfloat16())
+
+
+def test_the_gradient_of_a_bias_adds_up_over_packs_and_a_frozen_one_has_none():
+    case = case_of_all_kinds(biased=True)
+    assert case.bias is not None
+    head = Head(plain(), LogitTransform(), 16)
+    once = through_the_head(case, coupled, head)[4]
+    for frozen in (False, True):
+        weight, bias = case.weight.clone().requires_grad_(), case.bias.clone().requires_grad_(not frozen)
+        for _ in range(2):
+            head.backward(case.hidden.clone().requires_grad_(), weight, case.batch, coupled, bias)
+        if frozen:
+            assert bias.grad is None
+        else:
+            torch.testing.assert_close(bias.grad, 2 * once, rtol=1e-12, atol=1e-12)
 
 
 def test_a_frozen_weight_gets_no_gradient():
@@ -189,20 +220,20 @@ def test_bfloat16_log_probs_have_the_same_bits_in_any_chunk():
     assert torch.equal(scores[0], scores[1]) and torch.equal(scores[1], scores[2])
 
 
+@pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_error_is_at_most_twice_that_of_full_logits_in_the_same_dtype(dtype, transform):
+def test_error_is_at_most_twice_that_of_full_logits_in_the_same_dtype(dtype, transform, biased):
     """G8: float32 weights, products in `dtype`; error to the float64 truth of the very same inputs."""
-    case = case_of_all_kinds(dtype=dtype, d=64, v=300, weight_dtype=torch.float32)
+    case = case_of_all_kinds(dtype=dtype, d=64, v=300, weight_dtype=torch.float32, biased=biased)
     true = through_all_logits(replace(case, hidden=case.hidden.double()), coupled, transform)
     baseline = through_all_logits(case, coupled, transform, dtype)
     for chunk_rows in (16, 8192):
         ours = through_the_head(case, coupled, Head(plain(), transform, chunk_rows))
-        assert ours[2].dtype == dtype and ours[3].dtype == torch.float32
+        assert ours[2].dtype == dtype and all(gradient.dtype == torch.float32 for gradient in ours[3:])
         # The loss itself is left out: one number may be right by luck. It is a function of the log-probs.
-        for name, mine, theirs, truth in zip(
-            ("logps", "d_hidden", "d_weight"), ours[1:], baseline[1:], true[1:], strict=True
-        ):
+        names = ("logps", "d_hidden", "d_weight", "d_bias")[: len(ours) - 1]
+        for name, mine, theirs, truth in zip(names, ours[1:], baseline[1:], true[1:], strict=True):
             error, allowed = (mine.double() - truth).norm(), (theirs.double() - truth).norm()
             assert error <= 2 * allowed + 1e-9, f"{name}: {error:.2e} against {allowed:.2e}"
 

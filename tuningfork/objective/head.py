@@ -1,6 +1,6 @@
 """The head: answer log-probs from hidden states in one pass, without ever holding all logits.
 
-Logit rows are cut into chunks of whole examples. A chunk's logits Z = H Wᵀ give the answers' log-probs; those few
+Logit rows are cut into chunks of whole examples. A chunk's logits Z = H Wᵀ + b give the answers' log-probs; those few
 numbers give the loss and its gradient, since the reference is cached; the gradient of Z is written over Z and
 multiplied out at once. That is exact, costs 6·R·V·D flops with backward included, and recomputes nothing. Only an
 example with more rows than a chunk takes a second product: its log-probs first, then its gradient.
@@ -37,20 +37,24 @@ class Head:
     transform: LogitTransform
     chunk_rows: int
 
-    def score(self, hidden: Tensor, weight: Tensor, batch: PackedBatch) -> Tensor:
+    def score(self, hidden: Tensor, weight: Tensor, batch: PackedBatch, bias: Tensor | None = None) -> Tensor:
         """Summed log-probs of each answer of a pack, float64 [A]. No gradient.
 
         Args:
             hidden: [R, D], final hidden states of the pack's logit rows.
             weight: [V, D]; cast to the dtype of `hidden`.
+            bias: [V], added to the raw logits; most models have none.
         """
         with torch.no_grad():
-            projection = _Projection.of(weight, hidden.dtype)
+            projection = _Projection.of(weight, bias, hidden.dtype)
             sums = [self._logps(hidden, projection, batch, chunk)[0] for chunk in _chunks(batch, self.chunk_rows)]
             return torch.cat(sums)
 
-    def backward(self, hidden: Tensor, weight: Tensor, batch: PackedBatch, loss: ChunkLoss) -> tuple[Tensor, Tensor]:
-        """Take a pack's share of the loss and backpropagate it, into `weight.grad` and, through `hidden`, the model.
+    def backward(
+        self, hidden: Tensor, weight: Tensor, batch: PackedBatch, loss: ChunkLoss, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Take a pack's share of the loss and backpropagate it, into `.grad` of `weight` and `bias` and, through
+        `hidden`, the model.
 
         The weight's gradient is added up in float32 or better by the matrix product itself, over the chunks of a pack
         and, where `weight.grad` has that precision, over the packs of a step.
@@ -59,9 +63,10 @@ class Head:
             `(loss, logps)`: float64 scalar; float64 [A], the same bits as `score` gives. Neither has a gradient.
         """
         with torch.no_grad():
-            projection = _Projection.of(weight, hidden.dtype)
+            projection = _Projection.of(weight, bias, hidden.dtype)
             d_hidden = torch.zeros_like(hidden)
-            d_weight = _WeightGradient(weight)
+            d_weight = _Gradient(weight)
+            d_bias = None if bias is None else _Gradient(bias)
             total = torch.zeros((), dtype=torch.float64, device=hidden.device)
             logps = []
             for chunk in _chunks(batch, self.chunk_rows):
@@ -77,10 +82,14 @@ class Head:
                     )
                     torch.mm(d_logits, projection.weight, out=d_hidden[piece.rows])
                     d_weight.add_outer(d_logits, hidden[piece.rows])
+                    if d_bias is not None:
+                        d_bias.add_sum(d_logits)
                     piece.logits = None
                     del logits, d_logits  # before the next chunk's are made
             del projection  # the model's backward pass is where memory is short
             d_weight.store()
+            if d_bias is not None:
+                d_bias.store()
         hidden.backward(d_hidden)
         return total, torch.cat(logps)
 
@@ -109,13 +118,14 @@ class _Projection:
     """
 
     padded: Tensor  # [V', D]
+    bias: Tensor | None  # [V]
     vocabulary: int
 
     @classmethod
-    def of(cls, weight: Tensor, dtype: torch.dtype) -> _Projection:
+    def of(cls, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> _Projection:
         padding = -len(weight) % 64 if weight.is_cuda else 0
         cast = weight.detach().to(dtype)
-        return cls(pad(cast, (0, 0, 0, padding)) if padding else cast, len(weight))
+        return cls(pad(cast, (0, 0, 0, padding)) if padding else cast, bias, len(weight))
 
     @property
     def weight(self) -> Tensor:
@@ -125,7 +135,8 @@ class _Projection:
         """Raw logits [r, V] of hidden rows [r, D]; a view with unit column stride."""
         padding = -len(hidden) % (128 if hidden.is_cuda else 4)
         rows = pad(hidden, (0, 0, 0, padding)) if padding else hidden
-        return (rows @ self.padded.t())[: len(hidden), : self.vocabulary]
+        logits = (rows @ self.padded.t())[: len(hidden), : self.vocabulary]
+        return logits if self.bias is None else logits.add_(self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +158,8 @@ class _Piece:
     lse: Tensor
 
 
-class _WeightGradient:
-    """Adds products up into the gradient of a weight [V, D], in float32 at least."""
+class _Gradient:
+    """Adds up the gradient of a weight [V, D] or of a bias [V], in float32 at least."""
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
@@ -169,6 +180,12 @@ class _WeightGradient:
             self._total = torch.mm(a, b, **mixed)
         else:
             torch.addmm(total, a, b, out=total, **mixed)
+
+    def add_sum(self, d_logits: Tensor) -> None:
+        """Add the sum of the rows of d_logits [r, V]."""
+        if self._weight.requires_grad:
+            more = d_logits.sum(0, dtype=self._dtype)
+            self._total = more if self._total is None else self._total.add_(more)
 
     def store(self) -> None:
         """Bring the sum to `weight.grad`."""

@@ -123,7 +123,8 @@ class DryRun:
         def share(first: int, last: int, logps: Tensor) -> Tensor:
             return -logps.sum()
 
-        self.head.backward(self.policy.hidden_rows(pack), self.policy.head_weight, pack, share)
+        hidden = self.policy.hidden_rows(pack)
+        self.head.backward(hidden, self.policy.head_weight, pack, share, self.policy.head_bias)
 
     def _pack(self, rows: int) -> PackedBatch:
         rows = self.limits.rows(rows)

@@ -48,7 +48,8 @@ def _compare(model: PreTrainedModel, path: str) -> None:
             raise ModelError(
                 f"{path}: {type(model).__name__} does not run with packed attention ({error}). Not supported."
             ) from error
-        packed = Head(policy.kernels, policy.transform, 8192).score(hidden, policy.head_weight, batch).cpu()
+        head = Head(policy.kernels, policy.transform, 8192)
+        packed = head.score(hidden, policy.head_weight, batch, policy.head_bias).cpu()
         try:
             with enough_memory("checking the model"):
                 alone = torch.stack([score for example in examples for score in _score_alone(model, example)])

@@ -72,7 +72,7 @@ class Start:
             batch = batch.to(self.policy.device)
             with torch.enable_grad():
                 hidden = self.policy.hidden_rows(batch)
-            return self.head.score(hidden.detach(), self.policy.head_weight, batch)
+            return self.head.score(hidden.detach(), self.policy.head_weight, batch, self.policy.head_bias)
 
 
 def choose_device(name: str) -> torch.device:

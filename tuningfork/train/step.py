@@ -62,7 +62,7 @@ def train_step(
             )
 
         hidden = policy.hidden_rows(pack)
-        loss, answer_logps = head.backward(hidden, policy.head_weight, pack, share)
+        loss, answer_logps = head.backward(hidden, policy.head_weight, pack, share, policy.head_bias)
 
         losses.append(loss)
         logps.append(answer_logps.view(-1, 2))
