@@ -50,7 +50,10 @@ def test_biases_norms_and_embeddings_are_no_products():
 
 
 def test_gpt2_keeps_its_weights_transposed_and_is_counted_all_the_same():
-    config = transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2, n_positions=32)
+    config = transformers.GPT2Config(
+        vocab_size=50, n_embd=16, n_layer=2, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=2,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
     counter = Policy(model, plain(), torch.float32).flops()
     block = 16 * 48 + 16 * 16 + 2 * 16 * 64

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.tiny import head_of, one_pack, random_examples, tiny_policy
-from tuningfork.errors import ModelError
 from tuningfork.models import attention
 from tuningfork.models.policy import Policy, head_dim
 from tuningfork.records import LogitTransform
@@ -77,6 +76,3 @@ def test_head_dim_is_the_configs_or_the_share_of_the_hidden_size():
 def test_blocks_are_the_decoder_layers():
     policy = tiny_policy("llama")
     assert list(policy.blocks) == list(policy.model.model.layers)
-    policy.config.num_hidden_layers = 3
-    with pytest.raises(ModelError, match="no list of 3 decoder blocks"):
-        _ = policy.blocks

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ from tuningfork.errors import ModelError
 from tuningfork.kernels.select import Kernels, plain, select
 from tuningfork.models import activations, compiler
 from tuningfork.models.flops import FlopCounter
+from tuningfork.models.watch import watch
 from tuningfork.records import LogitTransform, PackedBatch
 
 
@@ -31,15 +30,16 @@ class Policy:
         self.kernels = kernels
         self.dtype = dtype
         self.transform = _logit_transform(self.config)
-        self.layer_windows = _windows(model)
         self.compiled = False
         self.activation_memory = "none"  # see activations.py
+        self._watched = watch(model, self._precision())
 
     @classmethod
     def fast(cls, model: PreTrainedModel, dtype: torch.dtype) -> Policy:
         """A policy with the best kernels for the device that the model is on."""
-        device = next(model.parameters()).device
-        return cls(model, select(device, dtype, head_dim(model.config)), dtype)
+        policy = cls.plain(model, dtype)
+        policy.kernels = select(policy.device, dtype, policy.widest_head)
+        return policy
 
     @classmethod
     def plain(cls, model: PreTrainedModel, dtype: torch.dtype) -> Policy:
@@ -61,21 +61,26 @@ class Policy:
         return getattr(self.model.get_output_embeddings(), "bias", None)
 
     @property
-    def blocks(self) -> nn.ModuleList:
-        """The decoder blocks."""
-        count = self.config.num_hidden_layers
-        lists = [m for m in self.model.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-        if not lists:
-            raise ModelError(f"{type(self.model).__name__}: no list of {count} decoder blocks found.")
-        return lists[0]
+    def blocks(self) -> list[nn.Module]:
+        """The decoder blocks, in the order in which they first run. Raises ModelError where there are none."""
+        if not self._watched.blocks:
+            raise ModelError(f"{type(self.model).__name__}: no list of decoder blocks found.")
+        return self._watched.blocks
+
+    @property
+    def layer_windows(self) -> list[int | None]:
+        """The window of each call of attention in a forward pass; None sees the whole sequence."""
+        return [call.window for call in self._watched.attention]
+
+    @property
+    def widest_head(self) -> int:
+        """Width of the widest attention head of all layers."""
+        return max(call.widest for call in self._watched.attention)
 
     def hidden_rows(self, batch: PackedBatch) -> Tensor:
         """Final hidden states of the pack's logit rows, [R, D] in the compute dtype."""
         fork = self.kernels.attention.prepare(batch.layout)  # type: ignore[attr-defined]
-        precision: Any = nullcontext()
-        if self.dtype == torch.bfloat16:
-            precision = torch.autocast(self.device.type, self.dtype)
-        with precision:
+        with self._precision():
             hidden = self.model.base_model(
                 input_ids=batch.input_ids[None],
                 position_ids=batch.layout.position_of_row[None],
@@ -83,6 +88,11 @@ class Policy:
                 fork=fork,
             ).last_hidden_state[0]
         return hidden.index_select(0, batch.logit_rows).to(self.dtype)
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        if self.dtype == torch.bfloat16:
+            return torch.autocast(self.device.type, self.dtype)
+        return nullcontext()
 
     def compile(self) -> None:
         """Compile the decoder blocks, one by one: blocks of a kind share their code, so each kind compiles once.
@@ -118,16 +128,14 @@ class Policy:
 
     def flops(self) -> FlopCounter:
         """What a token costs in this model."""
-        config = self.config
-        # nn.Linear and GPT-2's Conv1D both hold a two-dimensional weight; embeddings and norms are no products.
-        weights = sum(
-            weight.numel()
-            for module in self.blocks.modules()
-            for weight in module.parameters(recurse=False)
-            if weight.ndim == 2 and not isinstance(module, nn.Embedding)
+        seen = self._watched
+        return FlopCounter(
+            seen.weights,
+            self.head_weight.numel(),
+            tuple((call.width, call.window) for call in seen.attention),
+            forward_only_weights=seen.forward_only,
+            forward_only_attention=tuple((call.width, call.window) for call in seen.attention if not call.backward),
         )
-        width = config.num_attention_heads * head_dim(config)
-        return FlopCounter(weights, self.head_weight.numel(), tuple((width, w) for w in self.layer_windows))
 
 
 def graphs_compiled() -> int:
@@ -139,25 +147,11 @@ def _logit_transform(config: Any) -> LogitTransform:
     scale = 1.0
     if getattr(config, "logit_scale", None):  # Cohere multiplies
         scale *= config.logit_scale
-    if getattr(config, "logits_scaling", None):  # Granite divides
-        scale /= config.logits_scaling
+    if getattr(config, "logits_scaling", None):  # Granite and MiniCPM divide, HyperCLOVA X multiplies
+        scale = scale * config.logits_scaling if config.model_type == "hyperclovax" else scale / config.logits_scaling
     return LogitTransform(float(scale), getattr(config, "final_logit_softcapping", None))
 
 
 def head_dim(config: Any) -> int:
-    """Width of one attention head."""
+    """Width of one attention head, of a config whose layers are all alike."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def _windows(model: PreTrainedModel) -> list[int | None]:
-    """The attention window of each layer; None sees the whole sequence."""
-    config: Any = model.config
-    window = getattr(config, "sliding_window", None)
-    # Converted configs carry the key for families whose code never reads it.
-    reads_it = "sliding_window" in inspect.getsource(sys.modules[type(model).__module__])
-    if not reads_it or not getattr(config, "use_sliding_window", True):
-        window = None
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        return [window] * config.num_hidden_layers
-    return [window if kind == "sliding_attention" else None for kind in types]

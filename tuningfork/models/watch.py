@@ -1,0 +1,138 @@
+"""One forward pass over two rows, watched: what a model really runs for a row, read off the model and not its config.
+
+Configs name widths, windows and counts of layers in many ways, and not all of them: layers differ in the width of their
+heads, share keys, or run several times in one pass. What runs is what counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from tuningfork.errors import ModelError, OutOfMemory, enough_memory, first_line
+
+_ROWS = 2  # one row would look like a step of generation
+
+
+class Attended(NamedTuple):
+    """One call of attention.
+
+    width: heads times the mean width of a head's keys and values, so that a pair of rows costs 4 flops for each.
+    window: keys that a row sees at most, itself included; None sees the whole sequence.
+    widest: the widest of a head's queries, keys and values.
+    backward: whether gradients flow through it.
+    """
+
+    width: int
+    window: int | None
+    widest: int
+    backward: bool
+
+
+@dataclass
+class Watched:
+    """What ran.
+
+    weights: of all matrix products, each as often as it is used for a row, not counting the head.
+    forward_only: those of them that take no part in the backward pass.
+    attention: its calls in their order; a layer that runs twice has two.
+    blocks: the decoder blocks in the order of their first call: entries of lists of modules in which attention runs.
+    """
+
+    weights: int = 0
+    forward_only: int = 0
+    attention: list[Attended] = field(default_factory=list)
+    blocks: list[nn.Module] = field(default_factory=list)
+
+
+def watch(model: PreTrainedModel, precision: AbstractContextManager[Any]) -> Watched:
+    """Run the model once under a context of precision, with attention that only looks on. Nothing of it changes.
+
+    Raises:
+        ModelError: the model does not run, or none of its attention reaches ours.
+    """
+    seen = Watched()
+    ids = torch.zeros(1, _ROWS, dtype=torch.long, device=next(model.parameters()).device)
+    fork = _Onlooker(seen)
+    kind = type(model).__name__
+    try:
+        with enough_memory("looking at the model"), torch.enable_grad(), precision, _blocks(model, fork), _Products(seen):
+            positions = torch.arange(_ROWS, device=ids.device)[None]
+            model.base_model(input_ids=ids, position_ids=positions, use_cache=False, fork=fork)
+    except (ModelError, OutOfMemory):
+        raise
+    except Exception as error:
+        raise ModelError(f"{kind} does not run with packed attention ({first_line(error)}). Not supported.") from error
+    if not seen.attention:
+        raise ModelError(f"{kind} runs without calling transformers' attention interface. Not supported.")
+    return seen
+
+
+class _Onlooker:
+    """Stands for prepared attention: notes the call, and gives zeros of the right shape."""
+
+    def __init__(self, seen: Watched) -> None:
+        self._seen = seen
+        self.inside: list[nn.Module] = []  # entries of module lists that are running, the outermost first
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        _, heads, width = query.shape
+        value_width = value.shape[-1]
+        call = Attended(
+            heads * (width + value_width) // 2, window, max(width, value_width), torch.is_grad_enabled()
+        )
+        self._seen.attention.append(call)
+        if self.inside and not any(self.inside[0] is block for block in self._seen.blocks):
+            self._seen.blocks.append(self.inside[0])
+        return query.new_zeros(*query.shape[:2], value_width)
+
+
+class _Products(TorchDispatchMode):
+    """Adds up the weights of matrix products. Attention's own are not among them: it only looks on."""
+
+    def __init__(self, seen: Watched) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            a, b = [t for t in args if isinstance(t, Tensor)][-2:]
+            weights = a.shape[0] * a.shape[1] * b.shape[1] // _ROWS
+            self._seen.weights += weights
+            if not torch.is_grad_enabled():
+                self._seen.forward_only += weights
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _blocks(model: PreTrainedModel, fork: _Onlooker) -> Iterator[None]:
+    """Tell the onlooker which entries of module lists are running, each with its class's own forward."""
+
+    def enter(module: nn.Module, _: Any) -> None:
+        fork.inside.append(module)
+
+    def leave(*_: Any) -> None:  # what a hook returns would take the place of what its module does
+        fork.inside.pop()
+
+    lists = [modules for modules in model.base_model.modules() if isinstance(modules, nn.ModuleList)]
+    entries = [entry for modules in lists for entry in modules]
+    replaced = [(entry, vars(entry).pop("forward")) for entry in entries if "forward" in vars(entry)]
+    hooks = [entry.register_forward_pre_hook(enter) for entry in entries]
+    hooks += [entry.register_forward_hook(leave) for entry in entries]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for entry, forward in replaced:
+            entry.forward = forward
+
