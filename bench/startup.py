@@ -29,7 +29,7 @@ from bench.output import device, emit, environment, parser, rounded, table
 from bench.timing import free_memory
 from tuningfork.models.config import ModelConfig
 from tuningfork.objective.config import ObjectiveConfig
-from tuningfork.reference.fingerprint import weights_digest
+from tuningfork.reference.fingerprint import tensors_of, weights_digest
 from tuningfork.report.console import Console
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.setup import start_model
@@ -104,7 +104,7 @@ def _ours(folder: Path) -> dict[str, float]:
     model = ModelConfig(path=str(folder), compile="off")
     start = start_model(model, ObjectiveConfig(), TrainConfig(), device(), console)
     with console.startup.time("weights digest"):
-        weights_digest(start.policy.model.named_parameters())
+        weights_digest(tensors_of(start.policy.model))
     return console.startup.seconds
 
 

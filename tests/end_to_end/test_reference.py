@@ -198,6 +198,18 @@ def test_the_cache_of_another_setup_is_refused(
     assert words in job.but({"reference.cache": filled_cache} | change).refused("reference")
 
 
+def test_a_cache_that_other_code_built_is_refused_in_words(job: Job) -> None:
+    """As after an update of tuningfork, of Triton or of the model's code in transformers: both values are named."""
+    job.done("reference")
+    path = job.cache / "fingerprint.json"
+    ours = json.loads(path.read_text())
+    for fact in ("code", "model code", "triton"):
+        path.write_text(json.dumps(ours | {fact: "of yesterday"}))
+        message = job.refused("reference")
+        assert f"{fact}: this run has '{ours[fact]}', the cache was built with 'of yesterday'" in message
+        assert ("built by other code" in message) == ("code" in fact)
+
+
 def test_a_config_that_changes_the_numbers_is_another_model(job: Job) -> None:
     """Equal weights under another rotary base are refused; another name of the folder is not."""
     make_model(job.folder / "a")
@@ -206,7 +218,7 @@ def test_a_config_that_changes_the_numbers_is_another_model(job: Job) -> None:
     a, b, c = (job.but({"model.path": job.folder / name}) for name in "abc")
     a.done("reference")
     message = b.refused("reference")
-    assert "config: this run has" in message and "weights" not in message
+    assert "config: this run has" in message
     assert "scoring" not in c.done("reference").out
 
 

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError
+
 import pytest
 import torch
+import transformers
 
 from tests.tiny import tiny_model
-from tuningfork.reference.fingerprint import LAYOUT_VERSION, differences, fingerprint, text_digest, weights_digest
+from tuningfork.reference import fingerprint as module
+from tuningfork.reference.fingerprint import (
+    LAYOUT_VERSION,
+    differences,
+    fingerprint,
+    tensors_of,
+    text_digest,
+    weights_digest,
+)
 
 
 def named(*tensors: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
@@ -83,18 +94,51 @@ def test_the_digest_is_the_same_by_any_number_of_threads(monkeypatch, threads):
 def test_a_digest_of_old_stays_what_it_was():
     """Caches on disks hold it; whoever changes it raises LAYOUT_VERSION."""
     weights = named(torch.arange(5 << 20, dtype=torch.float32), torch.tensor(3.0, dtype=torch.bfloat16))
-    assert (LAYOUT_VERSION, weights_digest(weights)) == ("3", "2d50dc8b0d56ba03b712b039819aaa1c")
+    assert (LAYOUT_VERSION, weights_digest(weights)) == ("4", "2d50dc8b0d56ba03b712b039819aaa1c")
 
 
 def test_facts_enter_beside_the_weights():
     base = fingerprint("ab12", dtype="float32", share_prompt="True")
-    assert {"weights", "dtype", "share_prompt", "layout", "torch"} == set(base)
+    assert {"weights", "dtype", "share_prompt", "code", "layout", "torch", "triton"} == set(base)
     assert base["torch"] == torch.__version__
     for change in ({"dtype": "bfloat16"}, {"share_prompt": "False"}):
         other = fingerprint("ab12", **{"dtype": "float32", "share_prompt": "True", **change})
         [(fact, value)] = change.items()
         assert differences(other, base) == [(fact, value, base[fact])]
     assert [d[0] for d in differences(fingerprint("cd34", dtype="float32", share_prompt="True"), base)] == ["weights"]
+
+
+def test_triton_counts_in_whatever_package_it_comes(monkeypatch):
+    """It compiles the kernels; another version may add up in another order."""
+
+    def of(**installed: str) -> str:
+        def version(name: str) -> str:
+            if name not in installed:
+                raise PackageNotFoundError(name)
+            return installed[name]
+
+        monkeypatch.setattr(module, "version", version)
+        return fingerprint("ab12")["triton"]
+
+    assert of(triton="3.5.0") == "3.5.0" != of(triton="3.6.0")
+    assert of(**{"pytorch-triton": "3.5.1"}) == "3.5.1"
+    assert of() == "none"
+
+
+def test_every_buffer_counts_stored_or_computed():
+    """Apertus keeps numbers of its activation in a buffer; rotations are computed from the config."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.ApertusConfig(vocab_size=97, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    before = weights_digest(tensors_of(model))
+    for buffer in (model.model.layers[0].mlp.act_fn.beta, model.model.rotary_emb.inv_freq):
+        kept = buffer.clone()
+        buffer.mul_(1.5)
+        assert weights_digest(tensors_of(model)) != before
+        buffer.copy_(kept)
+    assert weights_digest(tensors_of(model)) == before
+    stored = set(model.state_dict())
+    assert {name for name, _ in tensors_of(model)} > stored - {"lm_head.weight"}
 
 
 def test_differences_name_both_values_and_what_is_absent():

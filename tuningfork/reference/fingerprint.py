@@ -5,28 +5,39 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
-LAYOUT_VERSION = "3"  # raised whenever a change of ours may change a bit of a log-prob, or the digest of weights
+from tuningfork.reference.code import scoring_digest
+
+LAYOUT_VERSION = "4"  # raised whenever the digest of weights, the keys or the files of a cache change
 
 _PIECE = 16 << 20  # bytes hashed at once; part of what the digest is, so a change of it raises LAYOUT_VERSION
 _THREADS = min(8, os.cpu_count() or 1)
 
 
 def fingerprint(weights: str, **facts: str) -> dict[str, str]:
-    """Everything that decides a log-prob's bits: the weights' digest, and `facts` such as dtype, kernels, device.
+    """Everything that decides a log-prob's bits: the weights' digest, `facts` such as dtype, kernels, device, the code
+    that scores, and the libraries under it.
 
     Two runs may share cached log-probs exactly if their fingerprints are equal.
     """
     return {
         "weights": weights,
         **facts,
+        "code": scoring_digest(),
         "layout": LAYOUT_VERSION,
         "torch": torch.__version__,
+        "triton": _triton_version(),
     }
+
+
+def tensors_of(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """All that a model computes with, by name: weights, and buffers, whether they are stored with it or computed."""
+    return [*model.named_parameters(), *model.named_buffers()]
 
 
 def weights_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
@@ -56,6 +67,16 @@ def _piece_digest(piece: Tensor) -> bytes:
         piece.copy_(there, non_blocking=True)
         torch.cuda.current_stream(there.device).synchronize()
     return xxhash.xxh3_128_digest(piece.numpy().data)
+
+
+def _triton_version() -> str:
+    """Triton compiles our kernels and the compiler's; a machine without a GPU may have none."""
+    for name in ("triton", "pytorch-triton", "triton-windows"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "none"
 
 
 def text_digest(text: str) -> str:

@@ -19,7 +19,7 @@ from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.loader import packs_in_windows
 from tuningfork.data.pack import PackLimits, split_fitting
 from tuningfork.data.sources import Use, check_sources
-from tuningfork.errors import ConfigError, DataError, counted, enough_memory
+from tuningfork.errors import ConfigError, DataError, counted
 from tuningfork.models import activations
 from tuningfork.models.config import ModelConfig
 from tuningfork.models.load import Loaded, comparable, load, load_config
@@ -29,13 +29,15 @@ from tuningfork.objective.head import Head
 from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import DataReport, PackedBatch, TokenExample
 from tuningfork.reference.build import fill
-from tuningfork.reference.fingerprint import fingerprint, text_digest, weights_digest
+from tuningfork.reference.code import model_code_digest
+from tuningfork.reference.fingerprint import fingerprint, tensors_of, text_digest, weights_digest
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.console import Console, Phase
 from tuningfork.train import checkpoint
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.fit import settle
 from tuningfork.train.optimizer import optimizer_bytes
+from tuningfork.train.score import score
 from tuningfork.train.self_check import check_packed_equals_alone
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -63,16 +65,8 @@ class Start:
     compiled: bool
 
     def score(self, batch: PackedBatch) -> Tensor:
-        """Summed log-probs of a pack's answers under the policy as it is now, float64 [A] on its device.
-
-        Runs with gradients on although none is taken: a compiler fuses, and so rounds, the forward pass of a graph
-        without gradients differently. Scoring and training share one graph, and therefore every bit.
-        """
-        with enough_memory(f"scoring a pack of {len(batch.input_ids):,} rows"):
-            batch = batch.to(self.policy.device)
-            with torch.enable_grad():
-                hidden = self.policy.hidden_rows(batch)
-            return self.head.score(hidden.detach(), self.policy.head_weight, batch, self.policy.head_bias)
+        """Summed log-probs of a pack's answers under the policy as it is now, float64 [A] on its device."""
+        return score(self.policy, self.head, batch)
 
 
 def choose_device(name: str) -> torch.device:
@@ -238,7 +232,7 @@ def open_reference(
     """The reference cache of the *starting* model, filled for these examples. Raises ReferenceMismatch."""
     policy = start.policy
     with console.startup.time("weights digest"):
-        weights = weights_digest(policy.model.named_parameters())
+        weights = weights_digest(tensors_of(policy.model))
     facts = fingerprint(
         weights,
         config=_config_digest(policy),
@@ -249,6 +243,7 @@ def open_reference(
         device=device_name(policy.device),
         threads=str(torch.get_num_threads() if policy.device.type == "cpu" else "any"),
         transformers=transformers.__version__,
+        **{"model code": model_code_digest(policy.model)},
     )
     with console.startup.time("reference"):
         store = ReferenceStore(Path(cache), facts)
@@ -268,7 +263,7 @@ def model_digest(policy: Policy, reference: ReferenceStore | None, console: Cons
         weights = reference.fingerprint["weights"]
     else:
         with console.startup.time("weights digest"):
-            weights = weights_digest(policy.model.named_parameters())
+            weights = weights_digest(tensors_of(policy.model))
     return text_digest(f"{weights} {_config_digest(policy)}")
 
 
