@@ -16,11 +16,12 @@ Shape legend, used in names and comments throughout:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import xxhash
 
 if TYPE_CHECKING:  # it takes seconds to import, and processes that only make tokens do without
     import torch
@@ -110,6 +111,13 @@ class TokenExample:
         return str(self.source)
 
     @property
+    def content(self) -> bytes:
+        """The hash of what is scored, see `content_digest`."""
+        ids = np.concatenate([self.prompt_ids, *(answer.ids for answer in self.answers)])
+        counts = np.concatenate([np.zeros(len(self.prompt_ids), bool), *(answer.mask for answer in self.answers)])
+        return content_digest([len(self.prompt_ids), *(len(answer.ids) for answer in self.answers)], ids, counts)
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest sequence (prompt + answer)."""
         return len(self.prompt_ids) + max(len(a.ids) for a in self.answers)
@@ -136,6 +144,50 @@ class TokenExample:
         """Tokens of one answer whose log-prob counts. The first token of a document has no predictor, so none."""
         mask = self.answers[answer].mask
         return int(mask.sum()) - (1 if len(self.prompt_ids) == 0 and len(mask) and mask[0] else 0)
+
+
+def content_digest(lengths: Sequence[int], ids: np.ndarray, counts: np.ndarray) -> bytes:
+    """16 bytes that name an example's content: its tokens, where it is cut into prompt and answers, and what counts.
+
+    Args:
+        lengths: tokens of the prompt and of each answer; they go first, so that no two cuts of the same ids look alike.
+        ids, counts: [sum of lengths], of the prompt, then of its answers; of the prompt nothing counts.
+    """
+    digest = xxhash.xxh3_128(np.array([len(lengths), *lengths], dtype="<i8").data)
+    digest.update(np.ascontiguousarray(ids, dtype="<i4").data)
+    digest.update(np.ascontiguousarray(counts, dtype="?").data)
+    return digest.digest()
+
+
+_COLUMNS: dict[str, tuple[str, Callable[[TokenExample], Any]]] = {
+    "content": ("S16", lambda e: e.content),
+    "answers": ("<i8", lambda e: len(e.answers)),
+    "longest": ("<i8", lambda e: e.longest),
+    "plain_tokens": ("<i8", lambda e: e.plain_tokens),
+    "unique_tokens": ("<i8", lambda e: e.unique_tokens),
+    "label": ("i1", lambda e: -1 if e.label is None else int(e.label)),
+    "weight": ("<f8", lambda e: e.weight),
+    "margin": ("<f8", lambda e: np.nan if e.margin is None else e.margin),
+}
+
+
+def column(examples: Sequence[TokenExample], name: str) -> np.ndarray:
+    """One fact of each of many examples, [n], by the name that TokenExample has for it; `answers` are counted.
+
+    A label or margin that is not there is -1 or NaN. A sequence that keeps columns (data/store.py) makes no example
+    for it: a million of them would take half a minute.
+    """
+    kept = getattr(examples, "column", None)
+    if kept is not None:
+        return kept(name)
+    kind, of = _COLUMNS[name]
+    return np.array([of(example) for example in examples], dtype=kind)
+
+
+def taken(examples: Sequence[TokenExample], places: np.ndarray) -> Sequence[TokenExample]:
+    """The examples at these places, in this order; made later where their sequence makes them as they are asked for."""
+    take = getattr(examples, "take", None)
+    return [examples[place] for place in places.tolist()] if take is None else take(places)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ def test_max_steps_overrides_epochs_with_full_batches(examples, batch, steps):
 )
 def test_used_indices_are_exactly_those_that_the_run_meets(examples, batch, epochs, steps):
     order = EpochOrder.plan(examples, batch, seed=2, epochs=epochs, max_steps=steps)
-    assert order.used_indices() == sorted(set(stream(order)))
+    assert order.used_indices().tolist() == sorted(set(stream(order)))
 
 
 def test_epochs_differ_in_order():

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tuningfork.data.store import Selection, TokenTable, columns_of, joined, mapped, rows_of_each, write
-from tuningfork.records import Source, TokenAnswer, TokenExample
+from tuningfork.records import Source, TokenAnswer, TokenExample, column
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=5)
 ANSWER = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), max_size=5)
@@ -64,6 +66,11 @@ def test_columns_by_hand(tmp_path: Path) -> None:
         "row": [3, 9], "answers": [2, 1], "prompt": [1, 0], "label": [-1, 0], "weight": [0.5, 1.0], "answer": [1, 2, 1],
         "ids": [5, 6, 7, 8, 1], "counts": [False, True, False, True, True],
     }  # fmt: skip
+    lengths = [np.array(cut, "<i8").tobytes() for cut in ([3, 1, 1, 2], [2, 0, 1])]
+    tokens = [np.array(ids, "<i4").tobytes() for ids in ([5, 6, 7, 8], [1])]
+    counted = [b"\0\1\0\1", b"\1"]
+    content = [xxhash.xxh3_128_digest(b"".join(parts)) for parts in zip(lengths, tokens, counted, strict=True)]
+    assert (tmp_path / "content").read_bytes() == b"".join(content)
     margins = np.fromfile(tmp_path / "margin", "<f8")
     assert margins[0] == 2.0 and np.isnan(margins[1])
 
@@ -81,6 +88,47 @@ def test_rows_of_each_by_hand() -> None:
     assert rows_of_each(Selection([made, table], [5, 0, 0]), share_prompt=True).tolist() == [6, 6, 6]
     for nothing in ([], Selection([]), TokenTable("f", columns_of([]))):
         assert rows_of_each(nothing, True).tolist() == rows_of_each(nothing, False).tolist() == []
+
+
+@given(st.lists(ROW, max_size=6), st.data())
+def test_columns_say_what_the_examples_say(rows: list, data: st.DataObject) -> None:
+    """Of a list, of a table, and of a selection of both: the same as example by example."""
+    examples = [example(7 + n, *row) for n, row in enumerate(rows)]
+    table = TokenTable("f", columns_of(examples))
+    both = Selection([Selection([table]), [], examples])
+    places = data.draw(st.lists(st.integers(0, len(both) - 1), max_size=6) if rows else st.just([]))
+    told_of = {
+        "content": lambda e: e.content.rstrip(b"\0"),  # numpy gives no zeros back at the end of bytes
+        "answers": lambda e: len(e.answers),
+        "longest": lambda e: e.longest,
+        "plain_tokens": lambda e: e.plain_tokens,
+        "unique_tokens": lambda e: e.unique_tokens,
+        "label": lambda e: {None: -1, False: 0, True: 1}[e.label],
+        "weight": lambda e: e.weight,
+    }
+    for some in (examples, table, both, both.take(places)):
+        for name, of in told_of.items():
+            assert column(some, name).tolist() == [of(e) for e in some], name
+        margins = column(some, "margin")
+        assert [None if np.isnan(m) else m for m in margins.tolist()] == [e.margin for e in some]
+
+
+def test_a_content_names_tokens_cuts_and_what_counts_and_nothing_else() -> None:
+    base = example(1, [1, 2], [[(3, True), (4, True)], [(5, True)]])
+    others = [
+        example(1, [1, 9], [[(3, True), (4, True)], [(5, True)]]),
+        example(1, [1], [[(2, True), (3, True), (4, True)], [(5, True)]]),
+        example(1, [1, 2], [[(3, True)], [(4, True), (5, True)]]),
+        example(1, [1, 2], [[(5, True)], [(3, True), (4, True)]]),
+        example(1, [1, 2], [[(3, True), (4, False)], [(5, True)]]),
+        example(1, [1, 2], [[(3, True), (4, True), (5, True)]]),
+        example(1, [1, 2], [[(3, True), (4, True)], [(5, True)], []]),
+        example(1, [], [[(1, True), (2, True), (3, True), (4, True)], [(5, True)]]),
+    ]
+    assert len({e.content for e in (base, *others)}) == 9
+    said = replace(base, source=Source("elsewhere", 99), label=True, weight=0.5, margin=2.0)
+    wide = replace(base, prompt_ids=base.prompt_ids.astype(np.int64))
+    assert base.content == said.content == wide.content and len(base.content) == 16
 
 
 def test_an_example_out_of_range_is_an_error() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from tuningfork.data.store import Selection
 from tuningfork.data.tables import Notice, Progress, TableAccount, TableReader
 from tuningfork.data.tokenize import check_vocabulary
 from tuningfork.errors import DataError
-from tuningfork.records import DataReport, DroppedRow, Source, TokenExample
+from tuningfork.records import DataReport, DroppedRow, Source, TokenExample, column
 
 LEFT_OUT = "left out of the mix"
 ON_PURPOSE = (LEFT_OUT, "weight 0")
@@ -124,20 +124,11 @@ def report_dict(report: DataReport) -> dict[str, Any]:
     }
 
 
-def dataset_digest(examples: Iterable[TokenExample]) -> str:
+def dataset_digest(examples: Sequence[TokenExample]) -> str:
     """A hash of what is trained on, in order: ids, masks, labels, weights, margins; not of where it was read."""
     digest = xxhash.xxh3_128()
-    for example in examples:
-        # The lengths go first, so that no two different cuts of the same ids look alike.
-        lengths = [len(example.prompt_ids), *(len(answer.ids) for answer in example.answers)]
-        digest.update(np.array([len(lengths), *lengths], dtype="<i8").tobytes())
-        digest.update(example.prompt_ids.astype("<i4").tobytes())
-        for answer in example.answers:
-            digest.update(answer.ids.astype("<i4").tobytes())
-            digest.update(answer.mask.astype(np.uint8).tobytes())
-        said = (example.label, example.weight, example.margin)
-        if said != (None, 1.0, None):
-            digest.update(repr(said).encode())
+    for name in ("content", "label", "weight", "margin"):
+        digest.update(column(examples, name).tobytes())
     return digest.hexdigest()
 
 

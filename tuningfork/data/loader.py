@@ -46,11 +46,11 @@ class EpochOrder:
         places = range(first, min(first + self.examples_per_step, self.total_examples))
         return [int(_permutation(self.examples, self.seed, n // self.examples)[n % self.examples]) for n in places]
 
-    def used_indices(self) -> list[int]:
-        """The examples that the run uses at all, in the file's order: fewer than all in less than an epoch."""
+    def used_indices(self) -> np.ndarray:
+        """int64: the examples that the run uses at all, in the file's order; fewer than all in less than an epoch."""
         if self.total_examples >= self.examples:
-            return list(range(self.examples))
-        return sorted(int(i) for i in _permutation(self.examples, self.seed, 0)[: self.total_examples])
+            return np.arange(self.examples)
+        return np.sort(_permutation(self.examples, self.seed, 0)[: self.total_examples])
 
     def epoch_after(self, step: int) -> float:
         """Passes over the data completed after step `step` (from 0)."""

@@ -14,7 +14,7 @@ import numpy as np
 from tuningfork.data.bins import best_fit, even_fit, members_of, stream_fit
 from tuningfork.data.store import Selection, rows_of_each
 from tuningfork.errors import DataError
-from tuningfork.records import DroppedRow, TokenExample
+from tuningfork.records import DroppedRow, TokenExample, taken
 
 COMPILED_QUANTUM = 128  # rows; matrix products of such sizes keep their kernels, and so a row's bits
 SMALLEST_COMPILED = 1024  # below, a compiled graph may add up rows in another order
@@ -98,8 +98,7 @@ def _fitting_rows(examples: Sequence[TokenExample], limits: PackLimits) -> list[
 
 
 def _bin(examples: Sequence[TokenExample], rows: list[int], members: list[int], limits: PackLimits) -> Bin:
-    chosen = examples.take(members) if isinstance(examples, Selection) else [examples[i] for i in members]
-    return limits.rows(sum(map(rows.__getitem__, members))), chosen
+    return limits.rows(sum(map(rows.__getitem__, members))), taken(examples, np.array(members))
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -8,6 +8,7 @@ The columns of a table with N examples, A answers and L tokens, each of them one
     label    int8 [N]     of a row without a partner: 1 wanted, 0 not; -1 where there is no label
     weight   float64 [N]  of its loss
     margin   float64 [N]  by which the first answer should win; NaN where there is none
+    content  bytes16 [N]  the hash of its tokens and of which count, see records.content_digest
     answer   int32 [A]    tokens of each answer
     ids      int32 [L]    token ids: of each example the prompt, then its answers
     counts   bool [L]     whether the token's log-prob counts; false for prompts
@@ -22,19 +23,18 @@ from typing import overload
 
 import numpy as np
 
-from tuningfork.records import Source, TokenAnswer, TokenExample
+from tuningfork.records import Source, TokenAnswer, TokenExample, column
 
 Columns = Mapping[str, np.ndarray]
 
 TYPES: dict[str, np.dtype] = {
     "row": np.dtype("<i8"),
     "label": np.dtype("i1"),
+    "content": np.dtype("S16"),
     "counts": np.dtype("?"),
     **dict.fromkeys(("answers", "prompt", "answer", "ids"), np.dtype("<i4")),
     **dict.fromkeys(("weight", "margin"), np.dtype("<f8")),
 }
-
-_NONE = np.zeros(0, np.int64)
 
 
 class TokenTable(Sequence[TokenExample]):
@@ -76,11 +76,16 @@ class TokenTable(Sequence[TokenExample]):
             margin=None if margin != margin else margin,
         )
 
-    def rows(self, share_prompt: bool) -> np.ndarray:
-        """What `rows_of_each` says of the examples, without making them."""
-        answers = _starts(self.columns["answer"])[self._first_answer]
-        times = 1 if share_prompt else self.columns["answers"]
-        return self.columns["prompt"].astype(np.int64) * times + np.diff(answers)
+    def column(self, name: str) -> np.ndarray:
+        """What `records.column` says of the examples, without making them."""
+        get, first = self.columns, self._first_answer[:-1]
+        if name == "longest":
+            longest = np.maximum.reduceat(get["answer"], first) if len(self) else get["answer"]
+            return get["prompt"].astype(np.int64) + longest
+        if name in ("plain_tokens", "unique_tokens"):
+            answers = np.diff(_starts(get["answer"])[self._first_answer])
+            return get["prompt"].astype(np.int64) * (get["answers"] if name == "plain_tokens" else 1) + answers
+        return get[name]
 
 
 class Selection(Sequence[TokenExample]):
@@ -115,9 +120,10 @@ class Selection(Sequence[TokenExample]):
         for part, place in zip(owners.tolist(), (self._places - starts).tolist(), strict=True):
             yield self._parts[part][place]
 
-    def rows(self, share_prompt: bool) -> np.ndarray:
-        """What `rows_of_each` says of the examples, without making them."""
-        return np.concatenate([_NONE, *(rows_of_each(part, share_prompt) for part in self._parts)])[self._places]
+    def column(self, name: str) -> np.ndarray:
+        """What `records.column` says of the examples, without making them."""
+        parts = [column(part, name) for part in self._parts if len(part)]
+        return np.concatenate(parts)[self._places] if parts else column([], name)
 
     def take(self, places: np.ndarray | Sequence[int]) -> Selection:
         """The examples at these places of this selection, in this order."""
@@ -126,22 +132,17 @@ class Selection(Sequence[TokenExample]):
 
 def rows_of_each(examples: Sequence[TokenExample], share_prompt: bool) -> np.ndarray:
     """int64 [n]: what `TokenExample.rows` says of each example."""
-    if isinstance(examples, TokenTable | Selection):
-        return examples.rows(share_prompt)
-    return np.fromiter((example.rows(share_prompt) for example in examples), np.int64, len(examples))
+    return column(examples, "unique_tokens" if share_prompt else "plain_tokens")
 
 
 def columns_of(examples: Sequence[TokenExample]) -> Columns:
     """The columns of these examples."""
     answers = [answer for example in examples for answer in example.answers]
+    said = {name: column(examples, name) for name in ("answers", "label", "weight", "margin", "content")}
     parts = [part for e in examples for part in ((e.prompt_ids, None), *((a.ids, a.mask) for a in e.answers))]
     found: dict[str, list] = {
         "row": [e.source.row for e in examples],
-        "answers": [len(e.answers) for e in examples],
         "prompt": [len(e.prompt_ids) for e in examples],
-        "label": [-1 if e.label is None else int(e.label) for e in examples],
-        "weight": [e.weight for e in examples],
-        "margin": [np.nan if e.margin is None else e.margin for e in examples],
         "answer": [len(answer.ids) for answer in answers],
     }
     flat = {
@@ -150,7 +151,7 @@ def columns_of(examples: Sequence[TokenExample]) -> Columns:
             [np.zeros(0, bool), *(np.zeros(len(ids), bool) if mask is None else mask for ids, mask in parts)]
         ),
     }
-    return {name: np.asarray(value, dtype=TYPES[name]) for name, value in (found | flat).items()}
+    return {name: np.asarray(value, dtype=TYPES[name]) for name, value in (said | found | flat).items()}
 
 
 def joined(blocks: Iterable[Columns]) -> Columns:

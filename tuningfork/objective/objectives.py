@@ -6,13 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tuningfork.errors import DataError, counted
 from tuningfork.objective import losses
 from tuningfork.objective.config import ObjectiveConfig
-from tuningfork.records import TokenExample
+from tuningfork.records import TokenExample, column
 
 DEFAULT_GAMMA = 0.5  # simpo's target margin where the recipe sets none
 _PER_TOKEN = {"dpo_norm", "ipo", "simpo"}
@@ -76,11 +77,14 @@ class PreferenceObjective:
             return f"{counted(len(example.answers), 'answer')}, objective {self.config.name} compares two"
         return ""
 
-    def check(self, examples: Iterable[TokenExample]) -> None:
+    def check(self, examples: Sequence[TokenExample]) -> None:
         """Raises DataError for the first example that it cannot train on."""
-        for example in examples:
-            if refusal := self.refusal(example):
-                raise DataError(f"{example.id}: has {refusal}.")
+        # Whether one is refused depends on these two alone, so one of each kind tells of all.
+        kinds = np.stack([column(examples, "answers"), ~np.isnan(column(examples, "margin"))])
+        _, first = np.unique(kinds, axis=1, return_index=True)
+        for place in sorted(first.tolist()):
+            if refusal := self.refusal(examples[place]):
+                raise DataError(f"{examples[place].id}: has {refusal}.")
 
     def rewards(self, logps: Tensor, reference_logps: Tensor | None, lengths: Tensor) -> Tensor:
         """What the policy values each answer at, see losses.py. All [N, 2], chosen first."""

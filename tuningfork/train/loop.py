@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from types import FrameType
 
@@ -77,7 +76,8 @@ def run(
     clear_abandoned(folder)
     order = EpochOrder.plan(len(data.train), config.examples_per_step, config.seed, config.epochs, config.max_steps)
     loader = PackLoader(data.train, order, data.limits, pin_memory=start.policy.device.type == "cuda")
-    start.objective.check(chain(data.train, data.held_out))
+    for examples in (data.train, data.held_out):
+        start.objective.check(examples)
     last = checkpoint.newest(folder / "checkpoints")
 
     # Whatever compares with the starting model happens before a checkpoint is loaded into it.

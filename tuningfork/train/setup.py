@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -19,6 +18,7 @@ from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.loader import packs_in_windows
 from tuningfork.data.pack import PackLimits, split_fitting
 from tuningfork.data.sources import Use, check_sources
+from tuningfork.data.store import Selection
 from tuningfork.errors import ConfigError, DataError, counted
 from tuningfork.models import activations
 from tuningfork.models.config import ModelConfig
@@ -27,7 +27,7 @@ from tuningfork.models.policy import Policy
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.objective.head import Head
 from tuningfork.objective.objectives import PreferenceObjective
-from tuningfork.records import DataReport, PackedBatch, TokenExample
+from tuningfork.records import DataReport, PackedBatch, TokenExample, column
 from tuningfork.reference.build import fill
 from tuningfork.reference.code import model_code_digest
 from tuningfork.reference.fingerprint import fingerprint, tensors_of, text_digest, weights_digest
@@ -108,12 +108,12 @@ def read_data(
         held_out, held_out_report = read_sources(
             data.eval, tokenizer, data, pack, config.vocab_size, console, use="eval"
         )
-    longest = max(chain(train, held_out), key=lambda example: example.longest)
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions and longest.longest > positions:
+    examples, positions = Selection([train, held_out]), getattr(config, "max_position_embeddings", None)
+    lengths = column(examples, "longest")
+    if positions and lengths.max() > positions:
         raise DataError(
-            f"{longest.id} has {longest.longest} tokens, but {model.path} knows {positions} positions. "
-            f"Set data.max_length to {positions} or less."
+            f"{examples[int(lengths.argmax())].id} has {lengths.max()} tokens, but {model.path} knows {positions} "
+            f"positions. Set data.max_length to {positions} or less."
         )
     limits = PackLimits.plan(pack.tokens, pack.share_prompt, compiled)
     return Data(train, train_report, held_out, held_out_report, limits)
