@@ -13,7 +13,6 @@ from tuningfork.config import RunConfig, check, differences, from_yaml, to_yaml
 from tuningfork.data.loader import EpochOrder, packs_in_windows
 from tuningfork.data.pack import PackLimits
 from tuningfork.data.sources import Use, check_sources
-from tuningfork.data.store import Selection
 from tuningfork.data.summary.sets import SetData
 from tuningfork.data.summary.summarize import summarize
 from tuningfork.errors import ConfigError, ModelError, RunFolderError, counted
@@ -115,10 +114,11 @@ def reference(config: RunConfig) -> int:
     data, start, _ = _prepare(config, console)
     if not start.objective.needs_reference:
         raise ConfigError(f"objective.name {config.objective.name} has no reference; there is nothing to score.")
-    examples = Selection([data.train, data.held_out])
-    start.objective.check(examples)
-    store = open_reference(start, config.pack.share_prompt, config.reference.cache, examples, data.limits, console)
-    covered = counted(len(examples), "example")
+    for examples in (data.train, data.held_out):
+        start.objective.check(examples)
+    cache, share = config.reference.cache, config.pack.share_prompt
+    store = open_reference(start, share, cache, data.train, data.limits, console, data.held_out)
+    covered = counted(len(data.train) + len(data.held_out), "example")
     console.print(f"{config.reference.cache}: {counted(len(store), 'answer')} cached, all of {covered} covered")
     return 0
 

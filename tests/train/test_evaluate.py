@@ -9,6 +9,7 @@ import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -251,20 +252,72 @@ def test_the_fingerprint_of_a_run_names_all_that_decides_a_bit(tmp_path):
     refused(start_of(scaled), "config")
 
 
-class _NeverAsked(Head):
-    def score(self, *_):
-        raise AssertionError("scored what is stored")
+class _Counting(Head):
+    """Notes the examples that it scores."""
+
+    scored: ClassVar[list[str]] = []
+
+    def score(self, hidden, weight, batch):
+        self.scored.extend(example.id for example in batch.examples)
+        return super().score(hidden, weight, batch)
 
 
-def test_a_second_start_scores_nothing(tmp_path):
+def counting(start: Start) -> Start:
+    _Counting.scored.clear()
+    return replace(start, head=_Counting(start.head.kernels, start.head.transform, start.head.chunk_rows))
+
+
+def test_a_second_start_scores_a_few_again_and_nothing_else(tmp_path, monkeypatch):
     """trl PR#6206: a cache that never hit."""
-    examples = pairs(5)
+    monkeypatch.setattr("tuningfork.reference.build.RESCORED", 4)
+    examples, held_out = pairs(9), random_pairs(3, seed=1)
     start = start_of(_policy("llama", torch.float32))
-    first = open_reference(start, True, str(tmp_path), examples, limits_of(), quiet())
-    again = start_of(tiny_policy("llama", torch.float32))  # the same weights, made anew
-    again = replace(again, head=_NeverAsked(again.head.kernels, again.head.transform, 1))
-    second = open_reference(again, True, str(tmp_path), examples, limits_of(512), quiet())
+    first = open_reference(start, True, str(tmp_path), examples, limits_of(), quiet(), held_out)
+    again = counting(start_of(tiny_policy("llama", torch.float32)))  # the same weights, made anew
+    second = open_reference(again, True, str(tmp_path), examples, limits_of(512), quiet(), held_out)
     assert (second.lookup(examples) == first.lookup(examples)).all()
+    ids = {e.id for e in examples} - {e.id for e in held_out}
+    assert len(_Counting.scored) == 4 == len(set(_Counting.scored)) and set(_Counting.scored) & ids
+
+
+def test_every_older_shard_has_rows_scored_again(tmp_path, monkeypatch):
+    """Also where there are more of them than examples wanted; what this run scores itself is not among them."""
+    monkeypatch.setattr("tuningfork.reference.build.RESCORED", 2)
+    examples = pairs(12)
+    start = start_of(_policy("llama", torch.float32))
+    for n in range(0, 10, 2):
+        open_reference(start, True, str(tmp_path), examples[n : n + 2], limits_of(), quiet())
+    again = counting(start)
+    open_reference(again, True, str(tmp_path), examples, limits_of(), quiet())
+    old = [name for name in _Counting.scored if name not in {e.id for e in examples[10:]}]
+    assert {[e.id for e in examples].index(name) // 2 for name in old} == set(range(5)) and len(old) == 5
+
+
+@pytest.mark.parametrize("spoiled", ["old", "held out"])
+def test_wrong_rows_of_the_right_fingerprint_are_refused_by_shard(tmp_path, spoiled):
+    """Scored by code that differs in what no digest sees: attention with another scale, put in its place by hand."""
+    examples, held_out = pairs(24), random_pairs(4, seed=1)
+    start = start_of(_policy("llama", torch.float32))
+    by_shard = {"old": examples[:12], "new": examples[12:], "held out": held_out}
+    paths: dict[str, Path] = {}
+    for name, some in by_shard.items():
+        open_reference(start, True, str(tmp_path), some[:1], limits_of(), quiet())  # the folder with its fingerprint
+        facts = json.loads((tmp_path / "fingerprint.json").read_text())
+        store = ReferenceStore(tmp_path, facts)
+        logps = np.concatenate([start.score(p).numpy() for p in build_packs(some[1:], limits_of())])
+        store.add([e for p in build_packs(some[1:], limits_of()) for e in p.examples], logps * (1 + (name == spoiled)))
+        before = set(tmp_path.iterdir())
+        store.flush()
+        [paths[name]] = set(tmp_path.iterdir()) - before
+    with pytest.raises(ReferenceMismatch) as caught:
+        open_reference(start, True, str(tmp_path), examples, limits_of(), quiet(), held_out)
+    message = str(caught.value)
+    assert f"{paths[spoiled]}: " in message and "Remove these files" in message
+    assert not [name for name in paths if name != spoiled and str(paths[name]) in message]
+    paths[spoiled].unlink()
+    store = open_reference(start, True, str(tmp_path), examples, limits_of(), quiet(), held_out)
+    everything = build_packs([*examples, *held_out], limits_of())
+    assert all((start.score(p).numpy() == store.lookup(p.examples)).all() for p in everything)
 
 
 @pytest.mark.parametrize("name", ["dpo", "ipo", "simpo"])

@@ -1,29 +1,39 @@
-"""Filling the cache: score what is missing with the frozen model, by the same code that will train it."""
+"""Filling the cache: score what is missing with the frozen model, by the same code that will train it; and scoring some
+of what others have put there again, to see whether they did the same."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 from torch import Tensor
 
-from tuningfork.records import PackedBatch
+from tuningfork.errors import ReferenceMismatch, counted
+from tuningfork.records import PackedBatch, TokenExample
 from tuningfork.reference.store import ReferenceStore
 
+RESCORED = 64  # examples in all, but at least one of each shard; a tenth of wrong rows passes once in 800 times
+
 _FLUSH_SECONDS = 20.0  # a kill costs no more work than this
+
+Score = Callable[[PackedBatch], Tensor]
+"""Summed log-probs of a pack's answers under the frozen model, [A]."""
 
 
 def fill(
     store: ReferenceStore,
     packs: Iterable[PackedBatch],
-    score: Callable[[PackedBatch], Tensor],
+    score: Score,
     scored: Callable[[int], None] = lambda count: None,
 ) -> None:
     """Score examples and store their log-probs; what is stored survives a kill.
 
     Args:
         packs: of what `ReferenceStore.missing` gave; built as they are needed, if it is an iterator.
-        score: summed log-probs of a pack's answers under the frozen model, [A].
         scored: told the number of examples after each pack.
     """
     flushed = time.monotonic()
@@ -36,3 +46,81 @@ def fill(
                 flushed = time.monotonic()
     finally:
         store.flush()
+    store.join()
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """An answer whose log-prob is not the cached one."""
+
+    example: TokenExample
+    answer: int
+    now: float
+    cached: float
+
+    def __str__(self) -> str:
+        return f"{self.example.id}, answer {self.answer}: model {self.now:.6f}, cache {self.cached:.6f}"
+
+    @property
+    def size(self) -> float:
+        """How far apart they are; a number and none are further apart than any two numbers."""
+        size = abs(self.now - self.cached)
+        return size if np.isfinite(size) else np.inf
+
+
+def differences(
+    store: ReferenceStore,
+    packs: Iterable[PackedBatch],
+    score: Score,
+    scored: Callable[[int], None] = lambda count: None,
+) -> list[Difference]:
+    """The answers that score to other bits than the cache has for them, the worst first."""
+    found = []
+    for pack in packs:
+        cached, now = store.lookup(pack.examples), score(pack).cpu().numpy()
+        answers = [(example, answer) for example in pack.examples for answer in range(len(example.answers))]
+        for place in np.flatnonzero(now != cached).tolist():
+            found.append(Difference(*answers[place], now[place], cached[place]))
+        scored(len(pack.examples))
+    return sorted(found, key=lambda difference: -difference.size)
+
+
+def to_rescore(store: ReferenceStore, parts: Sequence[Sequence[TokenExample]]) -> list[tuple[int, np.ndarray]]:
+    """Some of the examples whose log-probs this process finds in the cache: (part, places in it).
+
+    They come from every older shard, and of each from every part that it serves, such as the training and the held-out
+    set: a shard is of one process, and so of one code. Within these they are spread by a fixed seed.
+    """
+    groups = [(part, places) for part, of in enumerate(parts) for _, places in store.inherited(of)]
+    each = max(1, RESCORED // max(len(groups), 1))
+    draw = np.random.default_rng(0)
+    chosen = [(part, draw.choice(places, min(each, len(places)), replace=False)) for part, places in groups]
+    return [(part, np.sort(places)) for part, places in chosen]
+
+
+def check_rescored(
+    store: ReferenceStore,
+    packs: Iterable[PackedBatch],
+    score: Score,
+    scored: Callable[[int], None] = lambda count: None,
+) -> None:
+    """Score what `to_rescore` chose again. Every log-prob must have the very bits of the cached one.
+
+    Raises:
+        ReferenceMismatch: some have not. It names their shards and the worst row of each.
+    """
+    wrong = differences(store, packs, score, scored)
+    if not wrong:
+        return
+    shard_of: list[Path] = [store.inherited([difference.example])[0][0] for difference in wrong]
+    lines = []
+    for shard, count in Counter(shard_of).items():
+        worst = [difference for difference, path in zip(wrong, shard_of, strict=True) if path == shard][:3]
+        lines.append(f"  {shard}: {counted(count, 'log-prob')}, worst {'; '.join(map(str, worst))}")
+    raise ReferenceMismatch(
+        f"{store.folder}: log-probs of before are not those that the starting model has now:\n"
+        + "\n".join(lines)
+        + "\n"
+        "Their fingerprint is this run's, so they are spoiled, or were scored by code or on a machine that differs in "
+        "what no fingerprint names. Remove these files: their rows are then scored again."
+    )

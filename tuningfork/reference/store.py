@@ -1,24 +1,27 @@
 """The reference cache: answer log-probs of the frozen model, under the hash of exactly what was scored.
 
-A folder holds `fingerprint.json` and shards of rows. Shards are written whole and never changed, so a kill loses at
-most the rows not flushed yet, several runs may fill one folder, and the cache grows when the data does.
+A folder holds `fingerprint.json` and shards of rows (shards.py). Shards are written whole and never changed, so a kill
+loses at most the rows not flushed yet, several runs may fill one folder, and the cache grows when the data does. A
+process that has written many small ones joins them into one, but leaves those of other processes alone: what one of
+them scored wrongly stays to be found.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from tuningfork.errors import ReferenceMismatch
 from tuningfork.files import clear_abandoned, whole_file
-from tuningfork.records import TokenExample
+from tuningfork.records import TokenExample, column, taken
+from tuningfork.reference import shards
 from tuningfork.reference.fingerprint import differences
+from tuningfork.reference.shards import Shard
 
-_KEY_BYTES = 16
+_MANY = 16  # small shards of this process, which are then joined
 
 
 class ReferenceStore:
@@ -32,14 +35,11 @@ class ReferenceStore:
         """
         self.folder = folder
         self.fingerprint = fingerprint
-        self._rows: dict[bytes, float] = {}
-        self._new: dict[bytes, float] = {}
-        self._origin = _origin(fingerprint)
-        path = folder / "fingerprint.json"
-        shards = sorted(folder.glob("rows-*.npz"))
+        self._origin = json.dumps(sorted(fingerprint.items())).encode()
+        path, rows = folder / "fingerprint.json", any(folder.glob("rows-*"))  # of other versions, too
         if path.exists():
             _check_fingerprint(path, fingerprint)
-        elif shards:
+        elif rows:
             raise ReferenceMismatch(
                 f"{folder} has rows, but no fingerprint.json says what they belong to. Remove that folder to build it "
                 "anew, or choose another reference.cache."
@@ -48,81 +48,125 @@ class ReferenceStore:
             with whole_file(path) as file:
                 file.write(json.dumps(fingerprint, indent=2).encode() + b"\n")
         clear_abandoned(folder)
-        for shard in shards:
-            self._rows.update(_read_shard(shard, self._origin))
+        self._old = self._read()  # of other processes, or of this one before
+        self._own: list[Shard] = []
+        self._new: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # content, answers, log-probs; not flushed
 
     def __len__(self) -> int:
-        return len(self._rows)
+        """Answers in the cache."""
+        known, count = list[Shard](), 0
+        for shard in self._shards():
+            again = np.zeros(len(shard.contents), dtype=bool)
+            for other in known:  # two processes may have scored the same
+                again |= other.find(shard.contents) >= 0
+            count += int((~again).sum())
+            known.append(shard)
+        return count
 
-    def missing(self, examples: Iterable[TokenExample]) -> list[TokenExample]:
-        """The examples of which an answer is not cached, each content once."""
-        found: dict[bytes, TokenExample] = {}
-        for example in examples:
-            keys = example_keys(example)
-            if any(key not in self._rows for key in keys):
-                found.setdefault(b"".join(keys), example)
-        return list(found.values())
+    def missing(self, examples: Sequence[TokenExample]) -> Sequence[TokenExample]:
+        """The examples that are not cached, each content once."""
+        contents = column(examples, "content")
+        places = np.flatnonzero(self._find(contents)[0] < 0)
+        _, first = np.unique(contents[places], return_index=True)
+        return taken(examples, places[np.sort(first)])
 
     def add(self, examples: Sequence[TokenExample], logps: Sequence[float]) -> None:
         """Keep the log-probs of all answers of these examples, in order. `flush` brings them to the disk."""
-        owners = [(key, example) for example in examples for key in example_keys(example)]
-        found = list(zip(owners, logps, strict=True))
-        for (_, example), logp in found:
-            if not np.isfinite(logp):
-                raise ReferenceMismatch(
-                    f"{example.id}: the starting model gives an answer a log-prob of {logp}. Nothing of its pack was "
-                    "stored. Look at that example and at the model's weights."
-                )
-        for (key, _), logp in found:
-            self._rows[key] = self._new[key] = float(logp)
+        answers = column(examples, "answers")
+        found = np.array(logps, dtype=np.float64)
+        if len(found) != answers.sum():
+            raise ValueError(f"{len(found)} log-probs for {answers.sum()} answers")
+        for place in np.flatnonzero(~np.isfinite(found))[:1].tolist():
+            example = examples[int(np.searchsorted(np.cumsum(answers), place, side="right"))]
+            raise ReferenceMismatch(
+                f"{example.id}: the starting model gives an answer a log-prob of {found[place]}. Nothing of its pack "
+                "was stored. Look at that example and at the model's weights."
+            )
+        self._new.append((column(examples, "content"), answers, found))
 
     def flush(self) -> None:
         """Write what was added since the last flush as one new shard."""
-        if not self._new:
-            return
-        keys = np.frombuffer(b"".join(self._new), dtype=np.uint8).reshape(-1, _KEY_BYTES)
-        logps = np.fromiter(self._new.values(), dtype=np.float64)
-        digest = _digest(keys, logps, self._origin)
-        # Named by content: whoever scores the same rows again, after a kill perhaps, writes the same file.
-        with whole_file(self.folder / f"rows-{digest.hex()}.npz") as file:
-            np.savez(file, keys=keys, logps=logps, digest=np.frombuffer(digest, dtype=np.uint8))
+        new = self._pending()
         self._new.clear()
+        if len(new.contents):
+            self._own.append(new.written(self.folder, self._origin))
+        if len(self._own) >= _MANY:
+            self.join()
+
+    def join(self) -> None:
+        """Make one shard of all that this process has written."""
+        if len(self._own) > 1:
+            small, self._own = self._own, [Shard.joined(self._own).written(self.folder, self._origin)]
+            for shard in small:  # the whole is on the disk before its parts go
+                assert shard.path is not None
+                shard.path.unlink(missing_ok=True)
 
     def lookup(self, examples: Sequence[TokenExample]) -> np.ndarray:
         """Log-probs of all answers of these examples, float64 [A].
 
         Raises:
-            ReferenceMismatch: an answer is not cached. A hole is never filled with a number.
+            ReferenceMismatch: an example is not cached. A hole is never filled with a number.
         """
-        logps = [[self._rows.get(key) for key in example_keys(example)] for example in examples]
-        holes = [example.id for example, row in zip(examples, logps, strict=True) if None in row]
-        if holes:
+        owners, entries = self._find(column(examples, "content"))
+        holes = np.flatnonzero(owners < 0)
+        if len(holes):
             raise ReferenceMismatch(
-                f"{self.folder}: {len(holes)} of {len(examples)} examples are not in the cache, first {holes[0]}. "
-                "Build it with: tuningfork reference <recipe>."
+                f"{self.folder}: {len(holes)} of {len(examples)} examples are not in the cache, first "
+                f"{examples[int(holes[0])].id}. Build it with: tuningfork reference <recipe>."
             )
-        return np.array([logp for row in logps for logp in row], dtype=np.float64)
+        answers = column(examples, "answers")
+        starts = np.cumsum(answers) - answers
+        entry_of = np.repeat(entries - starts, answers) + np.arange(answers.sum())
+        owner_of, found = np.repeat(owners, answers), np.empty(answers.sum())
+        for number, shard in enumerate(self._shards()):
+            of_shard = owner_of == number
+            found[of_shard] = shard.logps[entry_of[of_shard]]
+        return found
 
+    def inherited(self, examples: Sequence[TokenExample]) -> list[tuple[Path, np.ndarray]]:
+        """Each shard that was there when this store was opened, and the places of the examples that it serves."""
+        owners, _ = self._find(column(examples, "content"))
+        served = [(shard.path, np.flatnonzero(owners == number)) for number, shard in enumerate(self._old)]
+        return [(path, places) for path, places in served if path is not None and len(places)]
 
-def answer_key(prompt_ids: np.ndarray, ids: np.ndarray, mask: np.ndarray) -> bytes:
-    """The hash of one answer's content: prompt ids, answer ids, and which answer tokens count."""
-    digest = hashlib.blake2b(len(prompt_ids).to_bytes(8, "little"), digest_size=_KEY_BYTES)
-    for part, dtype in ((prompt_ids, np.int32), (ids, np.int32), (mask, np.bool_)):
-        digest.update(np.ascontiguousarray(part, dtype=dtype).tobytes())
-    return digest.digest()
+    def _find(self, contents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of each content: its shard's number among `_shards`, and its first entry there; -1 where there is none."""
+        owners, entries = np.full(len(contents), -1), np.full(len(contents), -1)
+        wanted = np.arange(len(contents))
+        for number, shard in enumerate(self._shards()):
+            found = shard.find(contents[wanted])
+            here = found >= 0
+            owners[wanted[here]], entries[wanted[here]] = number, found[here]
+            wanted = wanted[~here]
+        return owners, entries
 
+    def _shards(self) -> list[Shard]:
+        """All there are; those that were there at the start come first, the largest before all others."""
+        return [*self._old, *self._own, *([self._pending()] if self._new else [])]
 
-def example_keys(example: TokenExample) -> list[bytes]:
-    """The key of each answer of an example: the content of all of it, and the answer's place.
+    def _pending(self) -> Shard:
+        """What was added and not flushed, each content once and none that a shard has."""
+        if len(self._new) > 1:
+            contents, answers, logps = map(np.concatenate, zip(*self._new, strict=True))
+            self._new[:] = [(contents, answers, logps)]
+        if not self._new:
+            return Shard(np.zeros(0, "S16"), np.zeros(0))
+        contents, answers, logps = self._new[0]
+        known = np.zeros(len(contents), dtype=bool)
+        for shard in (*self._old, *self._own):
+            known |= shard.find(contents) >= 0
+        _, first = np.unique(contents, return_index=True)
+        kept = ~known & np.isin(np.arange(len(contents)), first)
+        return Shard.of(contents[kept], answers[kept], logps[np.repeat(kept, answers)])
 
-    An answer that is chosen in one row and rejected in another has two entries. Attention no longer needs that: its
-    bits depend on the prompt and the answer alone.
-    """
-    parts = [answer_key(example.prompt_ids, answer.ids, answer.mask) for answer in example.answers]
-    return [
-        hashlib.blake2b(b"".join(parts) + place.to_bytes(4, "little"), digest_size=_KEY_BYTES).digest()
-        for place in range(len(parts))
-    ]
+    def _read(self) -> list[Shard]:
+        """The folder's shards, the largest first. Another process may just be joining some of its own."""
+        while True:
+            try:
+                found = [shards.read(path, self._origin) for path in sorted(self.folder.glob(shards.PATTERN))]
+            except FileNotFoundError:
+                continue
+            return sorted(found, key=lambda shard: -len(shard.contents))
 
 
 def _check_fingerprint(path: Path, ours: dict[str, str]) -> None:
@@ -143,26 +187,3 @@ def _check_fingerprint(path: Path, ours: dict[str, str]) -> None:
             f"{path.parent} holds the reference log-probs of another set-up:\n" + "\n".join(lines) + "\n"
             "They would not equal this run's. Choose another reference.cache, or remove that folder to build it anew."
         )
-
-
-def _read_shard(path: Path, origin: bytes) -> dict[bytes, float]:
-    try:
-        with np.load(path, allow_pickle=False) as shard:
-            keys, logps, digest = shard["keys"], shard["logps"], shard["digest"]
-        intact = digest.tobytes() == _digest(keys, logps, origin) and keys.shape == (len(logps), _KEY_BYTES)
-    except Exception:  # a damaged archive fails in a dozen ways, and all of them mean the same
-        intact = False
-    if not intact:
-        raise ReferenceMismatch(
-            f"{path} is damaged, or belongs to another cache. Remove that file: its rows are then scored again."
-        )
-    return {key.tobytes(): float(logp) for key, logp in zip(keys, logps, strict=True)}
-
-
-def _origin(fingerprint: dict[str, str]) -> bytes:
-    return json.dumps(sorted(fingerprint.items())).encode()
-
-
-def _digest(keys: np.ndarray, logps: np.ndarray, origin: bytes) -> bytes:
-    """A checksum of a shard's content, which also ties it to the fingerprint of its cache."""
-    return hashlib.blake2b(keys.tobytes() + logps.tobytes() + origin, digest_size=16).digest()

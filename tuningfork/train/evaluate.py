@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from tuningfork.errors import ReferenceMismatch
 from tuningfork.objective.objectives import PairTerms
 from tuningfork.records import PackedBatch
+from tuningfork.reference.build import differences
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.metrics import PairSums, pair_statistics
 from tuningfork.train.setup import Start
@@ -60,21 +60,12 @@ def check_start(start: Start, packs: Sequence[PackedBatch], reference: Reference
     Raises:
         ReferenceMismatch: some log-prob differs.
     """
-    wrong: list[tuple[float, str, float, float]] = []
-    pairs = 0
-    for pack in packs:
-        cached = reference.lookup(pack.examples)
-        now = start.score(pack).cpu().numpy()
-        ids = [f"{example.id}, answer {i}" for example in pack.examples for i in range(len(example.answers))]
-        for place in np.flatnonzero(now != cached):
-            wrong.append((abs(now[place] - cached[place]), ids[place], now[place], cached[place]))
-        pairs += len(pack.examples)
+    wrong = differences(reference, packs, start.score)
+    pairs = sum(len(pack.examples) for pack in packs)
     if wrong:
-        _, name, policy_logp, cached_logp = max(wrong)
         raise ReferenceMismatch(
             f"step-0 check: {len(wrong)} of {2 * pairs} log-probs of the starting model are not those in the cache "
-            f"{reference.folder}; worst {name}: model {policy_logp:.6f}, cache {cached_logp:.6f}. At the start the two "
-            "must be equal to the bit, and the margin exactly 0. The cache is spoiled, or was built by other code: "
-            "remove that folder to build it anew."
+            f"{reference.folder}; worst {wrong[0]}. At the start the two must be equal to the bit, and the margin "
+            "exactly 0. The cache is spoiled, or was built by other code: remove that folder to build it anew."
         )
     return pairs

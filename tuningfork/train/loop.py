@@ -84,8 +84,8 @@ def run(
     reference = None
     result = RunResult(folder, False, 0, order.total_steps)
     if start.objective.needs_reference:
-        examples = Selection([Selection([data.train], order.used_indices()), data.held_out])
-        reference = open_reference(start, pack.share_prompt, reference_config.cache, examples, data.limits, console)
+        used, cache = Selection([data.train], order.used_indices()), reference_config.cache
+        reference = open_reference(start, pack.share_prompt, cache, used, data.limits, console, data.held_out)
         with console.startup.time("step-0 check"):
             result.pairs_checked = check_start(start, loader.step(0), reference)
         console.print(f"step-0 check: margin exactly 0 for {result.pairs_checked} of {result.pairs_checked} pairs")

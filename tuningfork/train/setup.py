@@ -28,7 +28,7 @@ from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.objective.head import Head
 from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import DataReport, PackedBatch, TokenExample, column
-from tuningfork.reference.build import fill
+from tuningfork.reference.build import check_rescored, fill, to_rescore
 from tuningfork.reference.code import model_code_digest
 from tuningfork.reference.fingerprint import fingerprint, tensors_of, text_digest, weights_digest
 from tuningfork.reference.store import ReferenceStore
@@ -227,9 +227,18 @@ def _load(model: ModelConfig, device: torch.device, console: Console) -> Loaded:
 
 
 def open_reference(
-    start: Start, share_prompt: bool, cache: str, examples: Sequence[TokenExample], limits: PackLimits, console: Console
+    start: Start,
+    share_prompt: bool,
+    cache: str,
+    examples: Sequence[TokenExample],
+    limits: PackLimits,
+    console: Console,
+    held_out: Sequence[TokenExample] = (),
 ) -> ReferenceStore:
-    """The reference cache of the *starting* model, filled for these examples. Raises ReferenceMismatch."""
+    """The reference cache of the *starting* model, filled for these examples and the held-out ones.
+
+    Some of what it had before is scored again, and must come to the same bits. Raises ReferenceMismatch.
+    """
     policy = start.policy
     with console.startup.time("weights digest"):
         weights = weights_digest(tensors_of(policy.model))
@@ -247,7 +256,12 @@ def open_reference(
     )
     with console.startup.time("reference"):
         store = ReferenceStore(Path(cache), facts)
-        missing = store.missing(examples)
+        parts = [Selection([examples]), Selection([held_out])]
+        again = Selection([parts[part].take(places) for part, places in to_rescore(store, parts)])
+        if again:
+            with console.phase("checking the reference cache", total=len(again), unit="examples") as phase:
+                check_rescored(store, packs_in_windows(again, limits), start.score, phase.advance)
+        missing = store.missing(Selection(parts))
         if missing:
             with console.phase("scoring the reference", total=len(missing), unit="examples") as phase:
                 fill(store, packs_in_windows(missing, limits), start.score, phase.advance)

@@ -1,0 +1,85 @@
+"""Shards of the reference cache: log-probs in the order of their examples' contents, mapped from files.
+
+A file has two columns, one behind the other, with an entry for each of A answers:
+
+    content  bytes16 [A]  the hash of the answer's example (records.content_digest), in ascending order
+    logp     float64 [A]  the answer's log-prob; an example's answers lie side by side, in their order
+
+Its name holds a checksum of its content and of what it was scored with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from tuningfork.errors import ReferenceMismatch
+from tuningfork.files import whole_file
+
+PATTERN = "rows-*.bin"
+_CONTENT, _LOGP = np.dtype("S16"), np.dtype("<f8")
+_ENTRY = _CONTENT.itemsize + _LOGP.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """Log-probs [A] under their examples' contents [A], ascending. `path` is None where they are in memory alone."""
+
+    contents: np.ndarray
+    logps: np.ndarray
+    path: Path | None = None
+
+    @classmethod
+    def of(cls, contents: np.ndarray, answers: np.ndarray, logps: np.ndarray) -> Shard:
+        """Of examples in any order: content [n], answers of each [n], log-probs of all answers [A]."""
+        of_answer = np.repeat(contents, answers)
+        order = np.argsort(of_answer, kind="stable")
+        return cls(of_answer[order], logps[order])
+
+    @classmethod
+    def joined(cls, shards: Sequence[Shard]) -> Shard:
+        """Several shards that have no content in common, as one."""
+        contents, logps = (np.concatenate([getattr(s, name) for s in shards]) for name in ("contents", "logps"))
+        return cls.of(contents, np.ones(len(contents), dtype=np.int64), logps)
+
+    def find(self, contents: np.ndarray) -> np.ndarray:
+        """int64 [n]: the entry of each content's first answer; -1 where there is none."""
+        if not len(self.contents):
+            return np.full(len(contents), -1)
+        places = np.searchsorted(self.contents, contents)
+        places[places == len(self.contents)] = 0
+        return np.where(self.contents[places] == contents, places, -1)
+
+    def written(self, folder: Path, origin: bytes) -> Shard:
+        """The same, in a file of that folder: whoever scores the same again, after a kill perhaps, writes the same."""
+        digest = _digest(self.contents.tobytes() + self.logps.tobytes(), origin)
+        path = folder / f"rows-{digest}.bin"
+        with whole_file(path) as file:
+            file.write(np.ascontiguousarray(self.contents).data.cast("B"))
+            file.write(np.ascontiguousarray(self.logps).data)
+        return read(path, origin)
+
+
+def read(path: Path, origin: bytes) -> Shard:
+    """A shard, mapped. Raises ReferenceMismatch where it is not as it was written; FileNotFoundError."""
+    try:
+        raw = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+    except ValueError:  # it is empty
+        raw = np.zeros(0, np.uint8)
+    if not len(raw) or len(raw) % _ENTRY or path.name != f"rows-{_digest(raw.data, origin)}.bin":
+        raise ReferenceMismatch(
+            f"{path} is damaged, or belongs to another cache. Remove that file: its rows are then scored again."
+        )
+    split = len(raw) // _ENTRY * _CONTENT.itemsize
+    return Shard(raw[:split].view(_CONTENT), raw[split:].view(_LOGP), path)
+
+
+def _digest(content: bytes | memoryview, origin: bytes) -> str:
+    """A checksum of a shard's bytes, which also ties it to the fingerprint of its cache."""
+    digest = xxhash.xxh3_128(content)
+    digest.update(origin)
+    return digest.hexdigest()
