@@ -12,6 +12,7 @@ from tuningfork.records import TokenExample
 
 Attention = tuple[int, int | None]  # heads x head_dim, window
 
+
 @dataclass(frozen=True, slots=True)
 class FlopCounter:
     """What one token costs. Forward; the backward pass is twice the forward, but for what takes no part in it.
@@ -46,8 +47,7 @@ class FlopCounter:
     def training(self, examples: Iterable[TokenExample]) -> int:
         """Flops of one forward and backward pass."""
         return sum(
-            3 * self.forward(example)
-            - 2 * _flops(self.forward_only_weights, self.forward_only_attention, example)
+            3 * self.forward(example) - 2 * _flops(self.forward_only_weights, self.forward_only_attention, example)
             for example in examples
         )
 

@@ -63,7 +63,7 @@ def watch(model: PreTrainedModel, precision: AbstractContextManager[Any]) -> Wat
     fork = _Onlooker(seen)
     kind = type(model).__name__
     try:
-        with enough_memory("looking at the model"), torch.enable_grad(), precision, _blocks(model, fork), _Products(seen):
+        with enough_memory("watching the model"), torch.enable_grad(), precision, _blocks(model, fork), _Products(seen):
             positions = torch.arange(_ROWS, device=ids.device)[None]
             model.base_model(input_ids=ids, position_ids=positions, use_cache=False, fork=fork)
     except (ModelError, OutOfMemory):
@@ -87,9 +87,7 @@ class _Onlooker:
     ) -> Tensor:
         _, heads, width = query.shape
         value_width = value.shape[-1]
-        call = Attended(
-            heads * (width + value_width) // 2, window, max(width, value_width), torch.is_grad_enabled()
-        )
+        call = Attended(heads * (width + value_width) // 2, window, max(width, value_width), torch.is_grad_enabled())
         self._seen.attention.append(call)
         if self.inside and not any(self.inside[0] is block for block in self._seen.blocks):
             self._seen.blocks.append(self.inside[0])
@@ -135,4 +133,3 @@ def _blocks(model: PreTrainedModel, fork: _Onlooker) -> Iterator[None]:
             hook.remove()
         for entry, forward in replaced:
             entry.forward = forward
-
