@@ -164,11 +164,7 @@ THOUGHT = "<think>\nwhy\n</think>\n\n"
     ("name", "answer", "counted"),
     [
         ("qwen3", (f"{THOUGHT}because",), [f"{THOUGHT}because<|im_end|>"]),
-        (
-            "qwen3",
-            (f"{THOUGHT}because", "go on", f"{THOUGHT}more"),
-            ["because<|im_end|>", f"{THOUGHT}more<|im_end|>"],
-        ),
+        ("qwen3", ("because", "go on", f"{THOUGHT}more"), ["because<|im_end|>", f"{THOUGHT}more<|im_end|>"]),
         ("smollm2", (f"{THOUGHT}because", "go on", "more"), [f"{THOUGHT}because<|im_end|>", "more<|im_end|>"]),
         ("deepseek_v3", (f"{THOUGHT}because",), [f"{THOUGHT}because<｜end▁of▁sentence｜>"]),
     ],

@@ -1,0 +1,160 @@
+"""Where the turns to learn lie in the printing of a whole conversation: from behind their header to their end marker.
+
+The template does not tell which characters came from which turn. Where the conversation printed up to a turn, with its
+generation prompt, and then with the turn, each continue the one before, that shows it. A template may print earlier
+turns otherwise once others follow: then numbers in place of what turns say show where each turn's words end, and what
+stands behind them is compared with how the conversation goes on there as long as nothing follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from tuningfork.data.marks import Marks
+from tuningfork.data.printing import Printer, common, common_end
+from tuningfork.data.turns import OPENING
+from tuningfork.data.values import Unusable
+from tuningfork.records import Turns
+
+Span = tuple[int, int]
+"""Characters [start, stop) of a text."""
+
+REWRITES = "the chat template prints earlier turns otherwise"
+REOPENS = "the generation prompt is not how the turn is printed"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Where an assistant turn lies. `short` are the characters at the end of its generation prompt, `opening`, that the
+    whole printing does not have there."""
+
+    place: int
+    start: int
+    stop: int
+    short: int = 0
+    opening: str = ""
+    note: str = ""
+
+
+class Finder:
+    """Finds the assistant turns of one conversation in its whole printing."""
+
+    def __init__(self, turns: Turns, printer: Printer) -> None:
+        self.turns, self.printer = turns, printer
+        self.whole = printer(turns)
+        self.marks = Marks(turns, printer.arguments)
+
+    def find(self, place: int) -> Found:
+        """The turn at a place. Raises Unusable where it cannot be told where it begins and ends."""
+        before, upto = self.turns[:place], self.turns[: place + 1]
+        opened, closed = self.printer(before, open_turn=True), self.printer(upto)
+        closed = closed[: len(closed) - self.printer.opens_next(upto, opened, closed)]
+        if self.whole.startswith(closed) and closed.startswith(opened):
+            piece = closed[len(opened) :]
+            return Found(place, len(opened), len(opened) + _counted(piece, self.turns[place].content))
+        note = REOPENS if self.whole.startswith(closed) else REWRITES
+        # System messages may move with the last user turn. A template may look at what the others say: then their
+        # words stay, and are printed alike.
+        heard = [p for p, turn in enumerate(self.turns) if turn.role not in OPENING]
+        spoken = [p for p in heard if self.turns[p].role == "assistant"]
+        for places in (heard, spoken):
+            found = self._among(place, self.marks.only(places), opened, closed)
+            if found is not None:
+                return replace(found, note=note)
+        text = self.printer.tried(self.marks.turns) or ""
+        twice = next((m for m in self.marks.all if text.count(m.text) > 1), None)
+        if twice is not None:
+            times = text.count(twice.text)
+            raise Unusable(REWRITES, f"and prints the {twice.field} of message {twice.place + 1} {times} times")
+        raise Unusable(REWRITES, f"and where message {place + 1} begins and ends cannot be told")
+
+    def opening(self, found: Found) -> str:
+        """What the generation prompt adds to the conversation before a turn."""
+        before = self.turns[: found.place]
+        opened = self.printer(before, open_turn=True)
+        return opened[common(self.printer(before), opened) :]
+
+    def _among(self, place: int, marked: Turns, opened: str, closed: str) -> Found | None:
+        """The turn at a place, by numbers in place of what turns say; None where they change more than that."""
+        begins = self._gap(place, marked)
+        ends = self._gap(place + 1, marked)
+        opened_marked = self.printer.tried(marked[:place], open_turn=True)
+        closed_marked = self.printer.tried(marked[: place + 1])
+        if begins is None or ends is None or opened_marked is None or closed_marked is None:
+            return None
+        lead = opened[len(opened) - common_end(opened, opened_marked) :]
+        tail = self.printer(self.turns[: place + 1])
+        tail = tail[len(tail) - common_end(tail, closed_marked) :]
+        tail = tail[: len(tail) - (len(self.printer(self.turns[: place + 1])) - len(closed))]
+        if begins >= ends or not any(mark.place == place for mark in self.marks.all):
+            return None
+        start = begins + common(lead, self.whole[begins:])
+        stop = ends + self._end_marker(tail, self.whole[ends:])
+        short = len(lead) - (start - begins)
+        opening = self.opening(Found(place, start, stop)) if short else ""
+        if short > len(opening):  # what stands before is closed otherwise here
+            at = self.whole.rfind(opening, begins, ends) if begins else -1
+            if at < 0:
+                return None
+            start, short = (at + len(opening) if opening else start), 0
+        return Found(place, start, stop, short) if start <= ends else None
+
+    def _gap(self, place: int, marked: Turns) -> int | None:
+        """Where in the whole printing the words of the turns before a place end; None where that cannot be told."""
+        if place == 0:
+            return 0
+        every, later = self.printer.tried(marked), self.printer.tried((*self.turns[:place], *marked[place:]))
+        if every is None or later is None:
+            return None
+        end = len(later) - common_end(later, every)
+        return end if self.whole.startswith(later[:end]) else None
+
+    def _end_marker(self, tail: str, after: str) -> int:
+        """Length of the end marker in `after`, which stands behind a turn, where `tail` closes it as the last one.
+
+        That is what they have in common, up to a special token that they have not; or else one special token, where
+        another one closes the conversation.
+        """
+        end = common(tail.rstrip(), after)
+        for token in self.printer.special:
+            at = tail.find(token, max(0, end - len(token) + 1))
+            if 0 <= at < end < at + len(token):
+                end = at
+        special = self.printer.special
+        first = [max((t for t in special if text.startswith(t)), key=len, default="") for text in (tail, after)]
+        return len(tail[:end].rstrip()) or (len(first[1]) if all(first) else 0)
+
+
+class Located(NamedTuple):
+    """The turns that count in one answer's whole printing, and where the last of its turns ends."""
+
+    finder: Finder
+    turns: list[Found]
+
+
+def evened(answers: Sequence[Located]) -> list[list[Found]]:
+    """The turns of all of an example's answers, with headers that are the same for all that are opened alike.
+
+    What a generation prompt forces, such as an opened thought, is a header where every turn begins with it. Where one
+    does not, it counts in all of them, for what stands in its place counts there.
+    """
+    if not any(turn.short for answer in answers for turn in answer.turns):
+        return [answer.turns for answer in answers]
+    known = [[replace(t, opening=answer.finder.opening(t)) for t in answer.turns] for answer in answers]
+    short: dict[str, int] = {}
+    for turn in (turn for turns in known for turn in turns):
+        short[turn.opening] = max(turn.short, short.get(turn.opening, 0))
+    for opening, missing in short.items():
+        kept = len(opening) - missing
+        while missing and 0 < kept and opening[kept - 1].isspace() and opening[kept].isspace():
+            kept -= 1  # tokens keep white space together
+        short[opening] = len(opening) - kept
+    return [[replace(t, start=t.start - (short[t.opening] - t.short)) for t in turns] for turns in known]
+
+
+def _counted(piece: str, content: str) -> int:
+    """Length of a printed turn without the white space behind its end marker; white space of its own content stays."""
+    end = piece.find(content) + len(content)
+    return end if content in piece and not piece[end:].strip() else len(piece.rstrip())
