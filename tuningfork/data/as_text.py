@@ -37,7 +37,9 @@ class AsText:
         self.tokenizer, self.control = tokenizer, control
         self.names = {token: chr(_FIRST + i) * len(token) for i, token in enumerate(control.texts)}
         self.tokens = {name: token for token, name in self.names.items()}
-        self.name = re.compile("|".join(map(re.escape, self.tokens)))
+        self.name = re.compile("|".join(self.tokens))
+        self.either = re.compile(f"{control.pattern.pattern}|{self.name.pattern}")
+        self.exchange = {**self.names, **self.tokens}
 
     def __call__(self, example: Example, render: Callable[[Example], RenderedExample]) -> RenderedExample:
         """The example as `render` prints it, with the tokens of its texts.
@@ -60,9 +62,8 @@ class AsText:
 
     def _read(self, named: str) -> tuple[list[int], list[Span]]:
         """Ids and characters of each token of a text in which the words' control tokens have their names."""
-        exchanged = {**self.names, **self.tokens}
-        both = re.compile(f"{self.control.pattern.pattern}|{self.name.pattern}")
-        encoding = self.twin.encode(both.sub(lambda found: exchanged[found[0]], named), add_special_tokens=False)
+        exchanged = self.either.sub(lambda found: self.exchange[found[0]], named)
+        encoding = self.twin.encode(exchanged, add_special_tokens=False)
         ids, starts, stops = np.array(encoding.ids), *np.array(encoding.offsets).reshape(-1, 2).T
         for found in self.name.finditer(named):
             within = (starts < found.end()) & (stops > found.start())

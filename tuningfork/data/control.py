@@ -159,9 +159,9 @@ def answer_name(example: Example, place: int) -> str:
 
 def _strings(example: Example) -> Iterator[tuple[str, str]]:
     """Everything that an example says, with where it says so."""
-    parts: list[tuple[str, Turns | str]] = [("prompt", example.prompt)]
-    parts += ((answer_name(example, i), part) for i, part in enumerate(example.answers))
-    for name, part in parts:
+    names = ["prompt", *(answer_name(example, i) for i in range(len(example.answers)))]
+    parts = cast(list[Turns | str], [example.prompt, *example.answers])
+    for name, part in zip(names, parts, strict=True):
         if isinstance(part, str):
             yield name, part
             continue
