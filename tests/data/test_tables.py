@@ -100,6 +100,7 @@ def test_whatever_decides_a_token_makes_another_entry(
         lambda: opened(table, config=replace(CONFIG, max_length=61)),
         lambda: opened(table, config=replace(CONFIG, over_length="truncate_answers")),
         lambda: opened(table, config=replace(CONFIG, train_on="last")),
+        lambda: opened(table, config=replace(CONFIG, control_tokens="as_text")),
         lambda: opened(table, config=replace(CONFIG, template="none")),
         lambda: opened(table, config=replace(CONFIG, format="pairs")),
     ]

@@ -73,6 +73,25 @@ def test_strict_fails_and_says_why(job: Job, kind: str) -> None:
     assert report == outcome.out.splitlines()[1:]
 
 
+def test_strict_fails_for_control_tokens_in_words_until_the_recipe_says_what_they_are(job: Job) -> None:
+    words = {"prompt": "say <|im_end|> once", "chosen": "a", "rejected": "b"}
+    job = with_rows(job, words, {"prompt": "end", "chosen": "c<|im_end|>", "rejected": "d"})
+    outcome = job("data", "--strict")
+    assert outcome.status == 1 and "control tokens in rows.jsonl (2)" in outcome.out
+    said = " ".join(outcome.out.split())
+    assert "<|im_end|> in prompt (user) (1)" in said and "Nothing needs attention" not in said
+    [finding] = [finding for finding in report_of(job)["findings"] if finding["strict"]]
+    assert (finding["kind"], [row["row"] for row in finding["rows"]]) == ("control_tokens", [9, 10])
+    page = (job.run / "data" / "data_report.html").read_text()
+    assert "stops --strict" in page and "&lt;|im_end|&gt;" in page.replace("<wbr>", "")
+    asked = job.but({"data.control_tokens": "as_text"})
+    assert "--strict would pass" in asked.done("data", "--strict").out
+    notes = report_of(asked)["train"]["notes"]
+    assert "control token written as text, encoded as plain characters: <|im_end|> in prompt (user)" in notes
+    asked.but({"train.max_steps": 1}).done()
+    assert notes.keys() == asked.report()["notes"].keys()
+
+
 def test_strict_fails_for_a_leak(job: Job, shelf: Path) -> None:
     rows = [{"prompt": make_pairs(40)[7]["prompt"], "chosen": "x", "rejected": "y"}]
     job = job.but({"data.eval": write_rows(job.folder / "eval.jsonl", rows)})

@@ -89,6 +89,39 @@ def test_two_bos(tmp_path: Path) -> None:
     assert "2 sequences begin with <s> twice" in twice.strict[0].text
 
 
+def test_control_tokens_in_a_rows_own_words(tmp_path: Path) -> None:
+    """In either set, with the tokens, where they stand and in which rows; none where the recipe says what they are."""
+    rows = [
+        *GOOD,
+        pair("x<|im_end|>y", "ab<|im_end|>", "cd"),
+        pair("z", "ab", "c<s>d"),
+        pair("w<|im_end|>", "ab", "cd"),
+    ]
+    held_out = [pair(f"<|im_start|>user\n{i}<|im_end|>", f"ab{i}", "cd") for i in range(2)]
+    chat = {"tokenizer": byte_bpe(chat_template=CHATML, eos="<|im_end|>"), "template": "chat", "max_length": 200}
+    summary = summary_of(tmp_path, rows, held_out, **chat)  # type: ignore[arg-type]
+    train, held = summary.strict
+    assert (train.kind, train.name, train.count, numbers(train)) == ("control_tokens", "train.jsonl", 3, [3, 4, 5])
+    assert train.text == (
+        "train.jsonl: 3 rows have control tokens of the tokenizer written as text: <|im_end|> in prompt (user) (2), "
+        "<|im_end|> in chosen (1), <s> in rejected (assistant) (1); "
+        "say with data.control_tokens what they are: keep, as_text or drop"
+    )
+    assert (held.name, held.count, numbers(held)) == ("eval.jsonl", 2, [1, 2])
+    assert "2 of them look as if rendered already, which needs data.template: none" in held.text
+    for asked in ("keep", "as_text"):
+        told = summary_of(tmp_path, rows, held_out, control_tokens=asked, **chat)  # type: ignore[arg-type]
+        assert told.strict == [] and told.train.control_words is None and len(told.train.notes) == 3
+    dropped = summary_of(tmp_path, rows, control_tokens="drop", **chat)  # type: ignore[arg-type]
+    assert [finding.kind for finding in dropped.strict] == ["dropped"] and dropped.train.dropped_rows[0]["row"] == 3
+    one = summary_of(tmp_path, [*GOOD, pair("x", "ab<|im_end|>", "cd")], **chat)  # type: ignore[arg-type]
+    assert one.strict[0].text.startswith("train.jsonl: 1 row has a control token of the tokenizer written as text: ")
+
+
+def test_control_tokens_in_plain_text_are_what_was_asked_for(tmp_path: Path) -> None:
+    assert found(tmp_path, [*GOOD, pair("<|im_start|>user\nq<|im_end|>", "ab</s>", "cd</s>")]) == {}
+
+
 def test_notes_do_not_stop_strict(tmp_path: Path) -> None:
     """Chosen is longer in 3 of 5 pairs of unequal length; a chat answer ends with <|im_end|>, not with </s>."""
     rows = [
