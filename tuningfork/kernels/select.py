@@ -25,7 +25,9 @@ class Kernels:
 
 
 def select(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernels:
-    """Choose kernels for a device, a compute dtype and a width of attention heads: Triton on a GPU, plain elsewhere.
+    """Choose kernels for a device, a compute dtype and the widest attention head: Triton on a GPU, plain elsewhere.
+
+    One choice serves all layers, also where they differ in the width of their heads.
 
     Raises:
         ModelError: heads are wider than the GPU's kernel takes.

@@ -18,6 +18,9 @@ NAME = "tuningfork"
 # Keywords of the model call that attention may ignore: they say nothing that the fork layout does not.
 _HARMLESS = {"position_ids", "use_cache", "cache_position", "past_key_values", "output_attentions", "is_causal"}
 
+# Decoder blocks that are given keywords and do not pass them to their attention.
+_ONLY_HAND_ON_MASKS = {"NemotronDecoderLayer", "StableLmDecoderLayer"}
+
 
 def _attention(
     module: nn.Module,
@@ -29,23 +32,48 @@ def _attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     fork: Any = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
-    """Fork attention as transformers calls it: query, key, value [1, H, T, d] -> ([1, T, H, d], None)."""
+    """Fork attention as transformers calls it: query, key, value [1, H, T, d] -> ([1, T, H, d], None).
+
+    `s_aux` [H] are attention sinks.
+    """
     for name, given in other.items():
         if given is not None and given is not False and name not in _HARMLESS:
             raise ModelError(
                 f"{type(module).__name__} passes {name!r} to its attention, which packed attention does not know. "
                 "This model family is not supported."
             )
+    if fork is None:  # see hand_down
+        fork = attention_mask
+    if not hasattr(fork, "attend"):
+        raise ModelError(
+            f"{type(module).__name__} is not told which rows belong together: its decoder block does not hand on what "
+            "it is given. This model family is not supported."
+        )
     if dropout:
         raise ModelError(f"{type(module).__name__} uses attention dropout {dropout}; set it to 0 in config.json.")
     # Under autocast a rotary embedding may return float32 queries beside bfloat16 values.
     q, k, v = (t[0].transpose(0, 1).to(value.dtype) for t in (query, key, value))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    out = fork.attend(q, k, v, scale=scale, window=sliding_window, softcap=softcap)
+    sinks: dict[str, Any] = {} if s_aux is None else {"sinks": s_aux}
+    out = fork.attend(q, k, v, scale=scale, window=sliding_window, softcap=softcap, **sinks)
     return out[None], None
+
+
+def hand_down(model: nn.Module) -> None:
+    """Bring the layout to the attention of blocks that keep keywords to themselves: they hand on their mask."""
+    for block in model.modules():
+        if type(block).__name__ in _ONLY_HAND_ON_MASKS and _as_mask not in block._forward_pre_hooks.values():
+            block.register_forward_pre_hook(_as_mask, with_kwargs=True)
+
+
+def _as_mask(block: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    if keywords.get("fork") is not None:
+        keywords = {**keywords, "attention_mask": keywords["fork"]}
+    return args, keywords
 
 
 # No mask function beside it: the fork layout says who sees whom, and transformers, where it has none for a name, makes

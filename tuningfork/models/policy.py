@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from tuningfork.errors import ModelError
 from tuningfork.kernels.select import Kernels, plain, select
-from tuningfork.models import activations, compiler
+from tuningfork.models import activations, attention, compiler
 from tuningfork.models.flops import FlopCounter
 from tuningfork.models.watch import watch
 from tuningfork.records import LogitTransform, PackedBatch
@@ -32,6 +32,7 @@ class Policy:
         self.transform = _logit_transform(self.config)
         self.compiled = False
         self.activation_memory = "none"  # see activations.py
+        attention.hand_down(model)
         self._watched = watch(model, self._precision())
 
     @classmethod

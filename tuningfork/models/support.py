@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
 from tuningfork.errors import ModelError
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-_RECURRENT_WORDS = ("Mamba", "SSM", "Recurrent", "DeltaNet", "Rwkv", "RWKV", "LinearAttention", "ShortConv", "LRU")
+_RECURRENT_WORDS = (
+    *("Mamba", "SSM", "Recurrent", "DeltaNet", "Rwkv", "RWKV", "LinearAttention", "ShortConv", "LRU"),
+    *("LSTM", "GRU", "RNN"),
+)
 _EXPERTS = re.compile(r"(^|_)(n|num)_(local_|routed_)?experts$")
+_EXPERTS_IN_USE = ("is_moe", "enable_moe_block")  # where a config has such a switch
+_CHANCE = re.compile(r"drop|jitter|noise|stochastic", re.IGNORECASE)
 
 
 def check_config(config: Any, path: str) -> None:
@@ -26,6 +35,14 @@ def check_config(config: Any, path: str) -> None:
                 f"{where} has a {part}: models with inputs other than text are not supported. "
                 "Export its language model as a text-only checkpoint and train that."
             )
+    inner = _text_config(config)
+    if inner is not config:
+        raise ModelError(
+            f"{where} holds a language model ({inner.model_type}) among other parts, for inputs other than text. "
+            "Export its language model as a text-only checkpoint and train that."
+        )
+    if not isinstance(getattr(config, "vocab_size", None), int):
+        raise ModelError(f"{where} says no vocab_size: it is not known to be a language model over one vocabulary.")
     other = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS)
     if other:
         raise ModelError(
@@ -43,27 +60,58 @@ def check_config(config: Any, path: str) -> None:
 
 
 def check_modules(model: PreTrainedModel, path: str) -> None:
-    """Refuse what only the built model shows: dropout, recurrence, a biased head. Raises ModelError."""
+    """Refuse what only the built model shows: chance, recurrence, attention of its own. Raises ModelError."""
     for name, module in model.named_modules():
         kind = type(module).__name__
-        rate = _dropout(module)
-        if rate > 0:
+        for what, value in _left_to_chance(module):
             raise ModelError(
-                f"{path}: {name} ({kind}) has dropout {rate}. With dropout the policy differs from its own reference "
-                "before the first step. Set every dropout of config.json to 0."
+                f"{path}: {name} ({kind}) has {what} {value}. With dropout, or whatever else is left to chance, the "
+                "policy differs from its own reference before the first step. Set it to 0 in config.json."
             )
-        if isinstance(module, nn.Conv1d) or any(word in kind for word in _RECURRENT_WORDS):
+        if isinstance(module, nn.Conv1d | nn.RNNBase) or any(word in kind for word in _RECURRENT_WORDS):
             raise ModelError(
                 f"{path}: {name} ({kind}) carries state from token to token; in a pack it would leak from one example "
                 "into the next. Recurrent and convolutional layers are not supported."
             )
-    head = model.get_output_embeddings()
-    if head is None or getattr(head, "bias", None) is not None:
-        raise ModelError(f"{path}: the output head has {'a bias' if head is not None else 'no weight'}; not supported.")
+    for field, value, reader in _chance_in_config(model):
+        raise ModelError(
+            f"{path}: config.json sets {field} to {value}, and {reader} reads it. Whatever is left to chance makes the "
+            "policy differ from its own reference before the first step. Set it to 0."
+        )
+    kind = type(model).__name__
+    # Modelling code that can be given another attention imports the table of them.
+    if not any(hasattr(sys.modules[type(m).__module__], "ALL_ATTENTION_FUNCTIONS") for m in model.modules()):
+        raise ModelError(
+            f"{path}: {kind} computes attention in code of its own, which cannot be replaced by attention that keeps "
+            "the examples of a pack apart. Not supported."
+        )
+    head: Any = model.get_output_embeddings()
+    if head is None or getattr(head, "weight", None) is None:
+        raise ModelError(f"{path}: {kind} has no output head that turns hidden states into logits; not supported.")
+    known = {id(weight) for part in (model.base_model, head) for weight in part.parameters()}
+    between = [name for name, weight in model.named_parameters() if id(weight) not in known]
+    if between or model.base_model is model:
+        what = f"layers ({between[0]}) between" if between else "no border between"
+        raise ModelError(
+            f"{path}: {kind} has {what} its last hidden states and its output head, which is not known here; "
+            "not supported."
+        )
+    if getattr(head, "bias", None) is not None:
+        raise ModelError(f"{path}: the output head has a bias; not supported.")
+
+
+def _text_config(config: Any) -> Any:
+    """The part of a config that is the language model's: itself, unless it is composed of several."""
+    try:
+        return config.get_text_config()
+    except ValueError:  # there are several
+        return next(value for value in vars(config).values() if hasattr(value, "model_type"))
 
 
 def _has_experts(config: dict[str, Any]) -> bool:
-    """Whether a config, or a config inside it, sets a number of experts."""
+    """Whether a config, or a config inside it, sets a number of experts, and does not say that it uses none."""
+    if any(config.get(switch) is False for switch in _EXPERTS_IN_USE):
+        return False
     return any(
         _has_experts(value) if isinstance(value, dict) else bool(value) and _EXPERTS.search(key) is not None
         for key, value in config.items()
@@ -78,8 +126,29 @@ def _rope_types(config: Any) -> set[str]:
     return {str(group.get("rope_type", group.get("type"))) for group in groups}
 
 
-def _dropout(module: nn.Module) -> float:
-    """The highest dropout rate that a module holds by itself, as a layer or as a number for a functional dropout."""
-    rates = [module.p] if isinstance(module, nn.Dropout) else []
-    rates += [value for name, value in vars(module).items() if "dropout" in name and type(value) in (float, int)]
-    return max(map(float, rates), default=0.0)
+def _left_to_chance(module: nn.Module) -> Iterator[tuple[str, float]]:
+    """What a module itself does by chance in training, with its rate: as a layer, or as a number that its code uses."""
+    if isinstance(module, _DropoutNd) and module.p > 0:
+        yield "dropout", module.p
+    if isinstance(module, nn.RReLU) and module.lower != module.upper:
+        yield "slopes drawn up to", module.upper
+    for name, value in vars(module).items():
+        rates = value if isinstance(value, list | tuple) else [value]
+        if _CHANCE.search(name) and any(type(rate) in (int, float) and rate > 0 for rate in rates):
+            yield "dropout" if "dropout" in name else name, max(rate for rate in rates if rate)
+
+
+def _chance_in_config(model: PreTrainedModel) -> Iterator[tuple[str, float, str]]:
+    """Rates in the config that code of this model reads: (field, rate, the class that reads it).
+
+    Configs also set rates of parts that a language model has not, such as a classifier's; no class of it reads those.
+    """
+    config = model.config
+    rates = {field: value for field, value in config.to_dict().items() if type(value) in (int, float) and value > 0}
+    for field in filter(_CHANCE.search, rates):
+        spellings = "|".join([field, *(alias for alias, real in config.attribute_map.items() if real == field)])
+        for kind in {type(module) for module in model.modules()}:
+            if kind.__module__.startswith("torch."):
+                continue
+            if re.search(rf"""(config\.|["'])({spellings})\b""", inspect.getsource(kind)):
+                yield field, rates[field], kind.__name__

@@ -97,9 +97,9 @@ def _first_in_window(start, first_position, row_position, window, STEP: tl.const
 
 @triton.jit
 def fork_forward(
-    q, k, v, out, lse, tiles, segments, stride_q, head_q, stride_k, head_k, stride_v, head_v, rows_total,
+    q, k, v, sinks, out, lse, tiles, segments, stride_q, head_q, stride_k, head_k, stride_v, head_v, rows_total,
     scale, softcap, window,
-    GROUP: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr, GROUP: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
     WIDTH: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
     TABLE_TILE: tl.constexpr,
 ):  # fmt: skip
@@ -118,6 +118,9 @@ def fork_forward(
     acc = tl.zeros([TILE, LANES], tl.float32)
     top = tl.full([TILE], float("-inf"), tl.float32)
     total = tl.zeros([TILE], tl.float32)
+    if HAS_SINKS:  # as if a key of zero value had been seen, whose score is the head's sink
+        top = tl.zeros([TILE], tl.float32) + tl.load(sinks + head).to(tl.float32) * _LOG2_E
+        total += 1.0
     state = acc, top, total
     begin = _first_in_window(prompt, -prompt, first - start + p, window, STEP, HAS_WINDOW)
     state = _attend_keys(

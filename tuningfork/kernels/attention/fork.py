@@ -22,13 +22,15 @@ from typing import NamedTuple
 import torch
 import triton
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.flop_counter import register_flop_formula
 
 from tuningfork.kernels.attention import _fork_kernels as kernels
 from tuningfork.records import ForkLayout
 
-WIDEST_HEAD = 256
+WIDEST_HEAD = 512
 TYPICALLY_SEEN = 512  # rows that a row attends to
+LOG2_E = 1.4426950408889634
 TABLE_TILE = 64  # rows of a tile in the table; programs whose registers hold fewer take a part of one
 
 
@@ -59,10 +61,23 @@ class ForkAttention(NamedTuple):
         return cls(segments, query_tiles, key_tiles, layout.position_of_row)
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None, softcap: float | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        out, _ = _attend(*self, query, key, value, scale, window or 0, softcap or 0.0)
-        return out
+        width, value_width = query.shape[-1], value.shape[-1]
+        if width < value_width:  # one width for all in the kernels; zeros change no score
+            query, key = (pad(t, (0, value_width - width)) for t in (query, key))
+        elif value_width < width:
+            value = pad(value, (0, width - value_width))
+        out, _ = _attend(*self, query, key, value, sinks, scale, window or 0, softcap or 0.0)
+        return out[..., :value_width]
 
 
 class _Config(NamedTuple):
@@ -80,6 +95,8 @@ def _config(q: Tensor) -> _Config:
     Answers are short, so small tiles waste least; on an H100 this was the fastest of eleven for all three kernels.
     """
     wide = q.shape[2] > 128
+    if q.shape[2] > 256:  # what fits a multiprocessor's registers and shared memory; chosen by no measurement
+        return _Config(16, 16, 8, 1) if q.dtype.itemsize == 4 else _Config(32, 16, 8, 1)
     if q.dtype.itemsize == 4:
         return _Config(32, 16, 4, 1) if wide else _Config(64, 32, 4, 1)
     return _Config(64, 32, 4, 2 if wide else 3)
@@ -118,9 +135,9 @@ def _programs(tiles: Tensor, q: Tensor) -> int:
 @torch.library.custom_op("tuningfork::fork_attention", mutates_args=())
 def _attend(
     segments: Tensor, query_tiles: Tensor, key_tiles: Tensor, position_of_row: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float,
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, window: int, softcap: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """q [T, H, d]; k, v [T, H_kv, d] -> (out [T, H, d], base-2 log-sum-exp float32 [H, T]).
+    """q [T, H, d]; k, v [T, H_kv, d]; sinks [H] -> (out [T, H, d], base-2 log-sum-exp float32 [H, T], sinks included).
 
     A window or a softcap of 0 is none.
     """
@@ -129,8 +146,8 @@ def _attend(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(heads, rows, dtype=torch.float32, device=q.device)
     kernels.fork_forward[(heads, _programs(query_tiles, q))](
-        q, k, v, out, lse, query_tiles, segments, *_strides(q, k, v), rows, scale, softcap, window,
-        **_constants(q, k, window, softcap),
+        q, k, v, q if sinks is None else sinks.contiguous(), out, lse, query_tiles, segments, *_strides(q, k, v), rows,
+        scale, softcap, window, HAS_SINKS=sinks is not None, **_constants(q, k, window, softcap),
     )  # fmt: skip
     return out, lse
 
@@ -139,8 +156,8 @@ def _attend(
 def _attend_backward(
     segments: Tensor, query_tiles: Tensor, key_tiles: Tensor, position_of_row: Tensor,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, scale: float, window: int, softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of q, k and v."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q, k and v, and what the softmax takes off every score's gradient, float32 [H, T]."""
     q, k, v = (t if t.stride(2) == 1 else t.contiguous() for t in (q, k, v))
     out, grad = out.contiguous(), grad.contiguous()
     rows, heads, width = q.shape
@@ -157,27 +174,32 @@ def _attend_backward(
     kernels.fork_key_gradient[(k.shape[1], _programs(key_tiles, q))](
         q, k, v, grad, lse, delta, d_k, d_v, key_tiles, segments, position_of_row, *sizes, **constants
     )
-    return d_q, d_k, d_v
+    return d_q, d_k, d_v, delta
 
 
 @_attend.register_fake
-def _(segments, query_tiles, key_tiles, position_of_row, q, k, v, scale, window, softcap):
+def _(segments, query_tiles, key_tiles, position_of_row, q, k, v, sinks, scale, window, softcap):
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
 @_attend_backward.register_fake
 def _(segments, query_tiles, key_tiles, position_of_row, q, k, v, out, lse, grad, scale, window, softcap):
-    return tuple(t.new_empty(t.shape) for t in (q, k, v))
+    return tuple(t.new_empty(t.shape) for t in (q, k, v, lse))
 
 
 def _save(ctx, inputs, output):
-    *tensors, ctx.scale, ctx.window, ctx.softcap = inputs
-    ctx.save_for_backward(*tensors, *output)
+    *tensors, sinks, ctx.scale, ctx.window, ctx.softcap = inputs
+    ctx.save_for_backward(sinks, *tensors, *output)
 
 
 def _backward(ctx, grad, _):
-    gradients = _attend_backward(*ctx.saved_tensors, grad, ctx.scale, ctx.window, ctx.softcap)
-    return (None, None, None, None, *gradients, None, None, None)
+    sinks, *tensors, out, lse = ctx.saved_tensors
+    *gradients, delta = _attend_backward(*tensors, out, lse, grad, ctx.scale, ctx.window, ctx.softcap)
+    d_sinks = None
+    if sinks is not None:  # a sink's weight is that of a key whose value is zero
+        weight = torch.exp2(sinks.float()[:, None] * LOG2_E - lse)
+        d_sinks = -(weight * delta).sum(1).to(sinks.dtype)
+    return (None, None, None, None, *gradients, d_sinks, None, None, None)
 
 
 _attend.register_autograd(_backward, setup_context=_save)

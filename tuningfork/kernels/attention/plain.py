@@ -33,8 +33,24 @@ class PlainAttention(NamedTuple):
         return cls([end - start for start, end, *_ in segments], prompts)
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None, softcap: float | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
+        """Query [T, H, d], key [T, H_kv, d] and value [T, H_kv, d'] -> [T, H, d'].
+
+        Args:
+            window: keys that a row sees at most, itself included; None sees the whole sequence.
+            softcap: of the scores: s -> softcap tanh(s / softcap).
+            sinks: [H], a score for each head that takes part in the softmax as if a key with a value of zero had it
+                (gpt-oss, arXiv:2508.10925).
+        """
         groups = query.shape[1] // key.shape[1]
         q, k, v = (t.transpose(0, 1).split(self.lengths, dim=1) for t in (query, key, value))  # [H, ., d] each
         outs = []
@@ -42,29 +58,41 @@ class PlainAttention(NamedTuple):
             seen_key, seen_value = (t[i] if prompt is None else torch.cat([t[prompt], t[i]], dim=1) for t in (k, v))
             if groups > 1:
                 seen_key, seen_value = (t.repeat_interleave(groups, dim=0) for t in (seen_key, seen_value))
-            outs.append(_attend_one(q[i], seen_key, seen_value, scale, window, softcap))
+            outs.append(_attend_one(q[i], seen_key, seen_value, scale, window, softcap, sinks))
         return torch.cat(outs, dim=1).transpose(0, 1).contiguous()
 
 
 def _attend_one(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """One segment: query [H, q, d] are the last q positions of key and value [H, n, d]."""
     q, n = query.shape[1], key.shape[1]
     if window is not None and window >= n:
         window = None
-    if softcap is None and q == n and window is None:
+    simple = softcap is None and sinks is None
+    if simple and q == n and window is None:
         return F.scaled_dot_product_attention(query[None], key[None], value[None], is_causal=True, scale=scale)[0]
     i = torch.arange(n - q, n, device=query.device)[:, None]
     j = torch.arange(n, device=query.device)[None, :]
     visible = j <= i
     if window is not None:
         visible &= j > i - window
-    if softcap is None:
+    if simple:
         return F.scaled_dot_product_attention(query[None], key[None], value[None], attn_mask=visible, scale=scale)[0]
-    scores = softcap * torch.tanh(query @ key.transpose(1, 2) * (scale / softcap))
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1, dtype=_softmax_dtype(scores))
-    return weights.to(value.dtype) @ value
+    products = query @ key.transpose(1, 2)
+    scores = products * scale if softcap is None else softcap * torch.tanh(products * (scale / softcap))
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        sink = sinks.to(scores.dtype)[:, None, None].expand(-1, q, 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = scores.softmax(dim=-1, dtype=_softmax_dtype(scores))
+    return weights[..., :n].to(value.dtype) @ value
 
 
 def _softmax_dtype(scores: Tensor) -> torch.dtype:

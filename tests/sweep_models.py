@@ -1,0 +1,228 @@
+"""Every causal language model of transformers, made small and taken the way of a run: trained, or refused with a reason.
+
+    python -m tests.sweep_models --out docs/models.md      # about six minutes on a CPU
+
+Each class gets its own default config with small sizes and random weights, and goes through the checks that a model
+folder goes through, a self-check with sequences far longer than its window, and one backward pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tests.tiny import head_of, random_examples
+from tuningfork.data.layout import build
+from tuningfork.errors import ModelError
+from tuningfork.models import attention
+from tuningfork.models.policy import Policy
+from tuningfork.models.support import check_config, check_modules
+from tuningfork.train.self_check import check_packed_equals_alone
+
+WINDOW = 24
+SHAPES = [(60, (70, 33)), (9, (140, 3)), (250, (40, 90))]
+SECONDS = 60
+SMALL: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "ffn_dim": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "sliding_window": WINDOW,
+    "use_sliding_window": True,
+    "max_window_layers": 2,
+    "is_decoder": True,
+}
+# What a family needs besides, or otherwise, to be small.
+OTHER: dict[str, dict[str, Any]] = {
+    "biogpt": {"layerdrop": 0.0},
+    "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2,
+                     "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8, "laurel_rank": 4,
+                     "activation_sparsity_pattern": [0.0] * 4},
+    "gemma4_text": {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 1,
+                    "layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 16},
+    "gemma4_unified_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 16},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4},
+    "hrm_text": {"num_hidden_layers": 2},
+    "minicpm3": {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+                 "num_key_value_heads": 4, "head_dim": None},
+    "youtu": {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+              "num_key_value_heads": 4, "head_dim": None},
+    "opt": {"word_embed_proj_dim": 32},
+    "xlm": {"emb_dim": 32},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one class: trained, refused, or not built, and why."""
+
+    kind: str
+    name: str  # of the class
+    outcome: str
+    reason: str = ""
+
+
+def small_config(kind: str) -> Any:
+    """The default config of a kind of model with small sizes, and with nothing left to chance."""
+    cls = CONFIG_MAPPING[kind]
+    default = cls()
+    known = default.to_dict()
+    values = {name: value for name, value in SMALL.items() if name in known or name in default.attribute_map}
+    values |= {
+        name: 0.0
+        for name, value in known.items()
+        if ("drop" in name or "jitter" in name) and isinstance(value, float) and value > 0
+    }
+    kinds = list(dict.fromkeys(known.get("layer_types") or []))
+    if kinds:
+        values["layer_types"] = [kinds[i % len(kinds)] for i in range(SMALL["num_hidden_layers"])]
+    values |= OTHER.get(kind, {})
+    return cls(**{name: value for name, value in values.items() if value is not None})
+
+
+def small_model(config: Any) -> Any:
+    """A model whose attention and logits are spread enough that mistakes show."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim >= 2:
+                weight.normal_(0, 0.25)
+    return model.train()
+
+
+def judge(kind: str) -> Verdict:
+    """Build one kind of model and take it the way of a run."""
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+    if not isinstance(name, str):
+        name = name[0]
+    try:
+        with _at_most(SECONDS):
+            return _judge(kind, name)
+    except ModelError as error:
+        return Verdict(kind, name, "refused", _in_words(error, kind))
+
+
+def _judge(kind: str, name: str) -> Verdict:
+    try:
+        check_config(CONFIG_MAPPING[kind](), kind)
+        config = small_config(kind)
+        check_config(config, kind)
+        model = small_model(config)
+    except ModelError:
+        raise
+    except Exception as error:  # what cannot be built is this file's fault or the library's, not a refusal
+        return Verdict(kind, name, "not built", f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
+    check_modules(model, kind)
+    check_packed_equals_alone(model, kind)
+    _one_backward_pass(model)
+    return Verdict(kind, name, "trained")
+
+
+def _one_backward_pass(model: Any) -> None:
+    """Every weight that takes part gets a finite gradient."""
+    policy = Policy.plain(model, torch.float32)
+    examples = random_examples(SHAPES, vocab=SMALL["vocab_size"])
+    batch = build(examples, sum(e.rows(True) for e in examples), share_prompt=True)
+    head_of(policy).backward(policy.hidden_rows(batch), policy.head_weight, batch, lambda a, b, logps: logps.sum())
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+def _in_words(error: ModelError, kind: str) -> str:
+    """The message without the stand-in for a folder, which is the kind's name."""
+    words = " ".join(str(error).split())
+    for opening in (f"{kind}: ", f"{kind} ({kind}) ", f"{kind} "):
+        words = words.removeprefix(opening)
+    return words
+
+
+@contextmanager
+def _at_most(seconds: int) -> Iterator[None]:
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"took more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def page(verdicts: Iterable[Verdict]) -> str:
+    """docs/models.md."""
+    verdicts = sorted(verdicts, key=lambda verdict: verdict.kind)
+    trained = [verdict for verdict in verdicts if verdict.outcome == "trained"]
+    refused = [verdict for verdict in verdicts if verdict.outcome != "trained"]
+    lines = [
+        "# Models",
+        "",
+        f"Every causal language model of transformers {transformers.__version__}, by the `model_type` of its "
+        "config.json. Made by `python -m tests.sweep_models --out docs/models.md`, which builds each one small, with "
+        "random weights, and takes it the way of a run.",
+        "",
+        f"## Trained ({len(trained)})",
+        "",
+        "A packed example has the log-probs that it has alone, also beyond the model's window. Rates of dropout and the "
+        "like must be 0 in config.json.",
+        "",
+        *(f"- `{verdict.kind}` {verdict.name}" for verdict in trained),
+        "",
+        f"## Refused ({len(refused)})",
+        "",
+        "| model_type | class | what the program says |",
+        "| --- | --- | --- |",
+        *(f"| `{v.kind}` | {v.name} | {_cell(v)} |" for v in refused),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _cell(verdict: Verdict) -> str:
+    words = verdict.reason.replace("|", "\\|")
+    return f"not built here: {words}" if verdict.outcome == "not built" else words
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the page here; otherwise only say what is found")
+    parser.add_argument("kinds", nargs="*", help="model types to look at; all without any")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    verdicts = []
+    for kind in args.kinds or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        verdicts.append(judge(kind))
+        print(f"{kind}: {verdicts[-1].outcome} {verdicts[-1].reason}", flush=True)
+    if args.out:
+        args.out.write_text(page(verdicts))
+
+
+if __name__ == "__main__":
+    main()
