@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 
 import pytest
 
 from tuningfork.errors import RunFolderError
-from tuningfork.files import DIGESTS, check_sealed, exclusive, remove, seal
+from tuningfork.files import DIGESTS, Hashed, check_sealed, checksum, exclusive, remove, seal
 
 
 def test_a_folder_that_its_holder_removed_is_made_anew_for_the_next(tmp_path: Path) -> None:
@@ -73,3 +74,19 @@ def test_files_folders_and_links_are_removed(tmp_path: Path) -> None:
     for name in ("folder", "file"):
         remove(tmp_path / name)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_hashed_file_says_what_its_content_would(tmp_path: Path) -> None:
+    with Hashed((tmp_path / "file").open("wb")) as file:
+        for part in (b"one", bytearray(b"two"), memoryview(b"three"), b""):
+            file.write(part)
+        assert file.tell() == 11
+    assert (tmp_path / "file").read_bytes() == b"onetwothree" and file.checksum() == checksum(tmp_path / "file")
+
+
+def test_a_seal_reads_only_what_is_not_known(tmp_path: Path) -> None:
+    (tmp_path / "known").write_bytes(b"content")
+    (tmp_path / "other").write_bytes(b"content")
+    seal(tmp_path, {"known": "a checksum"})
+    sealed = json.loads((tmp_path / DIGESTS).read_text())
+    assert sealed == {"known": "a checksum", "other": checksum(tmp_path / "other")}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import io
 import json
 import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -83,9 +84,14 @@ def whole_folder(path: Path, cure: str = CURE) -> Iterator[Path]:
         _sync_folder(path.parent)
 
 
-def seal(folder: Path) -> None:
-    """Write the checksums of a folder's files beside them. Raises OSError."""
-    (folder / DIGESTS).write_text(json.dumps({file.name: checksum(file) for file in sorted(folder.iterdir())}))
+def seal(folder: Path, known: Mapping[str, str] | None = None) -> None:
+    """Write the checksums of a folder's files beside them; those that are `known`, by name, are not read for it.
+
+    Raises OSError.
+    """
+    known = known or {}
+    digests = {file.name: known.get(file.name) or checksum(file) for file in sorted(folder.iterdir())}
+    (folder / DIGESTS).write_text(json.dumps(digests))
 
 
 def check_sealed(folder: Path, names: Iterable[str] = ()) -> None:
@@ -103,6 +109,39 @@ def checksum(file: Path) -> str:
     """A checksum of a file's bytes. Raises OSError."""
     with file.open("rb") as content:
         return hashlib.file_digest(content, xxhash.xxh3_128).hexdigest()
+
+
+class Hashed(io.BufferedIOBase):
+    """A file that is written from beginning to end, and hashed on the way: its checksum takes no second pass."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._digest = xxhash.xxh3_128()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:  # type: ignore[override]
+        self._digest.update(data)
+        return self._file.write(data)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def flush(self) -> None:
+        if not self._file.closed:
+            self._file.flush()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def close(self) -> None:
+        super().close()
+        self._file.close()
+
+    def checksum(self) -> str:
+        """What `checksum` says of the file."""
+        return self._digest.hexdigest()
 
 
 def remove(path: Path) -> None:

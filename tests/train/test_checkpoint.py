@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from tuningfork import files
 from tuningfork.errors import RunFolderError
+from tuningfork.files import checksum
 from tuningfork.train.checkpoint import Progress, progress, restore, save
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.optimizer import build_optimizer, set_learning_rate, step
@@ -82,6 +86,16 @@ def test_one_flipped_bit_is_noticed(saved, name):
     message = str(caught.value)
     assert str(saved) in message and "Remove that folder" in message
     assert name == "digests.json" or f"({name} is damaged" in message
+
+
+def test_a_checkpoint_is_not_read_to_be_hashed(tmp_path, monkeypatch):
+    """What is sealed is what was handed to the disk; reading it back takes as long as writing it."""
+    read: list[str] = []
+    monkeypatch.setattr(files, "checksum", lambda file: (read.append(file.name), checksum(file))[1])
+    path = save(tmp_path, PROGRESS, *parts(), keep_last=2)
+    assert read == ["progress.json"]
+    sealed = json.loads((path / "digests.json").read_text())
+    assert sealed == {name: checksum(path / name) for name in names() if name != "digests.json"}
 
 
 @pytest.mark.parametrize("name", names())

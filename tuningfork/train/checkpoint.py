@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import re
 import shutil
 import warnings
@@ -10,16 +12,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from tuningfork.errors import RunFolderError, first_line
-from tuningfork.files import ASIDE, check_sealed, remove, seal, whole_folder
+from tuningfork.files import ASIDE, Hashed, check_sealed, remove, seal, whole_folder
 
 _NAME = re.compile(r"step-(\d+)$")
 _PROGRESS = "progress.json"
@@ -46,16 +49,36 @@ def save(folder: Path, progress: Progress, model: nn.Module, optimizer: torch.op
     if path.exists():  # a run that was killed between this save and its end, and came by again
         return path
     with whole_folder(path) as aside:
+        writer = dcp.FileSystemWriter(aside)
+        writer.fs = files = _HashedFiles()
         try:
             with _one_process():
-                dcp.save(_state(model, optimizer), checkpoint_id=aside, no_dist=True)
+                dcp.save(_state(model, optimizer), storage_writer=writer, no_dist=True)
         except CheckpointException as error:
             raise _os_error(error) or error from error
         (aside / _PROGRESS).write_text(json.dumps(asdict(progress)))
-        seal(aside)  # dcp has no checksums, and loads a weight with a wrong bit as it is
+        seal(aside, files.checksums)  # dcp has no checksums, and loads a weight with a wrong bit as it is
     for old in _all(folder)[:-keep_last]:
         remove(old)
     return path
+
+
+class _HashedFiles(FileSystem):
+    """The files of a checkpoint, hashed while they are written, for they are too large to be read back for it."""
+
+    def __init__(self) -> None:
+        self.checksums: dict[str, str] = {}  # by the file's name
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:  # type: ignore[override]
+        with super().create_stream(path, mode) as file:
+            hashed = Hashed(cast(BinaryIO, file))
+            yield hashed
+        self.checksums[Path(path).name] = hashed.checksum()
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        super().rename(path, new_path)
+        self.checksums[Path(new_path).name] = self.checksums.pop(Path(path).name)
 
 
 def newest(folder: Path) -> Path | None:
