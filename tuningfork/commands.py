@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from tuningfork import __version__
 from tuningfork.config import RunConfig, check, differences, from_yaml, to_yaml
@@ -70,10 +69,10 @@ def _train(config: RunConfig, resume: bool, folder: Path, console: Console) -> i
         last = checkpoint.newest(folder / "checkpoints")
         if before is not None and last is None:
             console.print(f"{folder}: the run had not come to its first checkpoint; it begins at its first step")
-        data, start, tokenizer = _prepare(config, console)
+        data, start = _prepare(config, console)
         settle_activations(start, config.train, data.limits, last, console)
         text = to_yaml(config)
-        result = run(data, start, tokenizer, text, config.pack, config.reference, config.train, config.output, console)
+        result = run(data, start, text, config.pack, config.reference, config.train, config.output, console)
     if not result.finished:
         return 130
     console.print("\n" + summary(result, data))
@@ -129,7 +128,7 @@ def reference(config: RunConfig) -> int:
     config = _dated_as_its_run(config)
     if not PreferenceObjective(config.objective).needs_reference:
         raise ConfigError(f"objective.name {config.objective.name} has no reference; there is nothing to score.")
-    data, start, _ = _prepare(config, console)
+    data, start = _prepare(config, console)
     cache, share = config.reference.cache, config.pack.share_prompt
     store = open_reference(start, share, cache, data.train, data.limits, console, data.held_out)
     covered = counted(len(data.train) + len(data.held_out), "example")
@@ -147,12 +146,12 @@ def evaluate(config: RunConfig, policy: str | None) -> int:
     if not Path(path).is_dir():
         raise ModelError(f"{path} is not a folder. Train first, or name a model folder with --policy.")
     config = _dated_as_its_run(config)
-    data, start, _ = _prepare(config, console)
+    data, start = _prepare(config, console)
     store = None
     if start.objective.needs_reference:
         examples = data.held_out
         store = open_reference(start, config.pack.share_prompt, config.reference.cache, examples, data.limits, console)
-    _take_weights(start, path, config.model)
+    _take_weights(start, path, config.model, console)
     with console.phase("evaluating", len(data.held_out), "pairs") as phase:
         result = evaluate_packs(start, packs_in_windows(data.held_out, data.limits), store, phase.advance)
     console.print(table(f"{path} on {config.data.eval}", _evaluation_rows(None, result)))
@@ -224,8 +223,8 @@ def _dated_as_its_run(config: RunConfig) -> RunConfig:
         ) from error
 
 
-def _prepare(config: RunConfig, console: Console) -> tuple[Data, Start, PreTrainedTokenizerBase]:
-    """Data, model and tokenizer of a run whose data has a date."""
+def _prepare(config: RunConfig, console: Console) -> tuple[Data, Start]:
+    """Data and model of a run whose data has a date."""
     device = choose_device(config.train.device)
     compiled = choose_compile(config.model.compile, device)
     with console.startup.time("data"):
@@ -233,10 +232,10 @@ def _prepare(config: RunConfig, console: Console) -> tuple[Data, Start, PreTrain
         objective = PreferenceObjective(config.objective)
         data = read_data(config.model, config.data, config.pack, objective, tokenizer, compiled, console)
     start = start_model(config.model, config.objective, config.pack, config.train, device, console)
-    return data, start, tokenizer
+    return data, start
 
 
-def _take_weights(start: Start, path: str, starting: ModelConfig) -> None:
+def _take_weights(start: Start, path: str, starting: ModelConfig, console: Console) -> None:
     """Load another model's weights into the starting model, if the two are alike in all but weights."""
     ours, theirs = comparable(start.policy.config), comparable(load_config(path))
     other = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
@@ -245,8 +244,10 @@ def _take_weights(start: Start, path: str, starting: ModelConfig) -> None:
             f"{path} is not a model of the same architecture as {starting.path}: their config.json differ in "
             f"{', '.join(other)}."
         )
-    other_model = load(path, start.policy.device, DTYPES[starting.weights]).model
-    start.policy.model.load_state_dict(other_model.state_dict())
+    other_model = load(path, start.policy.device, DTYPES[starting.weights])
+    for note in other_model.notes:
+        console.print(f"{path}: {note}")
+    start.policy.model.load_state_dict(other_model.model.state_dict())
 
 
 def _data_rows(name: str, report: DataReport) -> list[tuple[str, str]]:

@@ -259,10 +259,10 @@ def _load(model: ModelConfig, device: torch.device, console: Console) -> Loaded:
             phase.advance(-(-done // 10**6) - phase.done)
 
         loaded = load(model.path, device, DTYPES[model.weights], progress)
+    for note in loaded.notes:
+        console.print(f"{model.path}: {note}")
     if phase is None:
-        console.print(
-            f"{model.path}: weights read by transformers itself, which knows their format; slower for large ones"
-        )
+        console.print(f"{model.path}: the weights are in older files than safetensors; slower to read for large ones")
     return loaded
 
 
