@@ -111,11 +111,9 @@ def reference(config: RunConfig) -> int:
     """`tuningfork reference`: fill the reference cache and nothing else."""
     console = Console()
     config = _dated_as_its_run(config)
-    data, start, _ = _prepare(config, console)
-    if not start.objective.needs_reference:
+    if not PreferenceObjective(config.objective).needs_reference:
         raise ConfigError(f"objective.name {config.objective.name} has no reference; there is nothing to score.")
-    for examples in (data.train, data.held_out):
-        start.objective.check(examples)
+    data, start, _ = _prepare(config, console)
     cache, share = config.reference.cache, config.pack.share_prompt
     store = open_reference(start, share, cache, data.train, data.limits, console, data.held_out)
     covered = counted(len(data.train) + len(data.held_out), "example")
@@ -213,10 +211,11 @@ def _prepare(config: RunConfig, console: Console) -> tuple[Data, Start, PreTrain
     """Data, model and tokenizer of a run whose data has a date."""
     device = choose_device(config.train.device)
     compiled = choose_compile(config.model.compile, device)
+    objective = PreferenceObjective(config.objective)
     with console.startup.time("data"):
         tokenizer = load_tokenizer(config.model.path)
-        data = read_data(config.model, config.data, config.pack, tokenizer, compiled, console)
-    start = start_model(config.model, config.objective, config.train, device, console)
+        data = read_data(config.model, config.data, config.pack, objective, tokenizer, compiled, console)
+    start = start_model(config.model, objective, config.train, device, console)
     return data, start, tokenizer
 
 

@@ -14,15 +14,18 @@ import transformers
 
 from tests.tiny import head_of, limits_of, random_examples, random_pairs, score_alone, tiny_policy
 from tuningfork.data.loader import build_packs
-from tuningfork.errors import NonFiniteError
+from tuningfork.errors import DataError, NonFiniteError
 from tuningfork.kernels.select import plain
 from tuningfork.models import attention
+from tuningfork.models.load import Loaded
 from tuningfork.models.policy import Policy
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import TokenExample
 from tuningfork.train.config import TrainConfig
+from tuningfork.train.evaluate import evaluate
 from tuningfork.train.optimizer import build_optimizer
+from tuningfork.train.setup import Start
 from tuningfork.train.step import StepOutcome, train_step
 
 NAMES = ["dpo", "dpo_norm", "ipo", "ipo_sum", "simpo"]
@@ -328,6 +331,22 @@ def test_a_reference_that_is_no_number_moves_nothing():
     with pytest.raises(NonFiniteError, match=r"loss is nan"):
         train_step(policy, head_of(policy), PreferenceObjective(ObjectiveConfig()), sgd(policy), packs, reference, None)
     assert unchanged(policy, before)
+
+
+@pytest.mark.parametrize("answers", [(3, 4, 5, 6), (3,)])
+def test_rows_that_the_objective_refuses_have_no_loss(answers):
+    """Four answers are no two pairs, and two single answers are not one: neither trains, nor is it evaluated."""
+    policy = fresh_policy(dtype=torch.float32)
+    objective = PreferenceObjective(ObjectiveConfig())
+    before = {key: t.clone() for key, t in policy.model.state_dict().items()}
+    packs = build_packs(random_examples([(5, answers), (7, answers)]), limits_of())
+    reference = [np.full(2 * len(answers), -20.0)]
+    with pytest.raises(DataError, match=r"random:1: has \d answers?, objective dpo compares two"):
+        train_step(policy, head_of(policy), objective, sgd(policy), packs, reference, None)
+    assert unchanged(policy, before)
+    start = Start(policy, head_of(policy), objective, Loaded(policy.model, torch.float32), False)
+    with pytest.raises(DataError, match="random:1: has"):
+        evaluate(start, packs, None)
 
 
 def test_a_log_prob_above_zero_is_refused():

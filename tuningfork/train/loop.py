@@ -76,8 +76,6 @@ def run(
     clear_abandoned(folder)
     order = EpochOrder.plan(len(data.train), config.examples_per_step, config.seed, config.epochs, config.max_steps)
     loader = PackLoader(data.train, order, data.limits, pin_memory=start.policy.device.type == "cuda")
-    for examples in (data.train, data.held_out):
-        start.objective.check(examples)
     last = checkpoint.newest(folder / "checkpoints")
 
     # Whatever compares with the starting model happens before a checkpoint is loaded into it.

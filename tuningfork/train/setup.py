@@ -24,7 +24,6 @@ from tuningfork.models import activations
 from tuningfork.models.config import ModelConfig
 from tuningfork.models.load import Loaded, comparable, load, load_config
 from tuningfork.models.policy import Policy
-from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.objective.head import Head
 from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import DataReport, PackedBatch, TokenExample, column
@@ -45,7 +44,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 @dataclass(frozen=True)
 class Data:
-    """Examples to train on and held-out ones, each with the account of its file."""
+    """Examples to train on and held-out ones, each with the account of its file. The objective takes all of them."""
 
     train: Sequence[TokenExample]
     train_report: DataReport
@@ -92,11 +91,17 @@ def read_data(
     model: ModelConfig,
     data: DataConfig,
     pack: PackConfig,
+    objective: PreferenceObjective,
     tokenizer: PreTrainedTokenizerBase,
     compiled: bool,
     console: Console,
 ) -> Data:
-    """Read, tokenize and audit the recipe's files. `data` has a date. Raises DataError, ModelError."""
+    """Read, tokenize and audit the recipe's files, for every command that scores them. `data` has a date.
+
+    Raises:
+        DataError: a file or a row cannot be used, or a row is none that the objective has a loss for.
+        ModelError: the model's config cannot be used.
+    """
     assert data.date is not None, "two files, and a resumed run, could get two dates"
     config = load_config(model.path)
     if data.eval is not None:
@@ -115,6 +120,8 @@ def read_data(
             f"{examples[int(lengths.argmax())].id} has {lengths.max()} tokens, but {model.path} knows {positions} "
             f"positions. Set data.max_length to {positions} or less."
         )
+    for part in (train, held_out):
+        objective.check(part)
     limits = PackLimits.plan(pack.tokens, pack.share_prompt, compiled)
     return Data(train, train_report, held_out, held_out_report, limits)
 
@@ -150,7 +157,7 @@ def read_sources(
 
 def start_model(
     model: ModelConfig,
-    objective: ObjectiveConfig,
+    objective: PreferenceObjective,
     train: TrainConfig,
     device: torch.device,
     console: Console,
@@ -184,9 +191,9 @@ def start_model(
         + ", ".join(f"{kind} kernel {name}" for kind, name in policy.kernels.names.items())
         + (", blocks compiled" if compiled else "")
     )
-    head = Head(policy.kernels, policy.transform, objective.head_chunk_rows)
+    head = Head(policy.kernels, policy.transform, objective.config.head_chunk_rows)
     policy.keep_activations("block" if train.activation_memory == "auto" else train.activation_memory)
-    return Start(policy, head, PreferenceObjective(objective), loaded, compiled)
+    return Start(policy, head, objective, loaded, compiled)
 
 
 def settle_activations(

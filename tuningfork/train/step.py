@@ -42,6 +42,7 @@ def train_step(
         reference: cached log-probs of each pack's answers, float64 [A]; None for an objective without a reference.
 
     Raises:
+        DataError: the objective refuses an example.
         NonFiniteError: a log-prob or the gradient is not finite. The weights have not moved.
     """
     scale = BatchScale.of(example for pack in packs for example in pack.examples)
@@ -52,7 +53,7 @@ def train_step(
         pack = pack.to(policy.device)
         lengths = _on(policy.device, torch.tensor(pack.answer_lengths, dtype=torch.float64))
         ref = None if reference is None else _on(policy.device, torch.from_numpy(reference[i]))
-        terms = PairTerms.of(pack.examples)
+        terms = objective.terms(pack.examples)
         terms = terms and PairTerms(*(_on(policy.device, term) for term in terms))
 
         def share(first: int, last: int, chunk_logps: Tensor, ref=ref, lengths=lengths, terms=terms) -> Tensor:  # type: ignore[no-untyped-def]
