@@ -1,4 +1,4 @@
-"""Every causal language model of transformers, made small and taken the way of a run: trained, or refused with a reason.
+"""Every causal language model of transformers, made small and taken the way of a run: trained, or refused, and why.
 
     python -m tests.sweep_models --out docs/models.md      # about six minutes on a CPU
 
@@ -187,8 +187,8 @@ def page(verdicts: Iterable[Verdict]) -> str:
         "",
         f"## Trained ({len(trained)})",
         "",
-        "A packed example has the log-probs that it has alone, also beyond the model's window. Rates of dropout and the "
-        "like must be 0 in config.json.",
+        "A packed example has the log-probs that it has alone, also beyond the model's window. Rates of dropout and "
+        "the like must be 0 in config.json.",
         "",
         *(f"- `{verdict.kind}` {verdict.name}" for verdict in trained),
         "",

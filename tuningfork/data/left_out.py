@@ -91,7 +91,9 @@ def _is_gone(mark: Mark, marks: Marks, counts: bool, printer: Printer, sides: Se
 
 def _with_arguments(turn: Message) -> bool:
     """Whether each of a turn's calls has arguments."""
-    inner = (call.get("function") if isinstance(call.get("function"), dict) else call for call in turn.extra["tool_calls"])
+    inner = (
+        call.get("function") if isinstance(call.get("function"), dict) else call for call in turn.extra["tool_calls"]
+    )
     return all(call.get("arguments") not in (None, "", {}) for call in inner)
 
 

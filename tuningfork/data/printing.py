@@ -25,7 +25,9 @@ _HOW_TO_PRINT = {
     "messages",
 } - {"tools", "documents"}
 # A field read in a template: message.name, messages[0]["name"], message.get("name"), "name" in message.
-_READ = re.compile(r"""(?<![\w.\])])(\w+)\s*(?:\[[^\[\]'"]*\]\s*)?(?:\.\s*get\(\s*['"](\w+)['"]|\.\s*(\w+)|\[\s*['"](\w+)['"])""")
+_READ = re.compile(
+    r"""(?<![\w.\])])(\w+)\s*(?:\[[^\[\]'"]*\]\s*)?(?:\.\s*get\(\s*['"](\w+)['"]|\.\s*(\w+)|\[\s*['"](\w+)['"])"""
+)
 _ASKED = re.compile(r"""['"](\w+)['"]\s+(?:not\s+)?in\s+(\w+)""")
 _BOUND = re.compile(r"\{%[-+]?\s*(?:for\s+([\w\s,]+?)\s+in|set\s+(\w+)\s*=)\s*(.*?)%\}", re.DOTALL)
 # Of these come objects that are no messages: tools, calls, documents, and what a template keeps for itself.
@@ -124,9 +126,8 @@ class Printer:
         followed = self.tried((*turns, Message("user", "0")))
         if followed is None or followed.startswith(closed.rstrip()):
             return 0
-        if nothing := self.tried(()):  # the header alone, and maybe a BOS
-            if header := common_end(nothing, alike):
-                return header
+        if header := common_end(self.tried(()) or "", alike):  # of no turns: the header alone, and maybe a BOS
+            return header
         # The end marker is one special token; without any, the header has a line of its own.
         start, kept = len(closed) - len(alike), common(followed, closed)
         ends = (closed.find(token, start) + len(token) for token in self.special if token in closed[start:kept])

@@ -148,7 +148,7 @@ def evened(answers: Sequence[Located]) -> list[list[Found]]:
         short[turn.opening] = max(turn.short, short.get(turn.opening, 0))
     for opening, missing in short.items():
         kept = len(opening) - missing
-        while missing and 0 < kept and opening[kept - 1].isspace() and opening[kept].isspace():
+        while missing and kept > 0 and opening[kept - 1].isspace() and opening[kept].isspace():
             kept -= 1  # tokens keep white space together
         short[opening] = len(opening) - kept
     return [[replace(t, start=t.start - (short[t.opening] - t.short)) for t in turns] for turns in known]

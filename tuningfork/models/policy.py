@@ -91,7 +91,7 @@ class Policy:
         return hidden.index_select(0, batch.logit_rows).to(self.dtype)
 
     def _precision(self) -> AbstractContextManager[Any]:
-        if self.dtype == torch.bfloat16:
+        if self.dtype == torch.bfloat16 and self.device.type != "meta":  # a model without memory has no numbers to cast
             return torch.autocast(self.device.type, self.dtype)
         return nullcontext()
 

@@ -82,7 +82,7 @@ class _Onlooker:
         self._seen = seen
         self.inside: list[nn.Module] = []  # entries of module lists that are running, the outermost first
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, window: int | None, **_: Any) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, window: int | None, **more: Any) -> Tensor:
         _, heads, width = query.shape
         value_width = value.shape[-1]
         call = Attended(heads * (width + value_width) // 2, window, max(width, value_width), torch.is_grad_enabled())
