@@ -211,11 +211,11 @@ def _prepare(config: RunConfig, console: Console) -> tuple[Data, Start, PreTrain
     """Data, model and tokenizer of a run whose data has a date."""
     device = choose_device(config.train.device)
     compiled = choose_compile(config.model.compile, device)
-    objective = PreferenceObjective(config.objective)
     with console.startup.time("data"):
         tokenizer = load_tokenizer(config.model.path)
+        objective = PreferenceObjective(config.objective)
         data = read_data(config.model, config.data, config.pack, objective, tokenizer, compiled, console)
-    start = start_model(config.model, objective, config.train, device, console)
+    start = start_model(config.model, config.objective, config.train, device, console)
     return data, start, tokenizer
 
 

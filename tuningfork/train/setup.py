@@ -24,6 +24,7 @@ from tuningfork.models import activations
 from tuningfork.models.config import ModelConfig
 from tuningfork.models.load import Loaded, comparable, load, load_config
 from tuningfork.models.policy import Policy
+from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.objective.head import Head
 from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import DataReport, PackedBatch, TokenExample, column
@@ -157,7 +158,7 @@ def read_sources(
 
 def start_model(
     model: ModelConfig,
-    objective: PreferenceObjective,
+    objective: ObjectiveConfig,
     train: TrainConfig,
     device: torch.device,
     console: Console,
@@ -191,9 +192,9 @@ def start_model(
         + ", ".join(f"{kind} kernel {name}" for kind, name in policy.kernels.names.items())
         + (", blocks compiled" if compiled else "")
     )
-    head = Head(policy.kernels, policy.transform, objective.config.head_chunk_rows)
+    head = Head(policy.kernels, policy.transform, objective.head_chunk_rows)
     policy.keep_activations("block" if train.activation_memory == "auto" else train.activation_memory)
-    return Start(policy, head, objective, loaded, compiled)
+    return Start(policy, head, PreferenceObjective(objective), loaded, compiled)
 
 
 def settle_activations(
