@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from tuningfork.train.setup import (
     DTYPES,
     Data,
     Start,
+    check_one_process,
     choose_compile,
     choose_device,
     open_reference,
@@ -46,7 +48,18 @@ from tuningfork.train.setup import (
 def train(config: RunConfig, resume: bool, console: Console | None = None) -> int:
     """`tuningfork train`: the main job."""
     console = console or Console()
+    check_one_process()
     folder = Path(config.output.dir)
+    if resume and not os.path.exists(folder):
+        run_folder.check(folder, resume)  # before it, or a folder above it, is made
+    try:
+        return _train(config, resume, folder, console)
+    except KeyboardInterrupt:
+        how = "continue with --resume" if run_folder.has_begun(folder) else "no step was done: give the command again"
+        raise KeyboardInterrupt(f"what was saved is whole, {how}") from None
+
+
+def _train(config: RunConfig, resume: bool, folder: Path, console: Console) -> int:
     with exclusive(folder, cure="Choose another output.dir, or make room or permit it."):
         run_folder.check(folder, resume)
         before = _run_in(folder)
@@ -55,6 +68,8 @@ def train(config: RunConfig, resume: bool, console: Console | None = None) -> in
             run_folder.check_settings(folder, differences(before, config))
         optimizer.check(config.train)  # before minutes of reading and scoring
         last = checkpoint.newest(folder / "checkpoints")
+        if before is not None and last is None:
+            console.print(f"{folder}: the run had not come to its first checkpoint; it begins at its first step")
         data, start, tokenizer = _prepare(config, console)
         settle_activations(start, config.train, data.limits, last, console)
         text = to_yaml(config)
@@ -109,6 +124,7 @@ def data(config: RunConfig, strict: bool) -> int:
 
 def reference(config: RunConfig) -> int:
     """`tuningfork reference`: fill the reference cache and nothing else."""
+    check_one_process()
     console = Console()
     config = _dated_as_its_run(config)
     if not PreferenceObjective(config.objective).needs_reference:
@@ -123,6 +139,7 @@ def reference(config: RunConfig) -> int:
 
 def evaluate(config: RunConfig, policy: str | None) -> int:
     """`tuningfork eval`: a trained model on the held-out pairs, against the recipe's reference."""
+    check_one_process()
     console = Console()
     if config.data.eval is None:
         raise ConfigError("data.eval must be set to evaluate; for example: --data.eval held_out.jsonl")

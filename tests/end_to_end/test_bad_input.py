@@ -350,6 +350,20 @@ def allocate_too_much(*args: Any) -> Any:
     return torch.empty(2**50, dtype=torch.uint8)
 
 
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_several_processes_are_refused(job: Job, shelf: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Under a launcher each of them would train the whole run; one process is one, whoever starts it."""
+    job = job.but({"data.eval": shelf / "held_out.jsonl"})
+    monkeypatch.setenv("SLURM_NTASKS", "8")  # what was asked for; a batch script starts one process with it
+    monkeypatch.setenv(name, "4")
+    for command in (("train",), ("train", "--resume"), ("reference",), ("eval", "--policy", str(shelf / "model"))):
+        message = job.refused(*command)
+        assert f"{name} is 4" in message and "in one process" in message and "without a launcher" in message
+    assert not job.run.exists() and not job.cache.exists()
+    monkeypatch.setenv(name, "1")
+    job.but({"train.max_steps": 1}).done()
+
+
 def test_too_little_memory_for_a_step(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step, what torch said, the ways out; --resume with the one that changes no log-prob goes on."""
     job = job.but({"output.save_every": 1})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -40,6 +41,15 @@ from tuningfork.train.optimizer import optimizer_bytes
 from tuningfork.train.score import score
 from tuningfork.train.self_check import check_packed_equals_alone
 
+# Variable that holds the number of processes -> who sets it. SLURM_NTASKS is not among them: it is what was asked for,
+# also where a batch script then starts one process.
+LAUNCHERS = {
+    "WORLD_SIZE": "torchrun, accelerate or deepspeed",
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "PMI_SIZE": "mpirun",
+    "SLURM_STEP_NUM_TASKS": "srun",
+}
+
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -67,6 +77,17 @@ class Start:
     def score(self, batch: PackedBatch) -> Tensor:
         """Summed log-probs of a pack's answers under the policy as it is now, float64 [A] on its device."""
         return score(self.policy, self.head, batch)
+
+
+def check_one_process() -> None:
+    """Refuse to be one process of several: each would do all of the work, in the same folders. Raises ConfigError."""
+    for name, launcher in LAUNCHERS.items():
+        started = os.environ.get(name, "")
+        if started.isdecimal() and int(started) > 1:
+            raise ConfigError(
+                f"{name} is {started}: {launcher} has started several processes, and each would do the whole of the "
+                "work. tuningfork trains in one process, on one GPU: give the command without a launcher."
+            )
 
 
 def choose_device(name: str) -> torch.device:
