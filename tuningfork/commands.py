@@ -232,7 +232,7 @@ def _prepare(config: RunConfig, console: Console) -> tuple[Data, Start, PreTrain
         tokenizer = load_tokenizer(config.model.path)
         objective = PreferenceObjective(config.objective)
         data = read_data(config.model, config.data, config.pack, objective, tokenizer, compiled, console)
-    start = start_model(config.model, config.objective, config.train, device, console)
+    start = start_model(config.model, config.objective, config.pack, config.train, device, console)
     return data, start, tokenizer
 
 

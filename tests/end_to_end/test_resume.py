@@ -376,7 +376,7 @@ def test_a_folder_of_something_else_is_refused_even_with_resume(job: Job) -> Non
 
 
 def test_resume_where_there_is_no_run_is_refused(finished: Job, job: Job) -> None:
-    """A mistyped output.dir would start from step 0. It says what it looked for, names runs beside it, makes nothing."""
+    """A mistyped output.dir would start from step 0. It says what it looked for, names runs nearby, makes nothing."""
     typo = finished.elsewhere("rnu")
     message = typo.refused("train", "--resume")
     assert f"there is no run in {typo.run}" in message and "no config.yaml" in message

@@ -37,9 +37,10 @@ from tuningfork.report.console import Console, Phase
 from tuningfork.train import checkpoint
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.fit import settle
+from tuningfork.train.kernel_check import KernelCheck
 from tuningfork.train.optimizer import optimizer_bytes
 from tuningfork.train.score import score
-from tuningfork.train.self_check import check_packed_equals_alone
+from tuningfork.train.self_check import check_packed_equals_alone, window_not_reached
 
 # Variable that holds the number of processes -> who sets it. SLURM_NTASKS is not among them: it is what was asked for,
 # also where a batch script then starts one process.
@@ -180,18 +181,19 @@ def read_sources(
 def start_model(
     model: ModelConfig,
     objective: ObjectiveConfig,
+    pack: PackConfig,
     train: TrainConfig,
     device: torch.device,
     console: Console,
 ) -> Start:
-    """Load the starting model, check that packing it is exact, and put kernels and compiler under it.
+    """Load the starting model, check that packing it is exact, put kernels and compiler under it, and check these.
 
     It keeps activations as `train.activation_memory` says; where that is auto, as little of them as scoring allows,
     until `settle_activations`.
 
     Raises:
         ConfigError: something that the settings ask for cannot be had here.
-        ModelError: the model cannot be loaded, or packing it is not exact.
+        ModelError: the model cannot be loaded, packing it is not exact, or its kernels are wrong on this device.
     """
     dtype = choose_dtype(model, device)
     compiled = choose_compile(model.compile, device)
@@ -205,6 +207,11 @@ def start_model(
     with console.startup.time("self-check"):
         check_packed_equals_alone(loaded.model, model.path)
     policy = Policy.fast(loaded.model, dtype)
+    head = Head(policy.kernels, policy.transform, objective.head_chunk_rows)
+    check = None
+    if compiled or not policy.has_plain_kernels:
+        with console.startup.time("kernel check"):
+            check = KernelCheck.begin(policy, head, model.path, pack.share_prompt, compiled)
     if compiled:
         policy.compile()
     console.print(
@@ -213,8 +220,12 @@ def start_model(
         + ", ".join(f"{kind} kernel {name}" for kind, name in policy.kernels.names.items())
         + (", blocks compiled" if compiled else "")
     )
-    head = Head(policy.kernels, policy.transform, objective.head_chunk_rows)
     policy.keep_activations("block" if train.activation_memory == "auto" else train.activation_memory)
+    if check is not None:
+        with console.startup.time("kernel check"):
+            check.compare(policy)
+    if window := window_not_reached(policy):
+        console.print(f"checks at the start: not beyond the layers' window of {window:,}, which is too long for that")
     return Start(policy, head, PreferenceObjective(objective), loaded, compiled)
 
 
