@@ -184,7 +184,7 @@ def training_steps(
         try:
             with enough_memory(f"step {step + 1}"):
                 outcome = train_step(
-                    start.policy, start.head, start.objective, optimizer, packs, refs, config.max_grad_norm
+                    start.policy, start.head, start.objective, optimizer, packs, refs, config.max_grad_norm, step == 0
                 )
         except NonFiniteError as error:
             raise NonFiniteError(

@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tuningfork.errors import NonFiniteError
+from tuningfork.errors import NonFiniteError, ReferenceMismatch
 from tuningfork.models.policy import Policy
 from tuningfork.objective.head import Head
 from tuningfork.objective.objectives import BatchScale, PairTerms, PreferenceObjective
 from tuningfork.records import PackedBatch
+from tuningfork.reference.build import unequal
 from tuningfork.train.optimizer import gradient_norm, step
 
 
@@ -35,15 +36,18 @@ def train_step(
     packs: Sequence[PackedBatch],
     reference: Sequence[np.ndarray] | None,
     max_grad_norm: float | None,
+    starting: bool = False,
 ) -> StepOutcome:
     """Train on one batch, already cut into packs; how it is cut does not change the step.
 
     Args:
         reference: cached log-probs of each pack's answers, float64 [A]; None for an objective without a reference.
+        starting: the weights are still those that the reference was scored with.
 
     Raises:
         DataError: the objective refuses an example.
         NonFiniteError: a log-prob or the gradient is not finite. The weights have not moved.
+        ReferenceMismatch: a log-prob of a starting policy has not the cached one's bits. The weights have not moved.
     """
     scale = BatchScale.of(example for pack in packs for example in pack.examples)
     losses, logps, rewards = [], [], []
@@ -72,6 +76,8 @@ def train_step(
     norm = gradient_norm(optimizer)
     outcome = _read(torch.stack(losses).sum(), norm, torch.cat(logps), torch.cat(rewards))
     _check_finite(outcome, packs)
+    if starting and reference is not None:
+        _check_starting(outcome, packs, np.concatenate(reference))
     limit = max_grad_norm
     step(optimizer, limit / (norm + 1e-6) if limit is not None and outcome.grad_norm > limit else None)
     optimizer.zero_grad(set_to_none=True)
@@ -86,6 +92,18 @@ def _read(loss: Tensor, grad_norm: Tensor, logps: Tensor, rewards: Tensor) -> St
 def _on(device: torch.device, tensor: Tensor) -> Tensor:
     """The tensor on a device. From pinned memory, so that the host goes on while the device is busy."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def _check_starting(outcome: StepOutcome, packs: Sequence[PackedBatch], cached: np.ndarray) -> None:
+    """What training computes is what scoring computed; another graph, or way to keep activations, shows here."""
+    examples = [example for pack in packs for example in pack.examples]
+    wrong = unequal(examples, outcome.logps.flatten().numpy(), cached)
+    if wrong:
+        raise ReferenceMismatch(
+            f"{len(wrong)} of {len(cached)} log-probs of the first training step are not those in the reference cache; "
+            f"worst {wrong[0]}. No weight has moved, so they must be equal to the bit: training computes other numbers "
+            "than scoring does. Set train.activation_memory to block, or model.compile to off."
+        )
 
 
 def _check_finite(outcome: StepOutcome, packs: Sequence[PackedBatch]) -> None:
