@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from tests.tiny import head_of, limits_of, random_examples, random_pairs, score_alone, tiny_policy
+from tuningfork.data.layout import build
 from tuningfork.data.loader import build_packs
 from tuningfork.errors import NonFiniteError
 from tuningfork.kernels.select import plain
@@ -110,6 +111,21 @@ def norm(moved: dict[str, torch.Tensor]) -> float:
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     """How far two steps are apart, against the length of one."""
     return norm({key: a[key].double() - b[key].double() for key in a}) / norm(b)
+
+
+def test_padding_stays_within_a_learned_table_of_positions():
+    """The tail of a pack may be longer than the model knows positions; its rows are computed like all others."""
+    policy = fresh_policy()
+    examples = random_examples([(10, (54, 3)), (1, (2, 1))])  # as long as the table, and a little more
+    for some in (examples, examples[1:]):
+        alone = np.concatenate([[float(x.detach()) for x in score_alone(policy.model, example)] for example in some])
+        pack = build(some, 512, share_prompt=True)
+        assert 512 - pack.unique_rows > policy.config.n_positions
+        hidden = policy.hidden_rows(pack)
+        packed = head_of(policy).score(hidden.detach(), policy.head_weight, pack)
+        np.testing.assert_allclose(packed.numpy(), alone, rtol=1e-9, atol=1e-9)
+        hidden.sum().backward()
+        assert all(p.grad is None or p.grad.isfinite().all() for p in policy.model.parameters())
 
 
 # Chosen answers of very different lengths: a mean of means would show.
