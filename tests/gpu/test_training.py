@@ -50,7 +50,11 @@ def _packed(policy, examples, weights, share_prompt):
     batch = one_pack(examples, share_prompt).to(CUDA)
     policy.model.zero_grad()
     _, logps = head_of(policy, 64).backward(
-        policy.hidden_rows(batch), policy.head_weight, batch, lambda a, b, logps: (weights[a:b] * logps).sum()
+        policy.hidden_rows(batch),
+        policy.head_weight,
+        batch,
+        lambda a, b, logps: (weights[a:b] * logps).sum(),
+        policy.head_bias,
     )
     return logps, {name: p.grad.clone() for name, p in policy.model.named_parameters()}
 
