@@ -78,7 +78,11 @@ NEEDS = {
 }
 
 
-OTHER = {"data.date": "2026-01-31"}  # not any text will do
+OTHER = {  # not any text will do
+    "data.date": "2026-01-31",
+    "data.columns": {"question": "prompt", "7": "chosen"},
+    "data.roles": {"agent": "assistant"},
+}
 
 
 @pytest.mark.parametrize("key", SETTINGS)

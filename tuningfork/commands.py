@@ -10,6 +10,7 @@ import torch
 
 from tuningfork import __version__
 from tuningfork.config import RunConfig, check, differences, from_yaml, to_yaml
+from tuningfork.data.audit import check_names_used
 from tuningfork.data.loader import EpochOrder, packs_in_windows
 from tuningfork.data.pack import PackLimits
 from tuningfork.data.sources import Use, check_sources
@@ -91,14 +92,18 @@ def data(config: RunConfig, strict: bool) -> int:
     tokenizer, model = load_tokenizer(config.model.path), load_config(config.model.path)
     objective = PreferenceObjective(config.objective)
 
+    reports = []
+
     def read(sources: str | list[str], use: Use) -> SetData:
         examples, report = read_sources(sources, tokenizer, config.data, config.pack, model.vocab_size, console, use)
+        reports.append(report)
         return SetData.of(examples, report, tokenizer.bos_token_id, objective.refusal)
 
     if config.data.eval is not None:
         check_sources(config.data.eval, "eval")
     train = read(config.data.train, "train")
     held_out = None if config.data.eval is None else read(config.data.eval, "eval")
+    check_names_used(config.data, *reports)
     per_step, epochs, most = config.train.examples_per_step, config.train.epochs, config.train.max_steps
     # The run's packs, not this machine's: a recipe that leaves the device open is for a GPU.
     device = torch.device("cpu" if config.train.device == "cpu" else "cuda")

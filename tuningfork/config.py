@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 from tuningfork import recipe as recipes
+from tuningfork.data.columns import check_columns
 from tuningfork.data.config import DataConfig, PackConfig
+from tuningfork.data.roles import check_roles
 from tuningfork.errors import ConfigError, counted
 from tuningfork.models.config import ModelConfig
 from tuningfork.objective.config import ObjectiveConfig
@@ -69,6 +71,8 @@ def check(config: RunConfig) -> None:
         raise ConfigError(f"{' and '.join(missing)} must be set, in the recipe or by flag; for example: {flags}")
     _check_mix(config.data)
     _check_date(config.data.date)
+    check_columns(config.data.columns or {})
+    check_roles(config.data.roles or {})
     cache, run = config.data.cache, Path(config.output.dir).resolve()
     if cache is not None and Path(cache).resolve().is_relative_to(run):
         raise ConfigError(
@@ -219,6 +223,8 @@ def _metavar(hint: Any) -> str:
         return "|".join(arms)
     if get_origin(hint) is list:
         return f"[{_metavar(arms[0])},..]"
+    if get_origin(hint) is dict:
+        return "{NAME: NAME,..}"
     if get_origin(hint) is Annotated:  # T with constraints
         return _metavar(arms[0])
     if arms:  # T | U | None

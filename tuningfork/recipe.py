@@ -226,6 +226,8 @@ def allowed(hint: Any) -> str:
         return f"one of {', '.join(get_args(hint))}"
     if get_origin(hint) is list:
         return f"a list with each entry {allowed(get_args(hint)[0])}"
+    if get_origin(hint) is dict:
+        return "a mapping of names to names, such as {theirs: ours}"
     if arms := get_args(hint):  # T | U | None
         either = " or ".join(allowed(arm) for arm in arms if arm is not type(None))
         return f"{either}, or null" if type(None) in arms else either
@@ -261,15 +263,18 @@ def _initials(name: str) -> str:
 def _value(text: str, hint: Any) -> Any:
     """A flag's text as the recipe's value. Where a setting is text, `7` is text without quotes; nothing is not null.
 
-    Where it may be a list, `[a, b]` is one.
+    Where it may be a list, `[a, b]` is one; where it may be a mapping, `{a: b}`.
     """
-    if any(get_origin(arm) is list for arm in (hint, *get_args(hint))) and text.startswith("["):
-        try:
-            entries = yaml.load(text, Loader=_Loader)
-        except (yaml.YAMLError, ValueError):
-            entries = None
-        if isinstance(entries, list):
-            return entries
+    for kind, opening in ((list, "["), (dict, "{")):
+        if any(get_origin(arm) is kind for arm in (hint, *get_args(hint))) and text.startswith(opening):
+            try:
+                entries = yaml.load(text, Loader=_Loader)
+            except (yaml.YAMLError, ValueError):
+                entries = None
+            if isinstance(entries, kind):
+                return entries
     value = parse_scalar(text)
-    is_text = hint is str or any(str in (arm, *get_args(arm)) for arm in get_args(hint))
+    is_text = hint is str or any(
+        arm is str or (get_origin(arm) is not dict and str in get_args(arm)) for arm in get_args(hint)
+    )
     return text if text == "" or (is_text and value is not None) else value

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tuningfork.data import examples, read, survey
+from tuningfork.data.roles import MessageNames
 from tuningfork.data.values import Unusable
 from tuningfork.records import DroppedRow, Example, Message, Source
 
@@ -23,9 +24,15 @@ class Read:
     notes: dict[str, list[Source]]
 
 
-def read_examples(path: str | Path, as_text: bool, form: str = "auto") -> Read:
-    rows, count, reader = survey.open_table(path, as_text, form)
-    found = Read(reader.form, count, [], [], {})
+def read_examples(
+    path: str | Path,
+    as_text: bool,
+    form: str = "auto",
+    columns: dict[str, str] | None = None,
+    names: MessageNames | None = None,
+) -> Read:
+    rows, whole, reader = survey.open_table(path, as_text, form, columns, names or MessageNames())
+    found = Read(reader.form, whole.rows, [], [], {})
     not_read: dict[str, list[Source]] = {}
     for number, row in rows:
         source = Source(str(path), number)

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from tests.data.rows import PAIR, read_examples, read_rows, write
 from tuningfork.data.read import BATCH
 from tuningfork.errors import DataError, RunFolderError
+from tuningfork.records import Message
 
 
 def test_plain_and_zipped_files_of_every_kind_give_the_same_rows(tmp_path: Path) -> None:
@@ -120,9 +121,6 @@ def test_a_full_folder_for_temporary_files_is_named(tmp_path: Path, monkeypatch:
         patch.setattr("tempfile.TemporaryDirectory", nearly_full)
         with pytest.raises(RunFolderError, match=r"rows.parquet cannot be written: No space left.*set TMPDIR"):
             read_rows(path)
-    monkeypatch.setattr(datasets.Dataset, "from_parquet", full)
-    with pytest.raises(DataError, match=r"rows cannot be read .*No space left.*set TMPDIR"):
-        read_rows(path)
 
 
 def test_an_empty_object_of_a_table_stays_and_one_that_is_not_there_goes(tmp_path: Path) -> None:
@@ -222,38 +220,6 @@ def _link(folder: Path) -> Path:
     return folder / "a.jsonl"
 
 
-def _bad_column(column: pa.Array, damage: Callable[[bytes], bytes] = lambda data: data) -> Callable[[Path], Path]:
-    """A good row, and one of which the column `noted` cannot be read."""
-
-    def make(folder: Path) -> Path:
-        path = folder / "t.parquet"
-        table = pa.table({"prompt": ["p", "q"], "noted": column})
-        pyarrow.parquet.write_table(table, path, compression="none", use_dictionary=False)
-        path.write_bytes(damage(path.read_bytes()))
-        return path
-
-    return make
-
-
-def _spoilt_dataset(folder: Path) -> Path:
-    datasets.Dataset.from_dict({"prompt": ["p", "q"], "noted": ["fine", "spoilt"]}).save_to_disk(folder / "saved")
-    (file,) = (folder / "saved").glob("*.arrow")
-    file.write_bytes(file.read_bytes().replace(b"spoilt", b"spoil\xff"))
-    return folder / "saved"
-
-
-def _not_json(folder: Path) -> Path:
-    """One bad value, behind the first rows that are made at once."""
-    noted = [{"said": "fine"}] * (BATCH + 1) + [{"said": "spoilt"}]
-    kinds = datasets.Features({"prompt": datasets.Value("string"), "noted": datasets.Json()})
-    table = datasets.Dataset.from_dict({"prompt": ["p"] * len(noted), "noted": noted}, features=kinds)
-    table.save_to_disk(folder / "saved")
-    assert read_rows(folder / "saved")[-1] == (BATCH + 2, {"prompt": "p", "noted": {"said": "spoilt"}})
-    (file,) = (folder / "saved").glob("*.arrow")
-    file.write_bytes(file.read_bytes().replace(b'"spoilt"', b'"spoilt}'))
-    return folder / "saved"
-
-
 GOOD = b'{"prompt": "p", "chosen": "c", "rejected": "r"}\n'
 LONG = b"".join(b'{"prompt": "%d", "chosen": "c", "rejected": "r"}\n' % i for i in range(999))
 BAD_FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
@@ -279,7 +245,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     "no end": (_bytes("a.jsonl", b'{"prompt": "a"\r\n' + GOOD), ["line 1 is not JSON", "',' delimiter"]),
     "malformed array": (_bytes("a.json", b'[\n{"prompt": 1},\n{"prompt" 1}]'), ["line 3 is not JSON", "column 11"]),
     "field twice": (_bytes("a.jsonl", GOOD + b'{"chosen": "a", "chosen": "b"}'), ["line 2", "'chosen' is given twice"]),
-    "deep": (_bytes("a.jsonl", b"[" * 100_000), ["line 1 is not JSON", "recursion"]),
+    "deep": (_bytes("a.jsonl", b'{"a": ' + b"[" * 100_000), ["line 1 is not JSON", "recursion"]),
     "not objects": (_bytes("a.jsonl", GOOD + b"[1]\n"), ["line 2 is a list, not an object"]),
     "not objects in an array": (_bytes("a.json", b'[{"a": 1}, "b"]'), ["row 2 is a string, not an object"]),
     "comma behind the last of an array": (_bytes("a.json", b"[" + GOOD + b",\n]"), ["line 3 is not JSON", "column 1"]),
@@ -300,23 +266,13 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     "pipe": (_pipe, ["is a pipe or a device", "Write it to a file first"]),
     "link to nothing": (_link, ["is a link to b.jsonl, which is not there"]),
     "Latin-1": (_bytes("a.jsonl", GOOD + '{"prompt": "\xe9"}\n'.encode("latin-1")), ["line 2 is not UTF-8", "byte 12"]),
-    "UTF-16 without a mark": (_bytes("a.jsonl", GOOD.decode().encode("utf-16-le")), ["line 1 is not JSON", "column 2"]),
+    "UTF-16 without a mark": (_bytes("a.jsonl", GOOD.decode().encode("utf-16-le")), ["is UTF-16 text", "UTF-16LE"]),
     "table without columns": (_parquet(lambda data: data, [{}]), ["no rows"]),
-    "a date after the year 9999": (
-        _bad_column(pa.array([1, 10**8], pa.date32())),
-        ["row 2, column 'noted' cannot be read", "date value out of range"],
-    ),
-    "a text that is not UTF-8 in a table": (
-        _bad_column(pa.array(["fine", "spoilt"]), lambda data: data.replace(b"spoilt", b"spoil\xff")),
-        ["row 2, column 'noted' cannot be read", "0xff"],
-    ),
-    "a saved data set with a text that is not UTF-8": (_spoilt_dataset, ["row 2, column 'noted' cannot be", "0xff"]),
-    "a saved data set with JSON that is none": (_not_json, ["row 1002, column 'noted' cannot be read"]),
     "not UTF-8": (
         _bytes("a.jsonl", GOOD * 2 + b'{"prompt": "\xff"}\n'),
         ["line 3 is not UTF-8", "Save the file as UTF-8"],
     ),
-    "UTF-16": (_bytes("a.jsonl", GOOD.decode().encode("utf-16")), ["line 1 is not UTF-8"]),
+    "UTF-16": (_bytes("a.jsonl", GOOD.decode().encode("utf-16")), ["is UTF-16 text", "as UTF-8"]),
     "gzip cut short": (_bytes("a.jsonl.gz", gzip.compress(LONG)[:-200]), ["gzip data is cut short or damaged"]),
     "gzip damaged": (_bytes("a.jsonl.gz", gzip.compress(LONG)[:60] + b"xxxx"), ["gzip data is cut short or damaged"]),
     "parquet cut short": (_parquet(lambda data: data[:-9], [{"prompt": "p"}]), ["not a whole Parquet file"]),
@@ -325,10 +281,14 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
         _bytes("a.parquet.gz", gzip.compress(LONG) + b"junk"),
         ["gzip data is cut short or damaged", "Not a gzipped file"],
     ),
-    "not parquet": (_bytes("a.parquet", GOOD), ["not a whole Parquet file"]),
+    "not parquet": (_bytes("a.parquet", b"nothing that is known"), ["not a whole Parquet file"]),
     "unknown fields": (
         _bytes("a.jsonl", b'{"input": "i", "label": 1}'),
-        ["Fields found: input, label", "prompt, chosen, rej"],
+        [
+            "Fields found: input, label",
+            "Nearest are unpaired_messages (messages, label) lacks messages; ",
+            "{input: messages}",
+        ],
     ),
 }
 
@@ -341,3 +301,141 @@ def test_a_bad_file_is_refused_with_what_where_and_what_to_do(case: str, tmp_pat
         read_examples(path, as_text=False)
     message = str(caught.value)
     assert message.startswith(str(path)) and all(part in message for part in expected), message
+
+
+# ---- values of tables that cannot be read, or are not what a field holds
+
+
+def _saved(folder: Path, noted: list[Any], damage: Callable[[bytes], bytes], kind: Any) -> Path:
+    kinds = datasets.Features({**{key: datasets.Value("string") for key in PAIR}, "noted": kind})
+    rows = {key: [value] * len(noted) for key, value in PAIR.items()}
+    datasets.Dataset.from_dict({**rows, "noted": noted}, features=kinds).save_to_disk(folder / "saved")
+    (file,) = (folder / "saved").glob("*.arrow")
+    file.write_bytes(damage(file.read_bytes()))
+    return folder / "saved"
+
+
+def _table(folder: Path, column: pa.Array, damage: Callable[[bytes], bytes] = lambda data: data) -> Path:
+    table = pa.table({**{key: [value] * len(column) for key, value in PAIR.items()}, "noted": column})
+    path = folder / "t.parquet"
+    pyarrow.parquet.write_table(table, path, compression="none", use_dictionary=False)
+    path.write_bytes(damage(path.read_bytes()))
+    return path
+
+
+def _spoil(data: bytes) -> bytes:
+    return data.replace(b"spoilt", b"spoil\xff")
+
+
+UNREADABLE: dict[str, tuple[Callable[[Path], Path], int, str]] = {
+    "a date after the year 9999": (lambda f: _table(f, pa.array([1, 10**8], pa.date32())), 2, "date value out of"),
+    "text that is not UTF-8": (lambda f: _table(f, pa.array(["fine", "spoilt"]), _spoil), 2, "0xff"),
+    "a saved data set with such text": (
+        lambda f: _saved(f, ["fine", "spoilt"], _spoil, datasets.Value("string")),
+        *(2, "0xff"),
+    ),
+    "a saved data set with JSON that is none": (  # behind the first rows that are made at once
+        lambda f: _saved(
+            f,
+            [{"said": "fine"}] * (BATCH + 1) + [{"said": "spoilt"}],
+            lambda data: data.replace(b'"spoilt"', b'"spoilt}'),
+            datasets.Json(),
+        ),
+        *(BATCH + 2, ""),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_a_value_that_cannot_be_read_costs_the_row_of_who_reads_it_and_no_other(case: str, tmp_path: Path) -> None:
+    make, bad, why = UNREADABLE[case]
+    path = make(tmp_path)
+    result = read_examples(path, as_text=False)
+    assert (len(result.examples), result.dropped) == (bad, [])
+    assert list(result.notes) == ["fields that are not read: noted"]
+    read = read_examples(path, as_text=False, columns={"noted": "margin"})
+    (dropped,) = [row for row in read.dropped if row.row == bad]
+    assert dropped.reason == "unreadable value" and dropped.detail.startswith("noted cannot be read (")
+    assert why in dropped.detail
+
+
+@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary()])
+def test_bytes_that_are_text_are_read_as_text(kind: pa.DataType, tmp_path: Path) -> None:
+    content = pa.struct([("role", kind), ("content", kind)])
+    table = pa.table(
+        {
+            "prompt": pa.array([[{"role": b"user", "content": "é".encode()}]] * 3, pa.list_(content)),
+            "chosen": pa.array([b"a", b"a\xff", b"a"], kind),
+            "rejected": pa.array([b"b", b"b", b"b"], kind),
+            "picture": pa.array([b"\xff\xd8", b"x", None], kind),
+        }
+    )
+    pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
+    result = read_examples(tmp_path / "t.parquet", as_text=False)
+    assert [example.prompt for example in result.examples] == [(Message("user", "é"),)] * 2
+    (dropped,) = result.dropped
+    assert (dropped.row, dropped.reason) == (2, "wrong type")
+    assert dropped.detail.startswith("field 'chosen' is bytes that are no UTF-8 text")
+
+
+def test_a_map_is_an_object(tmp_path: Path) -> None:
+    text = pa.map_(pa.string(), pa.string())
+    call = pa.struct([("name", pa.string()), ("arguments", text)])
+    message = pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.list_(call))])
+    said = {"role": "assistant", "content": "a", "tool_calls": [{"name": "f", "arguments": [("x", "1"), ("y", None)]}]}
+    table = pa.table(
+        {
+            "prompt": ["q", "q"],
+            "chosen": pa.array([[said]] * 2, pa.list_(message)),
+            "rejected": ["b", "b"],
+            "meta": pa.array([[("k", "v"), ("k", "w")], []], text),  # nobody reads it, so a key may stand twice
+        }
+    )
+    pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
+    result = read_examples(tmp_path / "t.parquet", as_text=False)
+    assert result.dropped == [] and "fields that are not read: meta" in result.notes
+    (turn,) = result.examples[0].answers[0]
+    assert isinstance(turn, Message)
+    assert turn.extra["tool_calls"][0]["function"]["arguments"] == {"x": "1", "y": None}
+
+
+# ---- files that are not what their names say
+
+OTHER_KINDS: dict[str, tuple[str, bytes, list[str]]] = {
+    "Parquet": ("a.jsonl", b"PAR1" + b"\0" * 40, ["is a Parquet file, not what its name says (.jsonl)", ".parquet"]),
+    "Parquet, zipped": ("a.json.gz", gzip.compress(b"PAR1" + b"\0" * 40), ["is a Parquet file", "Name it .parquet"]),
+    "zip": ("a.jsonl", b"PK\x03\x04\x14", ["is a zip archive", "Unpack it"]),
+    "zip named Parquet": ("a.parquet", b"PK\x03\x04\x14", ["is a zip archive", "(.parquet)"]),
+    "zstd": ("a.jsonl", b"\x28\xb5\x2f\xfd\x04", ["compressed by zstd", "zstd -d"]),
+    "xz": ("a.jsonl", b"\xfd7zXZ\x00", ["compressed by xz"]),
+    "zipped twice": ("a.jsonl.gz", gzip.compress(gzip.compress(GOOD)), ["gzipped file within", "Unpack it once"]),
+    "tar": ("a.json", b"a.jsonl".ljust(257, b"\0") + b"ustar", ["is a tar archive"]),
+    "Arrow": ("a.parquet", b"ARROW1\0\0", ["is an Arrow file", "Write it as Parquet"]),
+    "SQLite": ("a.jsonl", b"SQLite format 3\0", ["is an SQLite database"]),
+    "pickle": ("a.json", b"\x80\x04\x95\x10", ["is a Python pickle"]),
+    "web page": ("a.jsonl", b"\n<!DOCTYPE html><html>", ["is a web page", "Download the file itself"]),
+    "LFS": ("a.parquet", b"version https://git-lfs.github.com/spec/v1\n", ["pointer of Git LFS", "git lfs pull"]),
+    "UTF-16, the other order": ("a.json", GOOD.decode().encode("utf-16-be"), ["is UTF-16 text", "UTF-16BE"]),
+    "UTF-32": ("a.jsonl", GOOD.decode().encode("utf-32"), ["is UTF-32 text"]),
+    "JSON named Parquet": ("a.parquet", GOOD, ["is JSON text", "Name it .jsonl"]),
+    "an array named Parquet": ("a.parquet", b"[\n" + GOOD + b"]", ["is one JSON array", "Name it .json"]),
+    "an array named JSONL": ("a.jsonl", b"[" + GOOD + b"]", ["is one JSON array, not an object a line", ".json."]),
+    "CSV": ("a.jsonl", b"prompt,chosen,rejected\na,b,c\n", ["a table as text", "prompt,chosen,rejected", "JSONL"]),
+    "TSV": ("a.json", b"prompt\tchosen\tits rejected\r\na\tb\tc\n", ["a table as text"]),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_KINDS)
+def test_a_file_of_another_kind_is_refused_with_what_it_is_and_the_cure(case: str, tmp_path: Path) -> None:
+    name, content, expected = OTHER_KINDS[case]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        read_rows(tmp_path / name)
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path / name}: is ") and all(part in message for part in expected), message
+
+
+def test_gzip_is_read_whatever_the_name(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(gzip.compress(GOOD))
+    (tmp_path / "b.jsonl.gz").write_bytes(GOOD)
+    assert read_rows(tmp_path / "a.jsonl") == read_rows(tmp_path / "b.jsonl.gz")

@@ -11,7 +11,7 @@ import pytest
 
 from tests.data.rows import HH, PAIR, assistant, drop, one, read_examples, turns, user, write
 from tuningfork.data.examples import BEGIN_ALIKE, CUT_REPEATED
-from tuningfork.data.roles import roles_for
+from tuningfork.data.roles import MessageNames, roles_for
 from tuningfork.data.turns import turns as message_turns
 from tuningfork.data.unpack import ANSWERS_AS_JSON, PROMPT_AS_JSON, SOME_AS_JSON
 from tuningfork.records import Message
@@ -366,13 +366,13 @@ def test_a_tools_turn_keeps_the_name_that_its_template_asks_for() -> None:
         {"default": "x", "tool_use": "{% if role == 'environment' %}"},
     )
     for template in asks:
-        assert message_turns(said, "p", "user", roles_for(template, {}))[1].role == "environment"
-    told = message_turns(said, "p", "user", roles_for(asks[0], {}))[1]
+        assert message_turns(said, "p", "user", MessageNames(roles_for(template, {})))[1].role == "environment"
+    told = message_turns(said, "p", "user", MessageNames(roles_for(asks[0], {})))[1]
     assert told.extra == {"tool_call_id": "1"}
     others = ("{{ '<environment>' + message['role'] }}", "{% if message.role == 'tool' and x == 'environment' %}", None)
     for other in others:
-        assert message_turns(said, "p", "user", roles_for(other, {}))[1].role == "tool"
-    given = roles_for(asks[0], {"environment": "user"})
+        assert message_turns(said, "p", "user", MessageNames(roles_for(other, {})))[1].role == "tool"
+    given = MessageNames(roles_for(asks[0], {"environment": "user"}))
     assert message_turns([said[0], {"role": "environment", "content": "7"}], "p", "user", given)[1].role == "user"
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
+from tuningfork.data.columns import check_used
 from tuningfork.data.config import DataConfig
 from tuningfork.data.shorten import size_of
 from tuningfork.data.sources import Use, expand_all, mix
@@ -78,6 +79,7 @@ def _enter(table: str, account: TableAccount, report: DataReport) -> None:
     """Put what became of a table's rows into the report."""
     report.rows_read += account.rows_read
     report.forms[table] = account.form
+    report.fields |= dict.fromkeys(account.fields)
     report.dropped_rows += (DroppedRow(table, row, reason, detail) for row, reason, detail in account.dropped)
     for note, rows in account.notes.items():
         report.notes.setdefault(note, []).extend(Source(table, row) for row in rows)
@@ -122,6 +124,14 @@ def report_dict(report: DataReport) -> dict[str, Any]:
         "notes": notes,
         "dropped_rows": rows,
     }
+
+
+def check_names_used(config: DataConfig, *reports: DataReport) -> None:
+    """Raise ConfigError where data.columns or data.roles name what no row of these has: a typing error, most likely."""
+    fields = {name for report in reports for name in report.fields}
+    notes = {note for report in reports for note in report.notes}
+    complete = all(report.used == report.rows_read for report in reports)
+    check_used(config.columns or {}, config.roles or {}, fields, notes, complete)
 
 
 def dataset_digest(examples: Sequence[TokenExample]) -> str:

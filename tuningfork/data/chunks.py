@@ -13,6 +13,8 @@ from tuningfork.data.as_text import AsText
 from tuningfork.data.config import DataConfig
 from tuningfork.data.examples import RowReader
 from tuningfork.data.json_rows import Row
+from tuningfork.data.printing import message_fields
+from tuningfork.data.roles import MessageNames, roles_for
 from tuningfork.data.shorten import shorten, size_of
 from tuningfork.data.store import Columns, columns_of
 from tuningfork.data.template import RenderedExample, render
@@ -45,6 +47,8 @@ class ChunkEncoder:
         self.control = control.ControlTokens(tokenizer, chat=config.template == "chat")
         self.as_text = AsText(tokenizer, self.control)
         self.config = config
+        roles = roles_for(tokenizer.chat_template, config.roles or {})
+        self.names = MessageNames(roles, message_fields(tokenizer))
 
     def __call__(self, chunk: Chunk, reader: RowReader) -> Block:
         """What becomes of the rows. Raises DataError where none of the table can be used."""

@@ -54,6 +54,11 @@ class DataConfig:
         "text",
     ] = "auto"
     """What the fields of a row are. auto: told by their names, the same for a whole file."""
+    columns: dict[str, str] | None = None
+    """Fields of the files under names that a form reads: {question: prompt, better: chosen, worse: rejected}."""
+    roles: dict[str, str] | None = None
+    """What the files call roles of a conversation, beside the names that are known: {customer: user, agent: assistant}.
+    Ours are system, developer, user, assistant and tool; tool_call is an assistant's turn whose content is a call."""
     train_on: Literal["last", "all_assistant"] = "all_assistant"
     """Which assistant turns of an answer count, where it has several: all of them, or the last."""
     max_length: Annotated[int, Field(ge=2)] = 2048

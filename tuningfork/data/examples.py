@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from tuningfork.data.forms import FORMS, Form, Named, Parts, form_of
 from tuningfork.data.json_rows import Row, kind_of
-from tuningfork.data.roles import ROLES, Roles
+from tuningfork.data.roles import MessageNames
 from tuningfork.data.tools import holds_null, template_arguments
 from tuningfork.data.turns import (
     OPENING,
@@ -76,7 +76,7 @@ class RowReader:
     mixed: bool  # a row that looks like another form is one that its user did not expect
     repeat_prompts: bool  # see Survey
     as_text: bool
-    roles: Roles = field(default_factory=lambda: ROLES)  # of messages
+    names: MessageNames = field(default_factory=MessageNames)  # in messages
 
     def __call__(self, number: int, row: Row) -> Read:
         """The row of this number. Raises Unusable for this row, and DataError where no row can be used."""
@@ -84,9 +84,9 @@ class RowReader:
         parts = self._parts(row)
         repeats = self.repeat_prompts or is_transcript(parts.asked)
         cut = without_repeated_prompt(parts) if repeats else parts
-        example = _example(Source(self.path, number), row, form, cut, self.as_text, self.roles)
-        notes = list(_notes(row, parts, cut, example, self.roles))
-        return Read(example, notes, list(_not_read(row, form, parts, self.roles)), [name for name, _ in parts.answers])
+        example = _example(Source(self.path, number), row, form, cut, self.as_text, self.names)
+        notes = list(_notes(row, parts, cut, example, self.names))
+        return Read(example, notes, list(_not_read(row, form, parts, self.names)), [name for name, _ in parts.answers])
 
     def _parts(self, row: Row) -> Unpacked:
         """What the table's form finds in a row."""
@@ -99,7 +99,7 @@ class RowReader:
             )
         for key in (*READ, *ASKED, *form.more):
             whole(row.get(key))
-        parts = unpacked_parts(form.parts(row), self.roles, ROW_ONLY)
+        parts = unpacked_parts(form.parts(row), self.names.roles, ROW_ONLY)
         if self.as_text and parts.notes and parts.notes != (SOME_AS_JSON,):
             raise Unusable("messages without a chat template", f"{parts.notes[0]} where data.template is not none")
         return parts
@@ -111,7 +111,7 @@ def fields_not_read(names: Sequence[str]) -> str:
     return f"fields that are not read: {', '.join(names[:UNREAD_SHOWN])}{more}"
 
 
-def _example(source: Source, row: Row, form: Form, parts: Unpacked, as_text: bool, roles: Roles) -> Example:
+def _example(source: Source, row: Row, form: Form, parts: Unpacked, as_text: bool, names: MessageNames) -> Example:
     if parts.document:
         text = string(parts.answers[0][1], parts.answers[0][0])
         if not text.strip():
@@ -119,7 +119,7 @@ def _example(source: Source, row: Row, form: Form, parts: Unpacked, as_text: boo
         _check_asked(row, form, text)
         return Example(source, "", (text,), weight=_weight(row))
     beside = {key: value for key, value in row.items() if key not in form.keys}
-    found: tuple[Any, list[Any]] = _text_parts(source, parts, beside) if as_text else _turn_parts(parts, beside, roles)
+    found: tuple[Any, list[Any]] = _text_parts(source, parts, beside) if as_text else _turn_parts(parts, beside, names)
     prompt, answers = found
     _check_asked(row, form, prompt if isinstance(prompt, str) else "\n".join(turn.content for turn in prompt))
     _check_distinct(parts, answers)
@@ -156,7 +156,7 @@ def _text_parts(source: Source, parts: Parts, row: Row) -> tuple[str, list[str]]
     return prompt, answers
 
 
-def _turn_parts(parts: Parts, row: Row, roles: Roles) -> tuple[Turns, list[Turns]]:
+def _turn_parts(parts: Parts, row: Row, names: MessageNames) -> tuple[Turns, list[Turns]]:
     """Prompt and answers as turns."""
     values = parts.answers
     if parts.prompt is None and all(isinstance(value, str) for _, value in values):
@@ -164,21 +164,21 @@ def _turn_parts(parts: Parts, row: Row, roles: Roles) -> tuple[Turns, list[Turns
         found: list[Turns] = [(Message("assistant", answer.strip()),) for answer in answers]
         prompt = transcript_turns(text)
     elif parts.prompt is None:
-        conversations = [turns(value, name, "assistant", roles) for name, value in values]
+        conversations = [turns(value, name, "assistant", names) for name, value in values]
         prompt, found = fork(conversations) if len(conversations) > 1 else _first_answer(conversations[0])
     else:
         name, asked = parts.prompt
         if is_transcript(asked):  # spaces around a turn are the format's
             values = [(name, value.strip() if isinstance(value, str) else value) for name, value in values]
-        conversations = [turns(value, name, "assistant", roles) for name, value in values]
-        prompt = turns(asked, name, "user", roles)
+        conversations = [turns(value, name, "assistant", names) for name, value in values]
+        prompt = turns(asked, name, "user", names)
         one_turn = isinstance(asked, str) and not is_transcript(asked)
         prompt, found = after_prompt(prompt, conversations, one_turn)
-    prompt = _with_system(_with_history(prompt, row, roles), row)
+    prompt = _with_system(_with_history(prompt, row, names), row)
     return _checked(parts, prompt, found)
 
 
-def _with_history(prompt: Turns, row: Row, roles: Roles) -> Turns:
+def _with_history(prompt: Turns, row: Row, names: MessageNames) -> Turns:
     """The prompt behind the turns of a `history`: [user, assistant] each, or messages."""
     past = given(row.get("history"), "history")
     if past is None:
@@ -189,7 +189,7 @@ def _with_history(prompt: Turns, row: Row, roles: Roles) -> Turns:
         named = [(role, text) for said in past for role, text in zip(("user", "assistant"), said, strict=True)]
         return (*(Message(role, string(text, f"history, {role}")) for role, text in named), *prompt)
     if isinstance(past, list) and all(isinstance(message, dict) for message in past):
-        return (*turns(past, "history", "user", roles), *prompt)
+        return (*turns(past, "history", "user", names), *prompt)
     raise Unusable("wrong type", f"history is {kind_of(past)}, expected a list of [user, assistant] or of messages")
 
 
@@ -278,7 +278,7 @@ def _weight(row: Row) -> float:
     return weight
 
 
-def _notes(row: Row, parts: Unpacked, cut: Parts, example: Example, roles: Roles) -> Iterator[str]:
+def _notes(row: Row, parts: Unpacked, cut: Parts, example: Example, names: MessageNames) -> Iterator[str]:
     """What is worth knowing of a row that is used."""
     rated = () if parts.document else SCORES
     scores = {key: _score(row[key]) for pair in rated for key in pair if row.get(key) is not None}
@@ -288,7 +288,7 @@ def _notes(row: Row, parts: Unpacked, cut: Parts, example: Example, roles: Roles
     if any(rating[one] <= rating[other] for one, other in SCORES if one in rating and other in rating):
         yield UPSIDE_DOWN
     yield from parts.notes
-    for name in dict.fromkeys(name for _, value in _given(parts) for name in renamed(value, roles)):
+    for name in dict.fromkeys(name for _, value in _given(parts) for name in renamed(value, names.roles)):
         yield f"role {name}"
     if cut is not parts:
         yield CUT_REPEATED
@@ -308,14 +308,14 @@ def _score(value: Any) -> float | None:
     return None if found is None or found != found else found
 
 
-def _not_read(row: Row, form: Form, parts: Unpacked, roles: Roles) -> Iterator[str]:
+def _not_read(row: Row, form: Form, parts: Unpacked, names: MessageNames) -> Iterator[str]:
     """Names of filled fields of a row and of its messages that nothing reads."""
     # What was asked is compared with the prompt; a document has no turns that a system message or tools could be for.
     known = {*(("weight",) if parts.document else READ), *ASKED, *form.keys, *form.more}
     yield from (key for key in row if key not in known and filled(row, key))
     yield from parts.not_read
     for name, value in _given(parts):
-        yield from (f"{name}[].{key}" for key in unread(value, roles))
+        yield from (f"{name}[].{key}" for key in unread(value, names))
 
 
 def _given(parts: Parts) -> list[Named]:

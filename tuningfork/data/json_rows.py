@@ -115,6 +115,12 @@ def _checked(path: Path, place: str, row: Any) -> Row:
 
 def kind_of(value: Any) -> str:
     """What a value is, in words, as messages name it."""
-    names = {str: "a string", dict: "an object", list: "a list", bool: "a boolean"}
+    names = {
+        str: "a string",
+        dict: "an object",
+        list: "a list",
+        bool: "a boolean",
+        bytes: "bytes that are no UTF-8 text",
+    }
     names |= dict.fromkeys((int, float, Decimal), "a number")
     return names.get(type(value), "null" if value is None else f"a {type(value).__name__}")

@@ -6,26 +6,24 @@ A file that cannot be used is a DataError that names file, line and column.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import errno
 import json
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import datasets
+import pyarrow
 import pyarrow.parquet
 
+from tuningfork.data.file_kinds import check_kind
 from tuningfork.data.json_rows import Row, array_rows, is_array, is_zipped, line_rows, pieces
-from tuningfork.errors import DataError
+from tuningfork.data.table_rows import cause, table_rows
+from tuningfork.errors import DataError, TuningforkError
 from tuningfork.files import SCRATCH_CURE, checksum, explained, scratch
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 HUB = "hub:"  # in front of owner/name
-_JSON = getattr(datasets, "Json", ())  # older versions do not know it
 BATCH = 1000  # rows of a table that are made at once
 
 
@@ -53,6 +51,7 @@ def read_rows(path: str | Path) -> Rows:
     if is_saved_dataset(path):
         return _of_dataset(str(path), lambda: datasets.load_from_disk(str(path)))
     suffix = _checked_suffix(path)
+    check_kind(path, suffix)
     if suffix == ".parquet":
         rows = _of_parquet(path)
     elif suffix == ".json" and is_array(path):
@@ -148,7 +147,7 @@ def _loading(name: str) -> Iterator[None]:
         hint = (
             "Check the name, and the network unless it was loaded before" if name.startswith(HUB) else "Save it again"
         )
-        raise DataError(f"{name}: cannot be loaded ({_cause(error)[:300]}). {hint}.") from error
+        raise DataError(f"{name}: cannot be loaded ({cause(error)[:300]}). {hint}.") from error
 
 
 def _of_dataset(name: str, load: Callable[[], datasets.Dataset]) -> Rows:
@@ -156,7 +155,8 @@ def _of_dataset(name: str, load: Callable[[], datasets.Dataset]) -> Rows:
         table = load()
     if not len(table):
         raise DataError(f"{name}: has no rows.")
-    return Rows(lambda: _table_rows(name, table))
+    arrow = table.with_format("arrow")
+    return Rows(lambda: _readable_rows(name, arrow.iter(BATCH)))
 
 
 def _checked_suffix(path: Path) -> str:
@@ -197,88 +197,40 @@ def _quiet_library() -> Iterator[None]:
 
 
 def _of_parquet(path: Path) -> Rows:
-    """The library takes a path for a pattern, so `pairs[1].parquet` would load another file; and its cache in the
-    user's home could answer with a file's old content. A name and a cache folder of our own rule out both."""
-    with scratch() as folder, _quiet_library():
-        plain = folder / "rows.parquet"
+    """The rows of a Parquet file, mapped; of a zipped one, from a file without a name."""
+    with _readable(path, "is not a whole Parquet file", "Copy or write it again."):
         if is_zipped(path):
-            with explained(plain, SCRATCH_CURE), open(plain, "wb") as out:
-                out.writelines(pieces(path))
+            with scratch() as folder:  # the map outlives the name
+                plain = folder / "rows.parquet"
+                with explained(plain, SCRATCH_CURE), open(plain, "wb") as out:
+                    out.writelines(pieces(path))
+                table = pyarrow.parquet.ParquetFile(pyarrow.memory_map(str(plain)))
         else:
-            plain.symlink_to(path.resolve())
-        try:
-            if pyarrow.parquet.read_metadata(plain).num_rows == 0:  # the library fails on a table without rows
-                return Rows(lambda: ())
-        except Exception as error:  # the library raises whatever its own libraries raise
-            raise DataError(
-                f"{path}: is not a whole Parquet file ({_cause(error)}). Copy or write it again."
-            ) from error
-        with _readable(path):
-            # Mapped from a file in that folder, which goes with the map and not with the folder's name.
-            table = datasets.Dataset.from_parquet(str(plain), cache_dir=str(folder))
-    return Rows(lambda: _table_rows(str(path), table))
+            table = pyarrow.parquet.ParquetFile(pyarrow.memory_map(str(path)))
+    names = table.schema_arrow.names
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise DataError(
+            f"{path}: its rows cannot be read: two columns are named {twice[0]!r}. Write it with plain columns, each "
+            "with a name of its own."
+        )
+    return Rows(lambda: _readable_rows(str(path), _batches(table)) if names else ())
+
+
+def _batches(table: pyarrow.parquet.ParquetFile) -> Iterator[pyarrow.Table]:
+    for batch in table.iter_batches(BATCH):
+        yield pyarrow.Table.from_batches([batch])
+
+
+def _readable_rows(name: str, batches: Iterable[pyarrow.Table]) -> Iterator[tuple[int, Row]]:
+    with _readable(name, "its rows cannot be read", "Copy it again, or write it with plain columns."):
+        yield from table_rows(batches)
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def _readable(name: str | Path, what: str, cure: str) -> Iterator[None]:
     try:
         yield
+    except TuningforkError:
+        raise
     except Exception as error:  # the library raises whatever its own libraries raise
-        cure = "Copy it again, or write it with plain columns, each with a name of its own."
-        if getattr(error.__cause__ or error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-            cure = f"{SCRATCH_CURE} Now it is {tempfile.gettempdir()}."
-        raise DataError(f"{path}: its rows cannot be read ({_cause(error)[:300]}). {cure}") from error
-
-
-def _table_rows(name: str, table: datasets.Dataset) -> Iterator[tuple[int, Row]]:
-    """The rows of a table. A field of a row may be null, an object in it has only the fields that say something."""
-    kinds = datasets.Features({column: _as_stored(kind) for column, kind in table.features.items()})
-    before, batch = 0, None  # rows before the batch
-    try:
-        for batch in table.with_format("arrow").iter(BATCH):
-            for number, row in enumerate(batch.to_pylist(), before + 1):
-                decoded = kinds.decode_example(row)
-                yield number, {key: _without_fill(value, kinds[key]) for key, value in decoded.items()}
-            before, batch = before + len(batch), None
-    except Exception as error:  # whatever a library makes of bytes that are no value
-        row, column = (1, "") if batch is None else _unreadable(batch, kinds)
-        place = f"row {before + row}, column {column!r}" if column else f"row {before + row}"
-        raise DataError(
-            f"{name}: {place} cannot be read ({_cause(error)[:300]}). Write the column anew with plain values, or "
-            "leave it out."
-        ) from error
-
-
-def _unreadable(batch: pyarrow.Table, kinds: datasets.Features) -> tuple[int, str]:
-    """Row, from 1, and column of the first value of a batch that cannot be read; no column where each can."""
-    for row in range(len(batch)):
-        for column in kinds:
-            try:
-                datasets.Features({column: kinds[column]}).decode_example({column: batch[column][row].as_py()})
-            except Exception:
-                return row + 1, column
-    return 1, ""
-
-
-def _as_stored(kind: Any) -> Any:
-    """A kind of column that gives values as they are stored: nobody here looks at pictures."""
-    if isinstance(kind, dict):
-        return {key: _as_stored(inner) for key, inner in kind.items()}
-    if getattr(kind, "decode", False) and not isinstance(kind, _JSON):
-        return dataclasses.replace(kind, decode=False)
-    inner = getattr(kind, "feature", None)  # of any of the library's kinds of list
-    return kind if inner is None else dataclasses.replace(kind, feature=_as_stored(inner))
-
-
-def _without_fill(value: Any, kind: Any) -> Any:
-    """A value of a table's column without the nulls that fill up its objects. Items of a list are no fill."""
-    if isinstance(value, dict) and isinstance(kind, dict):
-        return {key: _without_fill(inner, kind[key]) for key, inner in value.items() if inner is not None}
-    inner = getattr(kind, "feature", None)  # of any of the library's kinds of list
-    if isinstance(value, list) and inner is not None and not isinstance(inner, datasets.Value):
-        return [_without_fill(item, inner) for item in value]
-    return value
-
-
-def _cause(error: BaseException) -> str:
-    return str(error.__cause__ or error).strip().split("\n")[0]
+        raise DataError(f"{name}: {what} ({cause(error)[:300]}). {cure}") from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from tuningfork.data.json_rows import Row
@@ -17,6 +18,16 @@ from tuningfork.errors import ConfigError
 
 Roles = Mapping[str, str]
 """A role's name in a file -> ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageNames:
+    """Names in the messages of a table: what its roles are to us, and which fields, beside those of every message, the
+    chat template reads."""
+
+    roles: Roles = field(default_factory=lambda: ROLES)
+    fields: frozenset[str] = frozenset()
+
 
 OURS = ("system", "developer", "user", "assistant", "tool")
 CALL = "tool_call"  # an assistant's turn whose content is a call

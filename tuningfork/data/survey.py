@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from tuningfork.data.columns import names_of, renamed
 from tuningfork.data.examples import RowReader
 from tuningfork.data.forms import FORMS, first_form, form_of
 from tuningfork.data.json_rows import Row
 from tuningfork.data.read import Rows, read_rows
+from tuningfork.data.roles import MessageNames
+from tuningfork.data.turns import PLAIN
 from tuningfork.data.values import Unusable, filled
 from tuningfork.errors import DataError
 
@@ -29,6 +35,7 @@ class Survey(NamedTuple):
     form: str
     rows: int
     repeat_prompts: bool  # answers have their whole prompt in front: in a file of prompts and whole texts
+    fields: list[str]  # that rows have, by the file's own names
 
 
 @dataclass(slots=True)
@@ -55,17 +62,31 @@ class _Tally:
             self.repeats += parts.repeat_prompt
 
 
-def open_table(path: str | Path, as_text: bool, form: str = "auto") -> tuple[Rows, int, RowReader]:
-    """A table's rows, how many there are, and what makes examples of them. `form`: a name of FORMS.
+def open_table(
+    path: str | Path,
+    as_text: bool,
+    form: str = "auto",
+    columns: Mapping[str, str] | None = None,
+    names: MessageNames = PLAIN,
+) -> tuple[Rows, Survey, RowReader]:
+    """A table's rows, what holds for all of them, and what makes examples of them.
+
+    Args:
+        form: a name of FORMS, or auto.
+        columns: fields of the file -> ours (data/columns.py).
+        names: roles and fields in its messages.
 
     Raises DataError where the whole table is unusable.
     """
     rows = read_rows(path)
-    found = survey(str(path), rows, form)
-    return rows, found.rows, RowReader(str(path), found.form, form == "auto", found.repeat_prompts, as_text)
+    given = names_of(rows)
+    if columns:
+        rows = Rows(partial(renamed, str(path), rows, columns))
+    found = survey(str(path), rows, form, given, columns or {})
+    return rows, found, RowReader(str(path), found.form, form == "auto", found.repeat_prompts, as_text, names)
 
 
-def survey(path: str, rows: Rows, asked: str) -> Survey:
+def survey(path: str, rows: Rows, asked: str, given: list[str], columns: Mapping[str, str]) -> Survey:
     """Look at all rows. Their form is the one that most of them have, or the one asked for.
 
     Answers count as repeating their prompts where more than half of the rows with strings look like it, and enough of
@@ -86,13 +107,13 @@ def survey(path: str, rows: Rows, asked: str) -> Survey:
         # Fields with nothing in them: each row says that of itself.
         hollow = Counter(name for _, row in rows if (name := first_form(frozenset(row))) is not None)
         if not hollow:
-            raise DataError(_unknown(path, rows))
-        return Survey(hollow.most_common(1)[0][0], count, False)
+            raise DataError(_unknown(path, rows, given, columns))
+        return Survey(hollow.most_common(1)[0][0], count, False, given)
     found = max(tallies.values(), key=lambda tally: tally.rows)
     if found.refusal:
         raise DataError(f"{path}: {found.refusal}")
     repeat = found.repeats >= REPEATS_TO_TELL and 2 * found.repeats > found.strings
-    return Survey(found.form, count, repeat)
+    return Survey(found.form, count, repeat, given)
 
 
 def _has_fields(row: Row, form: str) -> bool:
@@ -106,11 +127,42 @@ def _not_as_asked(path: str, rows: Rows, asked: str) -> str:
     return f"{path}: no row has the fields of data.format {asked}: {needed}; {hint}. {_fields_found(rows)}"
 
 
-def _unknown(path: str, rows: Rows) -> str:
-    supported = "; ".join(f"{', '.join(form.keys)} ({name})" for name, form in FORMS.items())
-    known = [said for keys, said in UNREAD.items() if any(all(filled(row, key) for key in keys) for _, row in rows)]
-    hint = f" {known[0]}." if known else ""
-    return f"{path}: no known form of data. {_fields_found(rows)}{hint} Supported: {supported}."
+def _unknown(path: str, rows: Rows, given: list[str], columns: Mapping[str, str]) -> str:
+    """What was found, the two nearest forms, and how to name fields as ours."""
+    said = [text for keys, text in UNREAD.items() if any(all(filled(row, key) for key in keys) for _, row in rows)]
+    if said:
+        return f"{path}: no known form of data. {_fields_found(rows)} {said[0]}."
+    there = {columns.get(name, name) for name in given}
+    wrong = [f"data.columns names {name!r}, which no row has. " for name in columns if name not in given]
+    forms = sorted(FORMS, key=lambda name: _distance(FORMS[name].keys, there))[:2]
+    near = [f"{name} ({', '.join(FORMS[name].keys)}) lacks {_listed(FORMS[name].keys, there)}" for name in forms]
+    unused = sorted(name for name in there if name not in FORMS[forms[0]].keys)
+    lacking = [key for key in FORMS[forms[0]].keys if key not in there]
+    example = ", ".join(f"{theirs}: {ours}" for theirs, ours in _matched(unused, lacking))
+    return (
+        f"{path}: no known form of data. {_fields_found(rows)} {''.join(wrong)}Nearest are {'; '.join(near)}. If the "
+        f"file has these under other names, say so, such as data.columns: {{{example}}}."
+    )
+
+
+def _distance(keys: Sequence[str], there: set[str]) -> tuple[bool, int, int]:
+    """How far a form is from fields that are there: whether it has none of them, how many of its own are missing, one
+    less where as many others are left that may be these; of forms that are alike in this the largest comes first."""
+    missing, left = sum(key not in there for key in keys), len(there.difference(keys))
+    return missing == len(keys), missing - (missing == left), -len(keys)
+
+
+def _matched(theirs: list[str], ours: list[str]) -> Iterator[tuple[str, str]]:
+    """A guess which of their fields is which of ours: by likeness, else in order."""
+    left = list(theirs)
+    for name in ours:
+        found = (difflib.get_close_matches(name, left, n=1) or left or ["..."])[0]
+        yield found, name
+        left = [other for other in left if other != found]
+
+
+def _listed(keys: Sequence[str], there: set[str]) -> str:
+    return " and ".join(key for key in keys if key not in there)
 
 
 def _fields_found(rows: Rows) -> str:

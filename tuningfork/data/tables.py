@@ -46,6 +46,8 @@ ENTRY = re.compile(r"[0-9a-f]{32}")  # the names of entries; the folder may hold
 CHANGED = "{table}: changed while it was read. Run again once it is whole."
 SETTINGS = (
     "format",
+    "columns",
+    "roles",
     "train_on",
     "max_length",
     "over_length",
@@ -61,19 +63,20 @@ class TableAccount:
 
     form: str
     rows_read: int
+    fields: list[str]  # all that rows have, by the file's own names
     dropped: list[tuple[int, str, str]] = field(default_factory=list)  # row, reason, detail; in the order of the rows
     notes: dict[str, list[int]] = field(default_factory=dict)  # what is worth knowing of rows that are used
     sizes: dict[int, Size] = field(default_factory=dict)  # of examples over max_length, cut or left out
 
     def as_json(self) -> str:
         sizes = [[row, size.prompt, size.answers, size.opening] for row, size in self.sizes.items()]
-        return json.dumps([self.form, self.rows_read, self.dropped, self.notes, sizes])
+        return json.dumps([self.form, self.rows_read, self.fields, self.dropped, self.notes, sizes])
 
     @classmethod
     def from_json(cls, text: str) -> TableAccount:
-        form, rows_read, dropped, notes, sizes = json.loads(text)
+        form, rows_read, fields, dropped, notes, sizes = json.loads(text)
         known = {row: Size(prompt, tuple(answers), opening) for row, prompt, answers, opening in sizes}
-        return cls(form, rows_read, [(row, reason, detail) for row, reason, detail in dropped], notes, known)
+        return cls(form, rows_read, fields, [(row, reason, detail) for row, reason, detail in dropped], notes, known)
 
 
 class TableReader:
@@ -164,8 +167,11 @@ def _make(
     table: str, workers: Workers, config: DataConfig, progress: Progress | None
 ) -> tuple[TableAccount, Iterator[Columns]]:
     """Read and encode a table. The account is complete once the columns are drawn."""
-    rows, count, reader = open_table(table, as_text=config.template == "none", form=config.format)
-    account = TableAccount(reader.form, count)
+    rows, found, reader = open_table(
+        table, config.template == "none", config.format, config.columns or {}, workers.encoder.names
+    )
+    count = found.rows
+    account = TableAccount(reader.form, count, found.fields)
 
     def columns() -> Iterator[Columns]:
         done = kept = 0

@@ -12,7 +12,7 @@ from typing import Any
 
 from tuningfork.data.content import content_of
 from tuningfork.data.json_rows import Row, kind_of
-from tuningfork.data.roles import CALL, ROLES, SHAREGPT, Roles, is_assistant, is_tool, named_role
+from tuningfork.data.roles import CALL, SHAREGPT, MessageNames, Roles, is_assistant, is_tool, named_role
 from tuningfork.data.tools import THOUGHTS, call_list, sound, spoken_call, thought
 from tuningfork.data.values import SHOWN, Unusable, fields, filled, number, string
 from tuningfork.records import Message, Turns
@@ -22,15 +22,17 @@ NAMED_BY = (("role", "content"), ("from", "value"))  # the two ways to write a m
 SPOKEN = ("tool_calls", "function_call", *THOUGHTS)  # what only an assistant can say beside its content
 ANSWERED = ("tool_call_id", "name")  # what a tool's answer says beside its content
 READ = {*NAMED_BY[0], *NAMED_BY[1], *SPOKEN, "loss_weight", "weight"}  # fields of any message that are used
+PLAIN = MessageNames()
 TURN_START = "\n\nHuman:"
 ANSWER_MARK = "\n\nAssistant:"
 TURN_MARK = re.compile(r"\n\n(Human|Assistant):")
 
 
-def turns(value: Any, field: str, role: str, roles: Roles = ROLES) -> Turns:
+def turns(value: Any, field: str, role: str, names: MessageNames = PLAIN) -> Turns:
     """One message, a list of messages, or a transcript; any other string is one turn of `role`.
 
-    A call that stands as a turn of its own, behind the assistant's words or another call, belongs to that turn.
+    A call that stands as a turn of its own, behind the assistant's words or another call, belongs to that turn. Filled
+    fields that the chat template reads go along.
     """
     if is_transcript(value):
         return transcript_turns(string(value, field))
@@ -43,8 +45,8 @@ def turns(value: Any, field: str, role: str, roles: Roles = ROLES) -> Turns:
         raise Unusable("empty messages", f"field {field!r} is an empty list")
     found: list[Message] = []
     for i, message in enumerate(messages):
-        turn = _message(message, f"{field}[{i}]", roles)
-        if found and found[-1].role == "assistant" and roles.get(str(named_role(message))) == CALL:
+        turn = _message(message, f"{field}[{i}]", names)
+        if found and found[-1].role == "assistant" and names.roles.get(str(named_role(message))) == CALL:
             found[-1] = _with_call(found[-1], turn, f"{field}[{i}]")
         else:
             found.append(turn)
@@ -59,12 +61,13 @@ def _with_call(turn: Message, call: Message, field: str) -> Message:
     return Message(turn.role, turn.content, {**turn.extra, **call.extra, "tool_calls": calls}, turn.counts)
 
 
-def _message(message: Any, field: str, roles: Roles) -> Message:
+def _message(message: Any, field: str, names: MessageNames) -> Message:
+    roles = names.roles
     if not isinstance(message, dict):
         raise Unusable("wrong type", f"{field} is {kind_of(message)}, expected a message with role and content")
     keys = NAMED_BY[1] if message.get("from") is not None and message.get("role") is None else NAMED_BY[0]
-    if message.get(keys[1]) is None and any(filled(message, key) for key in ("tool_calls", "function_call")):
-        message = {**message, keys[1]: ""}  # a call needs no words
+    if message.get(keys[1]) is None and any(filled(message, key) for key in SPOKEN):
+        message = {**message, keys[1]: ""}  # neither a call nor a thought needs words
     given, content = fields(message, keys, f"{field}.")
     given = string(given, f"{field}.{keys[0]}")
     if given not in roles:
@@ -78,7 +81,8 @@ def _message(message: Any, field: str, roles: Roles) -> Message:
     spoken = [*(key for key in SPOKEN if filled(message, key)), *(f"{keys[1]}, {key}" for key in parts)]
     if role != "assistant" and spoken:
         raise Unusable("unsupported field", f"{field}.{spoken[0]} is filled for a {role} turn, not the assistant's")
-    extra = {key: sound(message[key], f"{field}.{key}") for key in ANSWERED if is_tool(role) and filled(message, key)}
+    beside = (*(ANSWERED if is_tool(role) else ()), *sorted(names.fields - READ))
+    extra = {key: sound(message[key], f"{field}.{key}") for key in beside if filled(message, key)}
     calls = [key for key in ("tool_calls", "function_call") if filled(message, key)]
     if len(calls) + ("tool_calls" in parts) > 1:
         raise Unusable("unsupported field", f"{field} writes its calls twice: {', '.join([*calls, keys[1]][:2])}")
@@ -109,13 +113,13 @@ def renamed(value: Any, roles: Roles) -> list[str]:
     return [f"{name} as {roles[name]}" for name in named if name not in SHAREGPT and roles.get(name, name) != name]
 
 
-def unread(value: Any, roles: Roles = ROLES) -> list[str]:
+def unread(value: Any, names: MessageNames = PLAIN) -> list[str]:
     """Names of filled fields of messages that are not used."""
     found: dict[str, None] = {}
     for message in value if isinstance(value, list) else [value]:
         if isinstance(message, dict):
-            answered = is_tool(roles.get(str(named_role(message))))
-            others = (key for key in message if key not in READ and not (answered and key in ANSWERED))
+            answered = ANSWERED if is_tool(names.roles.get(str(named_role(message)))) else ()
+            others = (key for key in message if key not in READ | names.fields and key not in answered)
             found |= dict.fromkeys(key for key in others if filled(message, key))
     return list(found)
 

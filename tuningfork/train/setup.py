@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tuningfork.data.audit import prepare
+from tuningfork.data.audit import check_names_used, prepare
 from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.loader import packs_in_windows
 from tuningfork.data.pack import PackLimits, split_fitting
@@ -136,6 +136,7 @@ def read_data(
         held_out, held_out_report = read_sources(
             data.eval, tokenizer, data, pack, config.vocab_size, console, use="eval"
         )
+    check_names_used(data, *(report for report in (train_report, held_out_report) if report is not None))
     examples, positions = Selection([train, held_out]), getattr(config, "max_position_embeddings", None)
     lengths = column(examples, "longest")
     if positions and lengths.max() > positions:

@@ -1,0 +1,79 @@
+"""Fields that a file calls otherwise than our forms: `data.columns` renames them before anything looks at a row."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+
+from tuningfork.data.examples import ASKED, READ
+from tuningfork.data.forms import FORMS
+from tuningfork.data.json_rows import Row
+from tuningfork.data.roles import SHAREGPT
+from tuningfork.errors import ConfigError, DataError
+
+Names = Mapping[str, str]
+"""A name in a file -> ours."""
+
+OURS = sorted({*READ, *ASKED, *(key for form in FORMS.values() for key in (*form.keys, *form.more))})
+"""Every field that some form reads."""
+NAMES_KEPT = 1000  # names of fields of a table: more than any has whose fields mean something
+
+
+def check_columns(given: Names) -> None:
+    """Raise ConfigError where `data.columns` names a field that no form reads, or two columns for one."""
+    for theirs, ours in given.items():
+        if ours not in OURS:
+            near = difflib.get_close_matches(ours, OURS, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else f"forms read {', '.join(OURS)}."
+            raise ConfigError(f"data.columns: {{{theirs}: {ours}}} names no field that is read; {hint}")
+        if other := next((key for key, value in given.items() if value == ours and key != theirs), None):
+            raise ConfigError(f"data.columns: {theirs} and {other} are both to be {ours}. Keep one.")
+
+
+def renamed(path: str, rows: Iterable[tuple[int, Row]], columns: Names) -> Iterator[tuple[int, Row]]:
+    """The rows under our names. Raises DataError at a row that fills both a column and the field that it is to be."""
+    taken = set(columns.values())
+    for number, row in rows:
+        changed = {columns[key]: value for key, value in row.items() if key in columns}
+        for key, value in row.items():
+            if key in columns:
+                continue
+            if key in changed and value is not None and changed[key] is not None:
+                theirs = next(name for name, ours in columns.items() if ours == key)
+                raise DataError(
+                    f"{path}: row {number} fills {key!r} and also {theirs!r}, which data.columns makes {key!r}. Rename "
+                    f"or remove the file's own {key!r}, or leave {theirs!r} out of data.columns."
+                )
+            if key not in taken or changed.get(key) is None:
+                changed[key] = value
+        yield number, changed
+
+
+def names_of(rows: Iterable[tuple[int, Row]]) -> list[str]:
+    """The names of all fields that rows have, in order, as far as there are not absurdly many."""
+    found: dict[str, None] = {}
+    for _, row in rows:
+        if len(found) < NAMES_KEPT:
+            found.update(dict.fromkeys(row))
+    return list(found)
+
+
+def check_used(columns: Names, roles: Names, fields: Iterable[str], notes: Iterable[str], complete: bool) -> None:
+    """Raise ConfigError where `data.columns` or `data.roles` name what no row of all tables has.
+
+    Args:
+        fields: names of fields, as the files have them.
+        notes: of all rows in use, among them the roles that were read under another name.
+        complete: whether every row is in use; a dropped one may have had the role.
+    """
+    there = list(fields)
+    for theirs, ours in columns.items():
+        if theirs not in there and len(there) < NAMES_KEPT:
+            near = difflib.get_close_matches(theirs, there, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(there)[:40])}."
+            raise ConfigError(f"data.columns: {{{theirs}: {ours}}}: no row has a field {theirs!r}; {hint}")
+    said = list(notes)
+    for theirs, ours in roles.items():
+        seen = theirs == ours or theirs in SHAREGPT or f"role {theirs} as {ours}" in said
+        if complete and not seen:
+            raise ConfigError(f"data.roles: {{{theirs}: {ours}}}: no message has the role {theirs!r}. Remove it.")
