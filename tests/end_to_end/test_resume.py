@@ -222,6 +222,27 @@ def test_a_crash_costs_only_the_steps_since_the_last_checkpoint(again: Job, whol
     assert_same_end(again, whole)
 
 
+def test_a_resumed_run_does_not_score_the_starting_model_again(stopped: Job, whole: Job) -> None:
+    """What it reached on the held-out pairs is in the checkpoint; the end compares with the same bits."""
+    out = stopped.done("train", "--resume").out
+    assert "evaluating the starting model" not in out and "evaluating the trained model: 11/11 pairs" in out
+    assert "before" in out
+    assert_same_end(stopped, whole)
+
+
+def test_held_out_pairs_that_changed_meanwhile_are_scored_by_both_models(again: Job) -> None:
+    """Accuracies of two sets of pairs are not compared."""
+    path = write_rows(again.folder / "held_out.jsonl", make_pairs(9, seed=5))
+    again = again.but({"data.eval": path, "reference.cache": again.folder / "cache"})
+    crash(again, step=5)
+    write_rows(path, make_pairs(6, seed=6))
+    out = again.done("train", "--resume").out
+    assert "data.eval holds other pairs than when the run began" in out
+    assert "evaluating the starting model: 6/6 pairs" in out
+    found = json.loads((again.run / "eval.json").read_text())
+    assert found["before"]["pairs"] == found["after"]["pairs"] == 6
+
+
 def test_the_order_of_examples_after_a_resume_is_that_of_the_same_epoch(
     again: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,8 @@ class Progress:
     start_model: str  # content hash of the model the run started from, and so of its reference
     dtype: str  # of the computation; `model.dtype: auto` names another one on another device
     activation_memory: str  # the mode in force; `train.activation_memory: auto` keeps it
+    held_out_digest: str  # of the held-out examples
+    before: dict[str, Any] | None  # the starting model on these (Evaluation.saved); None where there are none
 
 
 def save(folder: Path, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer, keep_last: int) -> Path:

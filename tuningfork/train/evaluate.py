@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -26,6 +27,14 @@ class Evaluation:
 
     def as_dict(self) -> dict[str, float | int | None]:
         return {"pairs": self.pairs, "loss": self.loss, **self.sums.means()}
+
+    def saved(self) -> dict[str, Any]:
+        """As a checkpoint keeps it, to the bit."""
+        return asdict(self)
+
+    @classmethod
+    def from_saved(cls, saved: Mapping[str, Any]) -> Evaluation:
+        return cls(**{**saved, "sums": PairSums(**saved["sums"])})
 
 
 def evaluate(

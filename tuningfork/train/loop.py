@@ -91,17 +91,27 @@ def run(
         console.print(f"step-0 check: margin exactly 0 for {result.pairs_checked} of {result.pairs_checked} pairs")
     start_model = model_digest(start.policy, reference, console)
     dtype, mode = dtype_name(start.policy.dtype), start.policy.activation_memory
-    begun = Progress(0, dataset_digest(data.train), start_model, dtype, mode)
-    with console.startup.time("evaluation"):
-        result.before = _evaluate(start, data, reference, console, "evaluating the starting model")
+    begun = Progress(0, dataset_digest(data.train), start_model, dtype, mode, dataset_digest(data.held_out), None)
+    saved = None if last is None else checkpoint.progress(last)
+    evaluated = saved is not None and saved.before is not None and saved.held_out_digest == begun.held_out_digest
+    if not evaluated:
+        if saved is not None and data.held_out:
+            console.print(
+                "data.eval holds other pairs than when the run began; the starting model is evaluated on these"
+            )
+        with console.startup.time("evaluation"):
+            result.before = _evaluate(start, data, reference, console, "evaluating the starting model")
 
     optimizer = build_optimizer(start.policy.model, config)
     if last is not None:
         with console.startup.time("checkpoint"):
-            progress = checkpoint.restore(last, start.policy.model, optimizer)
-        _check_same_run(last, progress, begun)
-        result.steps_done = progress.step
+            saved = checkpoint.restore(last, start.policy.model, optimizer)
+        _check_same_run(last, saved, begun)
+        result.steps_done = saved.step
+        if evaluated and saved.before is not None:
+            result.before = Evaluation.from_saved(saved.before)
         console.print(f"continuing from {last}")
+    begun = replace(begun, before=None if result.before is None else result.before.saved())
 
     peak = peak_flops(_card(start.policy.device), "bfloat16" if start.policy.dtype == torch.bfloat16 else "float32")
     totals = RunTotals(peak)
