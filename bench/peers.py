@@ -13,7 +13,7 @@ lines. Every run is one line, of OUT/search.jsonl while the settings are searche
     peak_gib     most device memory held at once by the trainer's tensors
     ratio        pairs_s / that of the best peer of this call, in the table
 
-    python -m bench.peers --out results-of-today                            # about 15 minutes
+    python -m bench.peers --out results-of-today                            # about 20 minutes
     python -m bench.peers --out results-of-today --search                   # only search
     python -m bench.peers --out results-of-today --trl "--bs 8 --gc 0 --liger 1"    # no search, these settings
 """

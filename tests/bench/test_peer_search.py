@@ -47,7 +47,8 @@ def test_the_best_size_is_found_on_either_side_of_where_the_search_begins(room, 
     assert found[0][1] == truth
     if room != 40:
         assert truth == best
-    assert len(card.tried[: -len(every)]) == len(set(card.tried[: -len(every)]))  # nothing is run twice
+    again = card.tried[: -len(every)]
+    assert again[0] == again[1] and len(again) == len(set(again)) + 1  # nothing but the first is run twice
 
 
 def test_changes_that_help_are_kept_together_and_what_fails_is_passed_over():
@@ -59,6 +60,23 @@ def test_changes_that_help_are_kept_together_and_what_fails_is_passed_over():
     assert rate == pytest.approx(20 / 3 * 1.2 * 1.1)
     assert all(other.compile == 0 for _, other in others) and any(tried.compile for tried in card.tried)
     assert [one for one, _ in others] == sorted((one for one, _ in others), reverse=True)
+
+
+def test_the_size_is_looked_for_again_where_a_change_makes_room_for_more():
+    """Rates of one card: a larger batch fits only with the other attention, and pays."""
+    rates = {
+        (8, "sdpa"): 1.0,
+        (4, "sdpa"): 2.0,
+        (2, "sdpa"): 1.5,
+        (4, "flex_attention"): 3.0,
+        (8, "flex_attention"): 4.0,
+    }
+
+    def rate(settings: Settings) -> float | None:
+        plain = settings.gc == 0 and settings.compile == 0 and settings.group == 0 and settings.liger == 1
+        return rates.get((settings.bs, settings.attn)) if plain else None
+
+    assert search(rate)[0] == (4.0, Settings(8, 0, attn="flex_attention"))
 
 
 def test_a_peer_that_never_runs_ends_the_search():

@@ -257,9 +257,9 @@ class _Counting(Head):
 
     scored: ClassVar[list[str]] = []
 
-    def score(self, hidden, weight, batch):
+    def score(self, hidden, weight, batch, bias=None):
         self.scored.extend(example.id for example in batch.examples)
-        return super().score(hidden, weight, batch)
+        return super().score(hidden, weight, batch, bias)
 
 
 def counting(start: Start) -> Start:
