@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tuningfork import __version__
 from tuningfork.config import RunConfig, check, differences, from_yaml, to_yaml
-from tuningfork.data.loader import EpochOrder, packs_in_windows
+from tuningfork.data.loader import EpochOrder
 from tuningfork.data.pack import PackLimits
 from tuningfork.data.sources import Use, check_sources
 from tuningfork.data.summary.sets import SetData
@@ -139,7 +139,7 @@ def evaluate(config: RunConfig, policy: str | None) -> int:
         store = open_reference(start, config.pack.share_prompt, config.reference.cache, examples, data.limits, console)
     _take_weights(start, path, config.model)
     with console.phase("evaluating", len(data.held_out), "pairs") as phase:
-        result = evaluate_packs(start, packs_in_windows(data.held_out, data.limits), store, phase.advance)
+        result = evaluate_packs(start, start.packs(data.held_out, data.limits), store, phase.advance)
     console.print(table(f"{path} on {config.data.eval}", _evaluation_rows(None, result)))
     return 0
 

@@ -21,6 +21,7 @@ from tuningfork.models.policy import Policy
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import TokenExample
+from tuningfork.train.batch import StepBatch
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.optimizer import build_optimizer
 from tuningfork.train.step import StepOutcome, train_step
@@ -92,11 +93,10 @@ def step(
     packs = build_packs(examples, limits_of(tokens, share_prompt))
     reference = None
     if objective.needs_reference:
-        reference = [np.concatenate([known[e.id] for e in pack.examples]) for pack in packs]
+        reference = np.concatenate([known[e.id] for pack in packs for e in pack.examples])
     before = {key: p.detach().clone() for key, p in policy.model.named_parameters()}
-    outcome = train_step(
-        policy, head_of(policy, chunk_rows), objective, optimizer_of(policy), packs, reference, max_grad_norm
-    )
+    batch = StepBatch.of(packs, reference)
+    outcome = train_step(policy, head_of(policy, chunk_rows), objective, optimizer_of(policy), batch, max_grad_norm)
     assert all(p.grad is None for p in policy.model.parameters())
     moved = {key: p.detach() - before[key] for key, p in policy.model.named_parameters()}
     order = [e.id for pack in packs for e in pack.examples]
@@ -281,13 +281,14 @@ def test_at_the_start_dpo_is_ln_2_and_the_step_prefers_the_chosen():
             return [head.score(policy.hidden_rows(p), policy.head_weight, p).numpy() for p in packs]
 
     reference = score()
+    batch = StepBatch.of(packs, np.concatenate(reference))
     optimizer = torch.optim.SGD(policy.model.parameters(), lr=1e-3)
-    outcome = train_step(policy, head, objective, optimizer, packs, reference, None)
+    outcome = train_step(policy, head, objective, optimizer, batch, None)
     assert outcome.loss == pytest.approx(math.log(2), rel=1e-14)
     assert outcome.rewards.abs().max() < 1e-12
     margins = np.concatenate([(now - ref).reshape(-1, 2) for now, ref in zip(score(), reference, strict=True)])
     assert (margins[:, 0] - margins[:, 1]).mean() > 0
-    again = train_step(policy, head, objective, optimizer, packs, reference, None)
+    again = train_step(policy, head, objective, optimizer, batch, None)
     assert again.loss < math.log(2)
 
 
@@ -312,9 +313,9 @@ def test_a_number_that_is_none_names_its_example_and_moves_nothing(bad):
     before = {key: t.clone() for key, t in policy.model.state_dict().items()}
     optimizer = build_optimizer(policy.model, TrainConfig(learning_rate=0.1))
     packs = build_packs(pairs, limits_of(64))
-    reference = [np.full(2 * len(p.examples), -20.0) for p in packs]
+    batch = StepBatch.of(packs, np.full(10, -20.0))
     with pytest.raises(NonFiniteError, match=r"the log-prob of answer 1 of random:4 is nan"):
-        train_step(policy, head_of(policy), PreferenceObjective(ObjectiveConfig()), optimizer, packs, reference, 1.0)
+        train_step(policy, head_of(policy), PreferenceObjective(ObjectiveConfig()), optimizer, batch, 1.0)
     assert unchanged(policy, before)
     assert not optimizer.state
 
@@ -324,9 +325,9 @@ def test_a_reference_that_is_no_number_moves_nothing():
     pairs = random_pairs(3)
     before = {key: t.clone() for key, t in policy.model.state_dict().items()}
     packs = build_packs(pairs, limits_of())
-    reference = [np.array([-20.0, -21.0, float("nan"), -20.0, -20.0, -20.0])]
+    batch = StepBatch.of(packs, np.array([-20.0, -21.0, float("nan"), -20.0, -20.0, -20.0]))
     with pytest.raises(NonFiniteError, match=r"loss is nan"):
-        train_step(policy, head_of(policy), PreferenceObjective(ObjectiveConfig()), sgd(policy), packs, reference, None)
+        train_step(policy, head_of(policy), PreferenceObjective(ObjectiveConfig()), sgd(policy), batch, None)
     assert unchanged(policy, before)
 
 
@@ -342,9 +343,9 @@ def test_a_log_prob_above_zero_is_refused():
     pairs = random_pairs(3)
     before = {key: t.clone() for key, t in policy.model.state_dict().items()}
     head = replace(head_of(policy), kernels=replace(kernels, row_logps=wrong))
-    packs = build_packs(pairs, limits_of())
+    batch = StepBatch.of(build_packs(pairs, limits_of()), np.full(6, -20.0))
     with pytest.raises(NonFiniteError, match=r"answer 0 of random:1 is .*, above 0"):
-        train_step(policy, head, PreferenceObjective(ObjectiveConfig()), sgd(policy), packs, [np.full(6, -20.0)], None)
+        train_step(policy, head, PreferenceObjective(ObjectiveConfig()), sgd(policy), batch, None)
     assert unchanged(policy, before)
 
 
