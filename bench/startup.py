@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM
 from bench import shapes
 from bench.output import device, emit, environment, parser, rounded, table
 from bench.timing import free_memory
+from tuningfork.data.config import PackConfig
 from tuningfork.models.config import ModelConfig
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.reference.fingerprint import tensors_of, weights_digest
@@ -102,7 +103,7 @@ def measure(model: str, folder: Path, warm: bool = False, plain: bool = True) ->
 def _ours(folder: Path) -> dict[str, float]:
     console = Console(io.StringIO())
     model = ModelConfig(path=str(folder), compile="off")
-    start = start_model(model, ObjectiveConfig(), TrainConfig(), device(), console)
+    start = start_model(model, ObjectiveConfig(), PackConfig(), TrainConfig(), device(), console)
     with console.startup.time("weights digest"):
         weights_digest(tensors_of(start.policy.model))
     return console.startup.seconds

@@ -57,21 +57,26 @@ SMALL: dict[str, Any] = {
 }
 # What a family needs besides, or otherwise, to be small.
 OTHER: dict[str, dict[str, Any]] = {
-    "biogpt": {"layerdrop": 0.0},
+    "blt": {f"{part}_config": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 128,
+                               "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
+            for part in ("patcher", "encoder", "decoder", "global")} | {"encoder_hash_byte_group_vocab": 64},
+    "codegen": {"rotary_dim": 4},
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "dots1": {"n_routed_experts": 2},
+    "gemma4_assistant": {"hidden_size_per_layer_input": 0},
+    "gptj": {"rotary_dim": 4},
     "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2,
                      "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8, "laurel_rank": 4,
                      "activation_sparsity_pattern": [0.0] * 4},
     "gemma4_text": {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 1,
                     "layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 16},
     "gemma4_unified_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 16},
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4},
     "hrm_text": {"num_hidden_layers": 2},
     "minicpm3": {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
                  "num_key_value_heads": 4, "head_dim": None},
     "youtu": {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
               "num_key_value_heads": 4, "head_dim": None},
     "opt": {"word_embed_proj_dim": 32},
-    "xlm": {"emb_dim": 32},
 }  # fmt: skip
 
 

@@ -31,9 +31,19 @@ def _gradients(policy, total):
 def _packed(policy, batch, weights, chunk_rows):
     policy.model.zero_grad()
     loss, logps = head_of(policy, chunk_rows).backward(
-        policy.hidden_rows(batch), policy.head_weight, batch, lambda a, b, logps: (weights[a:b] * logps).sum()
+        policy.hidden_rows(batch),
+        policy.head_weight,
+        batch,
+        lambda a, b, logps: (weights[a:b] * logps).sum(),
+        policy.head_bias,
     )
     return logps, loss, {name: p.grad.clone() for name, p in policy.model.named_parameters()}
+
+
+def _scores(policy, batch, chunk_rows=8192):
+    with torch.no_grad():
+        hidden = policy.hidden_rows(batch)
+        return head_of(policy, chunk_rows).score(hidden, policy.head_weight, batch, policy.head_bias)
 
 
 def _assert_same_gradients(policy, truth, ours, relative):
@@ -61,7 +71,8 @@ def test_float64_packed_equals_alone(family, share_prompt):
     torch.testing.assert_close(loss, truth.detach(), rtol=1e-6, atol=1e-6)
     # transformers computes norms, rotary embeddings and softmax in float32 whatever the dtype: 1e-6 is its rounding.
     _assert_same_gradients(policy, truth_gradients, gradients, relative=1e-6)
-    torch.testing.assert_close(head_of(policy, 16).score(policy.hidden_rows(batch), policy.head_weight, batch), logps)
+    assert (policy.head_bias is not None) == (family == "phi")  # whose gradient is among them
+    torch.testing.assert_close(_scores(policy, batch, 16), logps)
 
 
 @pytest.mark.parametrize("share_prompt", [True, False], ids=["shared", "unshared"])
@@ -82,7 +93,7 @@ def test_a_pack_filled_to_the_last_row_equals_alone(family, share_prompt):
 
 
 @pytest.mark.parametrize("share_prompt", [True, False], ids=["shared", "unshared"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2", "olmo3", "mistral", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2", "olmo3", "mistral", "gemma2", "phi"])
 def test_float32_packed_equals_alone(family, share_prompt):
     policy = tiny_policy(family, torch.float32)
     examples = random_examples(SHAPES, holes=True)
@@ -103,12 +114,10 @@ def test_no_token_reaches_another_example(family, share_prompt):
     """G3: change every token of one example; not a bit of any other example changes."""
     policy = tiny_policy(family, torch.float32)
     examples = random_examples(SHAPES)
-    scorer = head_of(policy)
 
     def scores(changed: list[TokenExample]) -> torch.Tensor:
         batch = one_pack(changed, share_prompt)
-        with torch.no_grad():
-            return scorer.score(policy.hidden_rows(batch), policy.head_weight, batch)
+        return _scores(policy, batch)
 
     before = scores(examples)
     first = 0
@@ -135,8 +144,7 @@ def test_one_answer_does_not_see_the_other():
     scores = []
     for one in (example, changed):
         batch = one_pack([one], share_prompt=True)
-        with torch.no_grad():
-            scores.append(head_of(policy).score(policy.hidden_rows(batch), policy.head_weight, batch))
+        scores.append(_scores(policy, batch))
     assert scores[0][0] == scores[1][0]
     assert scores[0][1] != scores[1][1]
 
@@ -150,8 +158,7 @@ def test_an_answer_scores_the_same_bits_at_any_place_with_the_prompt_shared_or_r
 
     def scores(members: list[TokenExample], share_prompt: bool) -> dict[str, list[float]]:
         batch = one_pack(members, share_prompt, tokens=320)
-        with torch.no_grad():
-            logps = head_of(policy).score(policy.hidden_rows(batch), policy.head_weight, batch)
+        logps = _scores(policy, batch)
         return {e.id: part.tolist() for e, part in zip(members, logps.split(batch.answers_per_example), strict=True)}
 
     first = scores(examples, True)

@@ -43,6 +43,7 @@ FAMILIES: dict[str, Any] = {
     "gemma3": lambda: transformers.Gemma3TextConfig(**_BASE, head_dim=16, sliding_window=5),
     "granite": lambda: transformers.GraniteConfig(**_BASE, logits_scaling=2.0, tie_word_embeddings=True),
     "cohere": lambda: transformers.CohereConfig(**_BASE, logit_scale=0.5),
+    "phi": lambda: transformers.PhiConfig(**_BASE, resid_pdrop=0.0),  # its head has a bias
 }
 
 
@@ -104,10 +105,11 @@ def head_of(policy: Policy, chunk_rows: int = 8192) -> Head:
     return Head(policy.kernels, policy.transform, chunk_rows)
 
 
-def score_alone(model: PreTrainedModel, example: TokenExample) -> list[torch.Tensor]:
+def score_alone(model: PreTrainedModel, example: TokenExample, form: str | None = None) -> list[torch.Tensor]:
     """Each answer's summed log-prob from plain transformers, its sequence alone in a batch of one: the truth."""
     # The sdpa form keeps float64 throughout; the eager one, which soft-capping needs, rounds its softmax to float32.
-    model.set_attn_implementation("eager" if getattr(model.config, "attn_logit_softcapping", None) else "sdpa")
+    capped = getattr(model.config, "attn_logit_softcapping", None)
+    model.set_attn_implementation(form or ("eager" if capped else "sdpa"))
     try:
         sums = []
         for answer in example.answers:

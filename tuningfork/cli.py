@@ -42,7 +42,7 @@ _OWN: dict[str, dict[str, str]] = {
         "rows have a prompt that is trained on, if a row is longer than the model's positions, or if a sequence "
         "begins with BOS twice; not for rows that a mix or their own weight of 0 leaves out, nor for rows that are cut"
     },
-    "train": {"--resume": "continue the run in output.dir if there is one"},
+    "train": {"--resume": "continue the run in output.dir, which must be there"},
     "reference": {},
     "eval": {"--policy": "the model folder to score; output.dir/model unless given"},
 }
@@ -67,9 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         said = visible(str(error), newline="\n")  # it may quote what a file holds, which a terminal would obey
         print(f"tuningfork: {said}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        go_on = "; what was saved is whole, continue with --resume" if arguments[:1] == ["train"] else ""
-        print(f"tuningfork: interrupted{go_on}", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:  # a command may say how to go on
+        print("; ".join(["tuningfork: interrupted", *map(str, interrupt.args)]), file=sys.stderr)
         return 130
     except BrokenPipeError:  # whoever read our output has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in the buffer

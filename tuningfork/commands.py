@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from tuningfork import __version__
 from tuningfork.config import RunConfig, check, differences, from_yaml, to_yaml
@@ -33,6 +33,7 @@ from tuningfork.train.setup import (
     DTYPES,
     Data,
     Start,
+    check_one_process,
     choose_compile,
     choose_device,
     open_reference,
@@ -46,7 +47,18 @@ from tuningfork.train.setup import (
 def train(config: RunConfig, resume: bool, console: Console | None = None) -> int:
     """`tuningfork train`: the main job."""
     console = console or Console()
+    check_one_process()
     folder = Path(config.output.dir)
+    if resume and not os.path.exists(folder):
+        run_folder.check(folder, resume)  # before it, or a folder above it, is made
+    try:
+        return _train(config, resume, folder, console)
+    except KeyboardInterrupt:
+        how = "continue with --resume" if run_folder.has_begun(folder) else "no step was done: give the command again"
+        raise KeyboardInterrupt(f"what was saved is whole, {how}") from None
+
+
+def _train(config: RunConfig, resume: bool, folder: Path, console: Console) -> int:
     with exclusive(folder, cure="Choose another output.dir, or make room or permit it."):
         run_folder.check(folder, resume)
         before = _run_in(folder)
@@ -55,10 +67,12 @@ def train(config: RunConfig, resume: bool, console: Console | None = None) -> in
             run_folder.check_settings(folder, differences(before, config))
         optimizer.check(config.train)  # before minutes of reading and scoring
         last = checkpoint.newest(folder / "checkpoints")
-        data, start, tokenizer = _prepare(config, console)
+        if before is not None and last is None:
+            console.print(f"{folder}: the run had not come to its first checkpoint; it begins at its first step")
+        data, start = _prepare(config, console)
         settle_activations(start, config.train, data.limits, last, console)
         text = to_yaml(config)
-        result = run(data, start, tokenizer, text, config.pack, config.reference, config.train, config.output, console)
+        result = run(data, start, text, config.pack, config.reference, config.train, config.output, console)
     if not result.finished:
         return 130
     console.print("\n" + summary(result, data))
@@ -109,13 +123,12 @@ def data(config: RunConfig, strict: bool) -> int:
 
 def reference(config: RunConfig) -> int:
     """`tuningfork reference`: fill the reference cache and nothing else."""
+    check_one_process()
     console = Console()
     config = _dated_as_its_run(config)
-    data, start, _ = _prepare(config, console)
-    if not start.objective.needs_reference:
+    if not PreferenceObjective(config.objective).needs_reference:
         raise ConfigError(f"objective.name {config.objective.name} has no reference; there is nothing to score.")
-    for examples in (data.train, data.held_out):
-        start.objective.check(examples)
+    data, start = _prepare(config, console)
     cache, share = config.reference.cache, config.pack.share_prompt
     store = open_reference(start, share, cache, data.train, data.limits, console, data.held_out)
     covered = counted(len(data.train) + len(data.held_out), "example")
@@ -125,6 +138,7 @@ def reference(config: RunConfig) -> int:
 
 def evaluate(config: RunConfig, policy: str | None) -> int:
     """`tuningfork eval`: a trained model on the held-out pairs, against the recipe's reference."""
+    check_one_process()
     console = Console()
     if config.data.eval is None:
         raise ConfigError("data.eval must be set to evaluate; for example: --data.eval held_out.jsonl")
@@ -132,12 +146,12 @@ def evaluate(config: RunConfig, policy: str | None) -> int:
     if not Path(path).is_dir():
         raise ModelError(f"{path} is not a folder. Train first, or name a model folder with --policy.")
     config = _dated_as_its_run(config)
-    data, start, _ = _prepare(config, console)
+    data, start = _prepare(config, console)
     store = None
     if start.objective.needs_reference:
         examples = data.held_out
         store = open_reference(start, config.pack.share_prompt, config.reference.cache, examples, data.limits, console)
-    _take_weights(start, path, config.model)
+    _take_weights(start, path, config.model, console)
     with console.phase("evaluating", len(data.held_out), "pairs") as phase:
         result = evaluate_packs(start, start.packs(data.held_out, data.limits), store, phase.advance)
     console.print(table(f"{path} on {config.data.eval}", _evaluation_rows(None, result)))
@@ -209,18 +223,19 @@ def _dated_as_its_run(config: RunConfig) -> RunConfig:
         ) from error
 
 
-def _prepare(config: RunConfig, console: Console) -> tuple[Data, Start, PreTrainedTokenizerBase]:
-    """Data, model and tokenizer of a run whose data has a date."""
+def _prepare(config: RunConfig, console: Console) -> tuple[Data, Start]:
+    """Data and model of a run whose data has a date."""
     device = choose_device(config.train.device)
     compiled = choose_compile(config.model.compile, device)
     with console.startup.time("data"):
         tokenizer = load_tokenizer(config.model.path)
-        data = read_data(config.model, config.data, config.pack, tokenizer, compiled, console)
-    start = start_model(config.model, config.objective, config.train, device, console)
-    return data, start, tokenizer
+        objective = PreferenceObjective(config.objective)
+        data = read_data(config.model, config.data, config.pack, objective, tokenizer, compiled, console)
+    start = start_model(config.model, config.objective, config.pack, config.train, device, console)
+    return data, start
 
 
-def _take_weights(start: Start, path: str, starting: ModelConfig) -> None:
+def _take_weights(start: Start, path: str, starting: ModelConfig, console: Console) -> None:
     """Load another model's weights into the starting model, if the two are alike in all but weights."""
     ours, theirs = comparable(start.policy.config), comparable(load_config(path))
     other = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
@@ -229,8 +244,10 @@ def _take_weights(start: Start, path: str, starting: ModelConfig) -> None:
             f"{path} is not a model of the same architecture as {starting.path}: their config.json differ in "
             f"{', '.join(other)}."
         )
-    other_model = load(path, start.policy.device, DTYPES[starting.weights]).model
-    start.policy.model.load_state_dict(other_model.state_dict())
+    other_model = load(path, start.policy.device, DTYPES[starting.weights])
+    for note in other_model.notes:
+        console.print(f"{path}: {note}")
+    start.policy.model.load_state_dict(other_model.model.state_dict())
 
 
 def _data_rows(name: str, report: DataReport) -> list[tuple[str, str]]:

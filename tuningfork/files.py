@@ -21,7 +21,9 @@ from tuningfork.errors import RunFolderError
 
 ASIDE = ".partial"  # the ending of what is not whole yet; a kill may leave one behind, see clear_abandoned
 DIGESTS = "digests.json"  # file name -> checksum, of all other files of a sealed folder
-CURE = "Make room or permit it, then continue with --resume; or choose another folder."
+CURE = (
+    "Make room or permit it, then give the command again, with --resume if the run had begun; or choose another folder."
+)
 
 SCRATCH_CURE = "Temporary files lie there: make room or permit it, or set TMPDIR to another folder."
 

@@ -102,10 +102,13 @@ def test_content_equals_the_obvious_construction(shapes, padding, share):
     assert batch.answers_per_example == [len(e.answers) for e in examples]
     counts = np.bincount(expected.answer_of_logit_row, minlength=sum(batch.answers_per_example))
     assert batch.answer_lengths == counts.tolist()
-    # Padding: one plain sequence that is somebody's token, at somebody's position.
-    assert segments_of(batch.layout)[len(expected.segments) :] == ([(list(range(n, n + padding)), [])] * bool(padding))
+    # Padding: plain sequences of somebody's token, none of them longer than the longest of the examples.
+    longest = max(expected.positions) + 1
+    starts = range(n, n + padding, longest)
+    padded = [list(range(start, min(start + longest, n + padding))) for start in starts]
+    assert segments_of(batch.layout)[len(expected.segments) :] == [(rows, []) for rows in padded]
     assert set(batch.input_ids[n:].tolist()) <= {0}
-    assert batch.layout.position_of_row[n:].tolist() == list(range(padding))
+    assert batch.layout.position_of_row[n:].tolist() == [i for rows in padded for i in range(len(rows))]
 
 
 @settings(max_examples=120, deadline=None)
@@ -117,7 +120,7 @@ def test_segments_tile_the_rows_and_the_table_has_few_lengths(shapes, padding, s
     # In order, without a gap: each row, padding too, lies in exactly one segment.
     assert [row for rows, _ in segments_of(batch.layout) for row in rows] == list(range(len(batch.input_ids)))
     # Entries in use come first; behind them only as many empty ones as round their number up.
-    count = len(expected.segments) + bool(padding)
+    count = len(expected.segments) + -(-padding // (max(expected.positions) + 1))
     assert torch.equal(table[:count], used)
     assert len(table) % 32 == 0 and 0 <= len(table) - count < 32
     # An empty entry reads and writes nothing, whatever it is taken for.
@@ -137,7 +140,7 @@ def test_a_row_sees_its_own_sequence_up_to_itself(shapes, padding, share):
     mask = visible(batch.layout)
     n = batch.unique_rows
     assert [np.flatnonzero(mask[row]).tolist() for row in range(n)] == expected.sequence
-    assert (mask[n:, n:] == np.tri(padding, dtype=bool)).all() and not mask[n:, :n].any()
+    assert not mask[n:, :n].any() and not mask[:n, n:].any()
     # A window counts positions: along what a row sees, they are 0, 1, 2, .. without a gap.
     for seen in mask:
         positions = batch.layout.position_of_row[torch.from_numpy(seen)]
@@ -271,8 +274,9 @@ def test_a_pack_may_be_filled_to_the_last_row():
 def test_forked_answers_of_an_empty_prompt_stand_alone(share):
     pair = hand_made([], ([20, 21], [True, True]), ([30], [True]))
     batch = build([pair], 6, share)
-    assert batch.layout.position_of_row.tolist() == [0, 1, 0, 0, 1, 2]
-    assert used_and_rest(batch.layout)[0] == [[0, 2, 0, 0, 2], [2, 3, 2, 2, 3], [3, 6, 3, 3, 6]]
+    assert batch.layout.position_of_row.tolist() == [0, 1, 0, 0, 1, 0]
+    padding = [[3, 5, 3, 3, 5], [5, 6, 5, 5, 6]]  # no longer than the longer answer
+    assert used_and_rest(batch.layout)[0] == [[0, 2, 0, 0, 2], [2, 3, 2, 2, 3], *padding]
     assert batch.logit_rows.tolist() == [0]  # 21 after 20; the first token of neither answer has a predictor
     assert batch.targets.tolist() == [21]
     assert batch.answer_lengths == [1, 0]

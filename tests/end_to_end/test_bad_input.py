@@ -22,6 +22,9 @@ from safetensors.torch import load_file, save_file
 
 import tuningfork
 from tests.end_to_end.workbench import Job, call, make_model, make_pairs, make_tokenizer, unequal, write_rows
+from tuningfork.kernels.attention.plain import PlainAttention
+from tuningfork.kernels.select import plain
+from tuningfork.models import policy
 from tuningfork.train import loop, setup
 
 ROOT = Path(tuningfork.__file__).parents[1]
@@ -348,6 +351,42 @@ def test_weights_that_overflow_in_the_last_step_are_not_exported(job: Job) -> No
 def allocate_too_much(*args: Any) -> Any:
     """As if a tensor did not fit: what torch itself then says, and does not say where."""
     return torch.empty(2**50, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_several_processes_are_refused(job: Job, shelf: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Under a launcher each of them would train the whole run; one process is one, whoever starts it."""
+    job = job.but({"data.eval": shelf / "held_out.jsonl"})
+    monkeypatch.setenv("SLURM_NTASKS", "8")  # what was asked for; a batch script starts one process with it
+    monkeypatch.setenv(name, "4")
+    for command in (("train",), ("train", "--resume"), ("reference",), ("eval", "--policy", str(shelf / "model"))):
+        message = job.refused(*command)
+        assert f"{name} is 4" in message and "in one process" in message and "without a launcher" in message
+    assert not job.run.exists() and not job.cache.exists()
+    monkeypatch.setenv(name, "1")
+    job.but({"train.max_steps": 1}).done()
+
+
+def test_a_run_with_a_broken_kernel_trains_nothing(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever chose it, and on a CPU too, every command that scores refuses it; the plain ones take no time."""
+
+    class Other(PlainAttention):
+        factor = 1.0
+
+        def attend(self, *args: Any, scale: float, **how: Any) -> torch.Tensor:
+            return super().attend(*args, scale=scale * self.factor, **how)
+
+    job = job.but({"train.max_steps": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(policy, "select", lambda *_: replace(plain(), attention=Other))
+        assert ", kernel check " in job.done().out
+        patch.setattr(Other, "factor", 1.5)
+        other = job.elsewhere("other").but({"reference.cache": job.folder / "other-cache"})
+        for command in ("train", "reference"):
+            message = other.refused(command)
+            assert f"{job.settings['model.path']}: attention kernel plain, call 1: outputs are" in message
+        assert not other.run.exists() and not other.cache.exists()
+    assert "kernel check" not in job.elsewhere("plain").done().out
 
 
 def test_too_little_memory_for_a_step(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,6 +107,37 @@ def test_simpo_is_evaluated_without_a_reference(job: Job, shelf: Any, scores: di
     assert not (job.folder / "cache").exists()
 
 
+RANKING = {"prompt": "a lamp", "answers": ["of course", "here", "no", "go away"], "scores": [4, 3, 2, 1]}
+SINGLE = {"prompt": "a lamp", "completion": "of course", "label": True}
+WITH_MARGIN = {"prompt": "a lamp", "chosen": "of course", "rejected": "no", "margin": 0.5}
+
+
+@pytest.mark.parametrize("key", ["data.train", "data.eval"])
+@pytest.mark.parametrize(
+    "row, objective, said",
+    [
+        (RANKING, "dpo", "has 4 answers, objective dpo compares two"),
+        (RANKING, "simpo", "has 4 answers, objective simpo compares two"),
+        (SINGLE, "dpo", "has 1 answer, objective dpo compares two"),
+        (WITH_MARGIN, "ipo", "has a margin, which objective ipo has no place for"),
+    ],
+    ids=["ranking", "ranking, simpo", "single", "margin"],
+)
+def test_no_command_scores_rows_that_the_objective_refuses(
+    job: Job, shelf: Any, monkeypatch: pytest.MonkeyPatch, key: str, row: Any, objective: str, said: str
+) -> None:
+    """train, reference and eval say the same of the same row, before a model is loaded."""
+    monkeypatch.setattr(commands, "start_model", None)
+    path = write_rows(job.folder / "odd.jsonl", [row, row | {"prompt": "a stone"}])
+    files = {"data.train": shelf / "pairs.jsonl", "data.eval": shelf / "held_out.jsonl"} | {key: path}
+    job = job.but({"objective.name": objective} | files)
+    commanded = [("train",), ("eval", "--policy", str(shelf / "model")), ("reference",)]
+    if objective == "simpo":  # which has no reference
+        job, commanded = job.but({"reference.cache": None}), commanded[:2]
+    messages = {job.refused(*command) for command in commanded}
+    assert len(messages) == 1 and f"{path}:1: {said}" in messages.pop()
+
+
 def test_held_out_pairs_that_cannot_be_used_are_named(job: Job) -> None:
     """A malformed line of data.eval stops the command with its place."""
     path = write_rows(job.folder / "held_out.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])

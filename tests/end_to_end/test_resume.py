@@ -102,6 +102,11 @@ def in_child(job: Job, *options: str) -> Outcome:
     return Child(job.arguments("train", *options), job.folder).wait()
 
 
+def going_on(job: Job) -> list[str]:
+    """The command again, with --resume where a run has begun."""
+    return job.arguments("train", *(["--resume"] if (job.run / "config.yaml").exists() else []))
+
+
 def lines_in(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
@@ -285,7 +290,7 @@ def test_killed_at_every_kind_of_moment_in_one_run_folder(again: Job, whole: Job
     """kill -9 from start-up to the final export, each followed by --resume: in the end the same bits."""
     killed = []
     for name, ready in MOMENTS.items():
-        child = Child(again.arguments("train", "--resume"), again.folder)
+        child = Child(going_on(again), again.folder)
         if child.kill_when(lambda ready=ready: ready(again)):  # type: ignore[misc]
             killed.append(name)
     assert len(killed) >= len(MOMENTS) - 2, f"only killed when: {killed}"
@@ -301,8 +306,8 @@ def test_killed_after_random_times_in_one_run_folder(again: Job, whole: Job) -> 
     again = again.but({"output.save_every": 2})
     for _ in range(5):
         at = time.monotonic() + rng.uniform(0.05, 1.0) * duration
-        Child(again.arguments("train", "--resume"), again.folder).kill_when(lambda at=at: time.monotonic() > at)  # type: ignore[misc]
-    assert in_child(again, "--resume").status == 0
+        Child(going_on(again), again.folder).kill_when(lambda at=at: time.monotonic() > at)  # type: ignore[misc]
+    assert Child(going_on(again), again.folder).wait().status == 0
     assert_same_end(again, whole)
 
 
@@ -327,10 +332,10 @@ def test_killed_between_any_two_file_operations_in_one_run_folder(again: Job, wh
     """kill -9 just before an fsync, rename or removal drawn at random, six times: in the end the same bits."""
     rng, killed = random.Random(5), 0
     for _ in range(6):
-        child = Child(again.arguments("train", "--resume"), again.folder, partial(die_at, rng.randint(1, 60)))
+        child = Child(going_on(again), again.folder, partial(die_at, rng.randint(1, 60)))
         killed += child.wait().status == -signal.SIGKILL
     assert killed >= 4
-    assert in_child(again, "--resume").status == 0
+    assert Child(going_on(again), again.folder).wait().status == 0
     assert_same_end(again, whole)
 
 
@@ -350,12 +355,12 @@ def test_a_run_that_is_still_going_is_not_resumed_beside_itself(again: Job) -> N
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_while_the_reference_is_scored_keeps_what_is_scored(again: Job, number: int) -> None:
-    """Exit status 130, no traceback; the rows scored so far are in the cache, and --resume goes on."""
+    """Exit status 130, no traceback; the rows scored so far are in the cache, and the same command goes on."""
     again = again.but({"reference.cache": again.folder / "cache", "pack.tokens": 256})
     outcome = Child(again.arguments("train"), again.folder, partial(interrupt_scoring, number)).wait()
-    assert outcome.status == 130 and "Traceback" not in outcome.err and "interrupted" in outcome.err
+    assert outcome.status == 130 and "no step was done: give the command again" in outcome.err
     assert 0 < len(rows_of(again.cache)) < 2 * (38 + 11)
-    again.but({"train.max_steps": STEPS}).done("train", "--resume")
+    again.done()
     assert len(rows_of(again.cache)) == 2 * (38 + 11)
 
 
@@ -391,10 +396,25 @@ def test_a_folder_of_something_else_is_refused_even_with_resume(job: Job) -> Non
     assert "a-file" in job.refused() and job.run.read_text() == "precious"
 
 
-def test_resume_on_nothing_starts_fresh(job: Job) -> None:
-    """--resume may stand in the command from the first start on."""
-    job.done("train", "--resume")
-    assert len(job.metrics()) == 10 and (job.run / "model").exists()
+def test_resume_where_there_is_no_run_is_refused(finished: Job, job: Job) -> None:
+    """A mistyped output.dir would start from step 0. It says what it looked for, names runs nearby, makes nothing."""
+    typo = finished.elsewhere("rnu")
+    message = typo.refused("train", "--resume")
+    assert f"there is no run in {typo.run}" in message and "no config.yaml" in message
+    assert f"Did you mean {finished.run}?" in message and "without --resume" in message
+    far = job.but({"output.dir": job.folder / "new" / "run"})
+    assert "Did you mean" not in far.refused("train", "--resume") and not far.run.parent.exists()
+    for name in ("data", "config.yaml.partial"):  # a report on the data, and what a kill left behind
+        (job.run / name).mkdir(parents=True)
+        assert "there is no run in" in job.refused("train", "--resume")
+    job.but({"train.max_steps": 1}).done()
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again_and_says_so(again: Job, whole: Job) -> None:
+    crash(again, step=2)
+    out = again.done("train", "--resume").out
+    assert f"{again.run}: the run had not come to its first checkpoint; it begins at its first step" in out
+    assert_same_end(again, whole)
 
 
 def test_resume_of_a_finished_run_changes_no_result(again: Job, whole: Job) -> None:

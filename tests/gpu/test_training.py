@@ -162,7 +162,7 @@ def test_steps_learn_and_agree_however_the_batch_is_cut(mode):
         optimizer = build_optimizer(policy.model, config)
         reference = [head.score(policy.hidden_rows(b).detach(), policy.head_weight, b).cpu().numpy()
                      for b in (p.to(CUDA) for p in packs)]  # fmt: skip
-        batch = StepBatch.of(packs, np.concatenate(reference))
+        batch = StepBatch.of(packs, objective, np.concatenate(reference))
         outcomes = [train_step(policy, head, objective, optimizer, batch, None) for _ in range(15)]
         margin = outcomes[-1].rewards[:, 0] - outcomes[-1].rewards[:, 1]
         assert (outcomes[0].rewards == 0).all()
@@ -184,7 +184,7 @@ def test_bfloat16_weights_learn_and_repeat_to_the_bit():
         packs = build_packs(pairs, PackLimits.plan(2048, True, compiled=True))
         reference = [head.score(policy.hidden_rows(b).detach(), policy.head_weight, b).cpu().numpy()
                      for b in (p.to(CUDA) for p in packs)]  # fmt: skip
-        batch = StepBatch.of(packs, np.concatenate(reference))
+        batch = StepBatch.of(packs, objective, np.concatenate(reference))
         optimizer = build_optimizer(policy.model, config)
         outcomes = []
         for number in range(15):
@@ -320,7 +320,7 @@ def test_the_host_waits_for_the_device_only_to_read_a_steps_numbers(monkeypatch,
     optimizer = build_optimizer(policy.model, TrainConfig())
     packs = build_packs(random_pairs(32, longest=40), PackLimits.plan(1024, True, compiled=True), pin_memory=True)
     assert len(packs) > 1
-    batch = StepBatch.of(packs, np.full(64, -3.0), pin_memory=True)
+    batch = StepBatch.of(packs, objective, np.full(64, -3.0), pin_memory=True)
 
     def one() -> None:
         train_step(policy, head, objective, optimizer, batch, limit)

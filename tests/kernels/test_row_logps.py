@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tuningfork.kernels.row_logps.plain import logits_gradient_, row_logps
+from tuningfork.kernels.row_logps.plain import logits_gradient, row_logps
 from tuningfork.records import LogitTransform
 
 TRANSFORMS = {
@@ -41,7 +41,7 @@ def test_values_and_gradient_are_those_of_log_softmax(transform, shape):
 
     logps, lse = row_logps(logits, targets, transform)
     torch.testing.assert_close(logps, expected.detach(), rtol=1e-12, atol=1e-13)
-    ours = logits_gradient_(logits.clone(), targets, lse, weights, transform)
+    ours = logits_gradient(logits, targets, lse, weights, transform, logits.clone())
     torch.testing.assert_close(ours, gradient, rtol=1e-12, atol=1e-13)
 
 
@@ -51,8 +51,8 @@ def test_a_row_by_hand():
     logps, lse = row_logps(logits, torch.tensor([1]), LogitTransform())
     torch.testing.assert_close(logps.exp(), torch.tensor([0.25], dtype=torch.float64))
     torch.testing.assert_close(lse.sum(1).exp(), torch.tensor([8.0], dtype=torch.float64))
-    gradient = logits_gradient_(
-        logits, torch.tensor([1]), lse, torch.tensor([16.0], dtype=torch.float64), LogitTransform()
+    gradient = logits_gradient(
+        logits, torch.tensor([1]), lse, torch.tensor([16.0], dtype=torch.float64), LogitTransform(), logits
     )
     torch.testing.assert_close(gradient, torch.tensor([[-2.0, 12.0, -10.0]], dtype=torch.float64))
 
@@ -73,7 +73,7 @@ def assert_error_is_at_most_twice_that_of_log_softmax(
     (plain_gradient,) = torch.autograd.grad((weights.float() * plain).sum(), plain_leaf)
 
     logps, lse = row_logps(logits, targets, transform)
-    gradient = logits_gradient_(logits.clone(), targets, lse, weights.float(), transform)
+    gradient = logits_gradient(logits, targets, lse, weights.float(), transform, logits.clone())
     assert logps.dtype == lse.dtype == torch.float32
     assert gradient.dtype == dtype
     for ours, theirs, true in ((logps, plain.detach(), expected.detach()), (gradient, plain_gradient, true_gradient)):
@@ -96,20 +96,30 @@ def test_a_common_offset_of_the_logits_costs_no_digits(offset):
     assert_error_is_at_most_twice_that_of_log_softmax((logits + offset).float(), targets, LogitTransform())
 
 
-def test_gradient_is_written_over_the_logits_and_the_values_read_them_only():
+def test_gradient_may_be_written_over_the_logits_and_the_values_read_them_only():
     logits, targets = random_rows(9, 30, torch.float32)
     before = logits.clone()
     _, lse = row_logps(logits, targets, LogitTransform(0.5, 4.0))
     assert torch.equal(logits, before)
-    result = logits_gradient_(logits, targets, lse, torch.ones(9), LogitTransform(0.5, 4.0))
+    elsewhere = logits_gradient(logits, targets, lse, torch.ones(9), LogitTransform(0.5, 4.0), torch.empty(9, 30))
+    assert torch.equal(logits, before)
+    result = logits_gradient(logits, targets, lse, torch.ones(9), LogitTransform(0.5, 4.0), logits)
     assert result.data_ptr() == logits.data_ptr()
-    assert not torch.equal(logits, before)
+    assert torch.equal(logits, elsewhere)
+
+
+def test_the_gradient_of_float32_logits_in_bfloat16_is_rounded_once():
+    logits, targets = random_rows(9, 30, torch.float32)
+    _, lse = row_logps(logits, targets, LogitTransform())
+    exact = logits_gradient(logits, targets, lse, torch.ones(9), LogitTransform(), torch.empty(9, 30))
+    narrow = torch.empty(9, 32, dtype=torch.bfloat16)[:, :30]
+    assert torch.equal(logits_gradient(logits, targets, lse, torch.ones(9), LogitTransform(), narrow), exact.bfloat16())
 
 
 def test_each_gradient_row_sums_to_nothing_and_pulls_the_target_up():
     logits, targets = random_rows(12, 40)
     _, lse = row_logps(logits, targets, LogitTransform())
-    gradient = logits_gradient_(logits, targets, lse, torch.ones(12, dtype=torch.float64), LogitTransform())
+    gradient = logits_gradient(logits, targets, lse, torch.ones(12, dtype=torch.float64), LogitTransform(), logits)
     torch.testing.assert_close(gradient.sum(1), torch.zeros(12, dtype=torch.float64), rtol=0, atol=1e-14)
     target_gradient = gradient[torch.arange(12), targets]
     assert (target_gradient > 0).all()
@@ -141,7 +151,8 @@ def test_minus_infinity_elsewhere_is_a_token_that_cannot_be():
     logits = torch.tensor([[0.0, float("-inf"), 0.0]], dtype=torch.float64)
     logps, lse = row_logps(logits, torch.tensor([0]), LogitTransform())
     torch.testing.assert_close(logps, torch.tensor([0.5], dtype=torch.float64).log())
-    gradient = logits_gradient_(logits, torch.tensor([0]), lse, torch.ones(1, dtype=torch.float64), LogitTransform())
+    one = torch.ones(1, dtype=torch.float64)
+    gradient = logits_gradient(logits, torch.tensor([0]), lse, one, LogitTransform(), logits)
     torch.testing.assert_close(gradient, torch.tensor([[0.5, 0.0, -0.5]], dtype=torch.float64))
 
 
@@ -172,4 +183,4 @@ def test_no_rows_are_no_rows():
     logits = torch.zeros(0, 10)
     logps, lse = row_logps(logits, torch.zeros(0, dtype=torch.int64), LogitTransform(1.0, 2.0))
     assert logps.tolist() == lse.tolist() == []
-    assert logits_gradient_(logits, torch.zeros(0, dtype=torch.int64), lse, logps, LogitTransform()).numel() == 0
+    assert logits_gradient(logits, torch.zeros(0, dtype=torch.int64), lse, logps, LogitTransform(), logits).numel() == 0

@@ -17,7 +17,7 @@ def test_a_cpu_gets_the_plain_kernels(dtype, head_dim):
     assert kernels == plain()
     assert kernels.attention is PlainAttention
     assert kernels.row_logps is plain_rows.row_logps
-    assert kernels.logits_gradient_ is plain_rows.logits_gradient_
+    assert kernels.logits_gradient is plain_rows.logits_gradient
     assert kernels.names == {"attention": "plain", "row_logps": "plain"}
 
 

@@ -82,9 +82,9 @@ def test_layers_that_mix_neighbours_in_a_pack_are_refused_by_the_config(tmp_path
     config_refused(tmp_path, RECURRENT[family](), r"has layers of type (linear_attention|conv|chunked_attention)")
 
 
-def test_recurrent_models_without_layer_types_are_refused_by_their_modules(tmp_path):
+def test_recurrent_models_without_layer_types_are_refused_by_their_code(tmp_path):
     rwkv = transformers.RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, context_length=64)
-    refused(saved(tmp_path, rwkv), "carries state from token to token")
+    config_refused(tmp_path, rwkv, "carry state from token to token")
 
 
 def test_any_convolution_is_refused():
@@ -99,11 +99,11 @@ def test_encoder_decoders_are_refused(tmp_path):
     config_refused(tmp_path, t5, "is an encoder-decoder")
 
 
-@pytest.mark.parametrize("part", ["vision_config", "audio_config"])
+@pytest.mark.parametrize("part", ["vision_config", "audio_config", "audio_encoder_config"])
 def test_inputs_other_than_text_are_refused(part):
     config = transformers.LlamaConfig(**TINY)
     setattr(config, part, {"hidden_size": 8})
-    with pytest.raises(ModelError, match=rf"here \(llama\) has a {part}"):
+    with pytest.raises(ModelError, match=rf"here \(llama\) has an? {part}"):
         check_config(config, "here")
 
 
@@ -182,8 +182,22 @@ def test_dropout_of_zero_is_accepted(tmp_path):
     load(saved(tmp_path, config))
 
 
-def test_a_biased_head_is_refused(tmp_path):
-    refused(saved(tmp_path, transformers.PhiConfig(**TINY)), "the output head has a bias")
+def test_weights_behind_the_hidden_states_other_than_the_heads_own_are_refused(tmp_path):
+    bert = transformers.BertConfig(
+        **{name: value for name, value in TINY.items() if name != "num_key_value_heads"},
+        is_decoder=True, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    refused(saved(tmp_path, bert), r"has weights \(cls\.predictions\.\S+\) between its last hidden states and")
+
+
+def test_a_config_that_is_no_language_model_s_is_refused(tmp_path):
+    config_refused(tmp_path, transformers.DistilBertConfig(vocab_size=64, dim=16, n_heads=2), "is no causal language")
+
+
+def test_attention_in_code_of_its_own_is_refused_before_anything_else_is_asked_for(tmp_path):
+    """Not first for its dropout, which would be set to 0 in vain."""
+    falcon = transformers.FalconConfig(vocab_size=64, hidden_size=16, num_attention_heads=2, attention_dropout=0.1)
+    config_refused(tmp_path, falcon, "computes attention in code of its own")
 
 
 def test_a_name_that_happens_to_hold_the_letters_of_a_recurrent_layer_is_no_reason(tmp_path):

@@ -220,6 +220,19 @@ def test_bfloat16_log_probs_have_the_same_bits_in_any_chunk():
     assert torch.equal(scores[0], scores[1]) and torch.equal(scores[1], scores[2])
 
 
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_logits_of_bfloat16_factors_are_rounded_to_float32_only(transform):
+    """In bfloat16, logits of 20 are 1/8 apart: tenths of a nat on an answer, hundreds of times what is allowed here."""
+    case = case_of_all_kinds(dtype=torch.bfloat16, d=64, v=300)
+    case = replace(case, hidden=4 * case.hidden)
+    _, true, *_ = through_all_logits(case, coupled, transform)
+    ours = Head(plain(), transform, 16).score(case.hidden, case.weight, case.batch)
+    # Two logits below 256, each a sum of 64 products and one more rounding; the transform at most doubles them.
+    allowed = 2 * 2 * 65 * 256 * torch.finfo(torch.float32).eps / 2
+    assert ((ours - true).abs() <= allowed * torch.tensor(case.batch.answer_lengths)).all()
+    assert (ours - true).norm() <= 1e-3
+
+
 @pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)

@@ -126,7 +126,8 @@ def test_a_write_that_fails_leaves_the_old_file_and_says_what_to_do(
         write_text(path, "new")
     assert str(caught.value) == (
         f"{path} cannot be written: No space left on device. "
-        "Make room or permit it, then continue with --resume; or choose another folder."
+        "Make room or permit it, then give the command again, with --resume if the run had begun; or choose "
+        "another folder."
     )
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["summary.json"]

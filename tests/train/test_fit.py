@@ -142,6 +142,17 @@ def test_a_dry_runs_pack_is_nearly_full_of_answers(rows, share_prompt):
     assert int(pack.input_ids.min()) >= 0 and int(pack.input_ids.max()) < policy.config.vocab_size
 
 
+@pytest.mark.parametrize("share_prompt", [True, False])
+@pytest.mark.parametrize("positions", [8, 20, 100])
+def test_a_dry_runs_sequences_stay_within_the_models_positions(positions, share_prompt):
+    policy = tiny_policy("llama", torch.float32)
+    policy.config.max_position_embeddings = positions
+    for rows in (64, 1000, 8192):
+        pack = DryRun(policy, head_of(policy), limits_of(8192, share_prompt), lambda run: 0)._pack(rows)
+        assert int(pack.layout.position_of_row.max()) < positions
+        assert len(pack.logit_rows) >= 0.5 * rows
+
+
 def test_on_a_cpu_auto_is_none():
     policy, out = tiny_policy("llama", torch.float32), io.StringIO()
     policy.keep_activations("block")

@@ -13,17 +13,21 @@ import torch
 import transformers
 
 from tests.tiny import head_of, limits_of, random_examples, random_pairs, score_alone, tiny_policy
+from tuningfork.data.layout import build
 from tuningfork.data.loader import build_packs
-from tuningfork.errors import NonFiniteError
+from tuningfork.errors import DataError, NonFiniteError
 from tuningfork.kernels.select import plain
 from tuningfork.models import attention
+from tuningfork.models.load import Loaded
 from tuningfork.models.policy import Policy
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import TokenExample
 from tuningfork.train.batch import StepBatch
 from tuningfork.train.config import TrainConfig
+from tuningfork.train.evaluate import evaluate
 from tuningfork.train.optimizer import build_optimizer
+from tuningfork.train.setup import Start
 from tuningfork.train.step import StepOutcome, train_step
 
 NAMES = ["dpo", "dpo_norm", "ipo", "ipo_sum", "simpo"]
@@ -95,7 +99,7 @@ def step(
     if objective.needs_reference:
         reference = np.concatenate([known[e.id] for pack in packs for e in pack.examples])
     before = {key: p.detach().clone() for key, p in policy.model.named_parameters()}
-    batch = StepBatch.of(packs, reference)
+    batch = StepBatch.of(packs, objective, reference)
     outcome = train_step(policy, head_of(policy, chunk_rows), objective, optimizer_of(policy), batch, max_grad_norm)
     assert all(p.grad is None for p in policy.model.parameters())
     moved = {key: p.detach() - before[key] for key, p in policy.model.named_parameters()}
@@ -110,6 +114,21 @@ def norm(moved: dict[str, torch.Tensor]) -> float:
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     """How far two steps are apart, against the length of one."""
     return norm({key: a[key].double() - b[key].double() for key in a}) / norm(b)
+
+
+def test_padding_stays_within_a_learned_table_of_positions():
+    """The tail of a pack may be longer than the model knows positions; its rows are computed like all others."""
+    policy = fresh_policy()
+    examples = random_examples([(10, (54, 3)), (1, (2, 1))])  # as long as the table, and a little more
+    for some in (examples, examples[1:]):
+        alone = np.concatenate([[float(x.detach()) for x in score_alone(policy.model, example)] for example in some])
+        pack = build(some, 512, share_prompt=True)
+        assert 512 - pack.unique_rows > policy.config.n_positions
+        hidden = policy.hidden_rows(pack)
+        packed = head_of(policy).score(hidden.detach(), policy.head_weight, pack)
+        np.testing.assert_allclose(packed.numpy(), alone, rtol=1e-9, atol=1e-9)
+        hidden.sum().backward()
+        assert all(p.grad is None or p.grad.isfinite().all() for p in policy.model.parameters())
 
 
 # Chosen answers of very different lengths: a mean of means would show.
@@ -281,7 +300,7 @@ def test_at_the_start_dpo_is_ln_2_and_the_step_prefers_the_chosen():
             return [head.score(policy.hidden_rows(p), policy.head_weight, p).numpy() for p in packs]
 
     reference = score()
-    batch = StepBatch.of(packs, np.concatenate(reference))
+    batch = StepBatch.of(packs, objective, np.concatenate(reference))
     optimizer = torch.optim.SGD(policy.model.parameters(), lr=1e-3)
     outcome = train_step(policy, head, objective, optimizer, batch, None)
     assert outcome.loss == pytest.approx(math.log(2), rel=1e-14)
@@ -313,9 +332,10 @@ def test_a_number_that_is_none_names_its_example_and_moves_nothing(bad):
     before = {key: t.clone() for key, t in policy.model.state_dict().items()}
     optimizer = build_optimizer(policy.model, TrainConfig(learning_rate=0.1))
     packs = build_packs(pairs, limits_of(64))
-    batch = StepBatch.of(packs, np.full(10, -20.0))
+    objective = PreferenceObjective(ObjectiveConfig())
+    batch = StepBatch.of(packs, objective, np.full(10, -20.0))
     with pytest.raises(NonFiniteError, match=r"the log-prob of answer 1 of random:4 is nan"):
-        train_step(policy, head_of(policy), PreferenceObjective(ObjectiveConfig()), optimizer, batch, 1.0)
+        train_step(policy, head_of(policy), objective, optimizer, batch, 1.0)
     assert unchanged(policy, before)
     assert not optimizer.state
 
@@ -325,10 +345,24 @@ def test_a_reference_that_is_no_number_moves_nothing():
     pairs = random_pairs(3)
     before = {key: t.clone() for key, t in policy.model.state_dict().items()}
     packs = build_packs(pairs, limits_of())
-    batch = StepBatch.of(packs, np.array([-20.0, -21.0, float("nan"), -20.0, -20.0, -20.0]))
+    objective = PreferenceObjective(ObjectiveConfig())
+    batch = StepBatch.of(packs, objective, np.array([-20.0, -21.0, float("nan"), -20.0, -20.0, -20.0]))
     with pytest.raises(NonFiniteError, match=r"loss is nan"):
-        train_step(policy, head_of(policy), PreferenceObjective(ObjectiveConfig()), sgd(policy), batch, None)
+        train_step(policy, head_of(policy), objective, sgd(policy), batch, None)
     assert unchanged(policy, before)
+
+
+@pytest.mark.parametrize("answers", [(3, 4, 5, 6), (3,)])
+def test_rows_that_the_objective_refuses_have_no_loss(answers):
+    """Four answers are no two pairs, and two single answers are not one: neither trains, nor is it evaluated."""
+    policy = fresh_policy(dtype=torch.float32)
+    objective = PreferenceObjective(ObjectiveConfig())
+    packs = build_packs(random_examples([(5, answers), (7, answers)]), limits_of())
+    with pytest.raises(DataError, match=r"random:1: has \d answers?, objective dpo compares two"):
+        StepBatch.of(packs, objective, np.full(2 * len(answers), -20.0))
+    start = Start(policy, head_of(policy), objective, Loaded(policy.model, torch.float32), False)
+    with pytest.raises(DataError, match="random:1: has"):
+        evaluate(start, packs, None)
 
 
 def test_a_log_prob_above_zero_is_refused():
@@ -343,9 +377,10 @@ def test_a_log_prob_above_zero_is_refused():
     pairs = random_pairs(3)
     before = {key: t.clone() for key, t in policy.model.state_dict().items()}
     head = replace(head_of(policy), kernels=replace(kernels, row_logps=wrong))
-    batch = StepBatch.of(build_packs(pairs, limits_of()), np.full(6, -20.0))
+    objective = PreferenceObjective(ObjectiveConfig())
+    batch = StepBatch.of(build_packs(pairs, limits_of()), objective, np.full(6, -20.0))
     with pytest.raises(NonFiniteError, match=r"answer 0 of random:1 is .*, above 0"):
-        train_step(policy, head, PreferenceObjective(ObjectiveConfig()), sgd(policy), batch, None)
+        train_step(policy, head, objective, sgd(policy), batch, None)
     assert unchanged(policy, before)
 
 

@@ -19,7 +19,7 @@ def build(examples: Sequence[TokenExample], rows: int, share_prompt: bool) -> Pa
     for example in examples:
         laid.add(example, share_prompt)
     unique_rows = laid.count
-    laid.pad(rows)
+    laid.pad(rows, longest=max((example.longest for example in examples), default=1))
     return PackedBatch(
         input_ids=_tensor(laid.ids, torch.int64),
         layout=ForkLayout(
@@ -85,10 +85,13 @@ class _Rows:
         self.targets.append(ids[counted])
         self.answer_of_logit_row.append(np.full(int(counted.sum()), self.answer))
 
-    def pad(self, rows: int) -> None:
-        """Fill up to `rows` with a segment of its own, so that attention writes those rows too."""
-        if rows > self.count:
-            self._lay(np.full(rows - self.count, PADDING_ID), first_position=0)
+    def pad(self, rows: int, longest: int) -> None:
+        """Fill up to `rows` with segments of their own, so that attention writes those rows too.
+
+        None is longer than the pack's longest sequence, so padding is at no position that the model may not know.
+        """
+        while self.count < rows:
+            self._lay(np.full(min(rows - self.count, longest), PADDING_ID), first_position=0)
 
 
 def _table(segments: list[list[int]], rows: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ class Kernels:
 
     attention: type
     row_logps: Callable[[Tensor, Tensor, LogitTransform], tuple[Tensor, Tensor]]
-    logits_gradient_: Callable[[Tensor, Tensor, Tensor, Tensor, LogitTransform], Tensor]
+    logits_gradient: Callable[[Tensor, Tensor, Tensor, Tensor, LogitTransform, Tensor], Tensor]
     names: dict[str, str]
 
 
@@ -42,10 +42,10 @@ def select(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernels:
             f"Attention on a GPU takes heads up to {WIDEST_HEAD} wide, these have {head_dim}. Use train.device: cpu."
         )
     names = {"attention": "fork", "row_logps": "triton"}
-    return Kernels(ForkAttention, fast.row_logps, fast.logits_gradient_, names)
+    return Kernels(ForkAttention, fast.row_logps, fast.logits_gradient, names)
 
 
 def plain() -> Kernels:
     """The plain kernels: what every fast one is tested against."""
     names = {"attention": "plain", "row_logps": "plain"}
-    return Kernels(PlainAttention, plain_rows.row_logps, plain_rows.logits_gradient_, names)
+    return Kernels(PlainAttention, plain_rows.row_logps, plain_rows.logits_gradient, names)

@@ -53,6 +53,11 @@ def _attention(
             f"{type(module).__name__} is not told which rows belong together: its decoder block does not hand on what "
             "it is given. This model family is not supported."
         )
+    if isinstance(attention_mask, Tensor):  # none is made for us, see below
+        raise ModelError(
+            f"{type(module).__name__} makes an attention mask of its own, which packed attention does not know. "
+            "This model family is not supported."
+        )
     if dropout:
         raise ModelError(f"{type(module).__name__} uses attention dropout {dropout}; set it to 0 in config.json.")
     # Under autocast a rotary embedding may return float32 queries beside bfloat16 values.

@@ -1,16 +1,13 @@
-"""From a Hugging Face folder to a config, a tokenizer and a model, and back to a folder."""
+"""From a Hugging Face folder to a config, a tokenizer and a model; export.py goes back to a folder."""
 
 from __future__ import annotations
 
-import difflib
-import errno
-import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
 import transformers
 from torch import Tensor, nn
@@ -25,11 +22,12 @@ from transformers import (
 from transformers.core_model_loading import WeightRenaming
 
 from tuningfork.errors import ModelError, first_line
-from tuningfork.models import attention, weights
+from tuningfork.models import attention, folder, weights
+from tuningfork.models.folder import Origin
 from tuningfork.models.support import check_config, check_modules
-from tuningfork.models.weights import Stored
+from tuningfork.models.weights import Found, Stored
 
-_WEIGHT_FILES = (weights.ONE_FILE, weights.INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
+_WEIGHT_FILES = (weights.ONE_FILE, weights.INDEX, weights.PICKLE, weights.PICKLE_INDEX)
 _CPU = torch.device("cpu")
 _LEAST_IN_8_BITS = 4096
 _TRAINABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -53,8 +51,11 @@ class Loaded:
     """A model on its device."""
 
     model: PreTrainedModel
-    stored_dtype: torch.dtype  # that its weights had on the disk
-    stored_bytes: int = 0  # read from there; 0 where the library read them
+    stored_dtype: torch.dtype  # that most of its weights had on the disk
+    stored_bytes: int = 0  # read from there; 0 where they lay in older files than safetensors
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)  # of the weights and buffers on the disk
+    origin: Origin = field(default_factory=Origin)  # what else its folder held, for the export
+    notes: tuple[str, ...] = ()  # what was done about something odd in the folder, for the user
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -63,9 +64,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     Some versions of transformers put another way of cutting texts in place of the folder's own (5.17 does so for
     DeepSeek-V3): what comes of it looks like tokens and trains a model to write without spaces.
     """
-    _check_folder(path)
+    folder.check(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         again = tokenizer.decode(tokenizer("one two", add_special_tokens=False)["input_ids"])
     except Exception as error:
         raise ModelError(f"{path}: the tokenizer cannot be loaded: {first_line(error)}") from error
@@ -79,11 +80,27 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 def load_config(path: str) -> Any:
     """The folder's config, of a model that can be trained as far as a config shows. Raises ModelError."""
-    _check_folder(path)
+    folder.check(path)
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        # Without a word on code of the folder's own the library asks on the terminal whether to run it.
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:
+        if folder.read_json(path, folder.CONFIG).get("auto_map"):
+            raise ModelError(
+                f"{path}: config.json names code of its own for this model (auto_map), which is not run here, and "
+                f"transformers {transformers.__version__} has no class for it. Train a model that transformers knows."
+            ) from error
         raise ModelError(f"{path}: config.json cannot be read: {first_line(error)}") from error
+    if getattr(config, "transformers_weights", None):
+        raise ModelError(
+            f"{path}: config.json names a file of its own for the weights (transformers_weights). Rename that file to "
+            f"{weights.ONE_FILE} or {weights.INDEX}, and remove the setting."
+        )
+    if getattr(config, "quantization_config", None):
+        raise ModelError(
+            f"{path}: config.json has a quantization_config: a quantized model. Get the model in float32, float16 or "
+            "bfloat16."
+        )
     check_config(config, path)
     return config
 
@@ -107,17 +124,19 @@ def load(
             packed correctly.
     """
     config = load_config(path)
+    origin, notes = folder.read(path)
     if not any((Path(path) / name).exists() for name in _WEIGHT_FILES):
         raise ModelError(f"{path}: no weights found (looked for {', '.join(_WEIGHT_FILES)}).")
     try:
-        stored = weights.stored_tensors(Path(path))
-        draft = None if stored is None else _draft(config, path, stored)
-        draft = draft or _whole(path)
+        found = weights.stored_tensors(Path(path))
+        draft = None if found is None else _draft(config, path, found.tensors)
+        draft = draft or _whole(config, path, found, progress)
     except Exception as error:
         raise ModelError(f"{path}: the model cannot be loaded: {first_line(error)}") from error
     model = draft.model
-    _check_names(model, draft.info, path)
-    _check_stored(model, draft.unread, stored or {}, path)
+    _check_names(model, draft.info, found, path)
+    _check_ties(model, path)
+    _check_stored(draft, path)
     check_modules(model, path)
     for weight, there in draft.unread:
         weight.data = torch.empty(there.shape, dtype=_held(weight, there.shape, dtype), device=device)
@@ -129,8 +148,9 @@ def load(
         raise ModelError(f"{path}: the weights cannot be read: {first_line(error)}") from error
     _check_finite(model, path)
     model.train()  # one mode for scoring and training, so that both run the same code; there is no dropout
-    size = sum(there.bytes for _, there in draft.unread)
-    return Loaded(model, _stored_dtype(stored, config), size)
+    size = sum(there.bytes for there in found.tensors.values()) if found else 0
+    notes += found.notes if found else ()
+    return Loaded(model, _stored_dtype(model, draft.dtypes, config), size, draft.dtypes, origin, notes)
 
 
 @dataclass(frozen=True)
@@ -140,6 +160,7 @@ class _Draft:
     model: PreTrainedModel
     info: dict[str, Any]
     unread: list[tuple[Tensor, Stored]]
+    dtypes: dict[str, torch.dtype]  # of stored tensors by the names that the model has for them
 
 
 def _draft(config: Any, path: str, stored: dict[str, Stored]) -> _Draft | None:
@@ -149,22 +170,23 @@ def _draft(config: Any, path: str, stored: dict[str, Stored]) -> _Draft | None:
     what is missing or left over and what is tied, and computes the buffers; only the reading is ours: its own passes
     the GPU's weights through the host, casts them there, and reads no faster than page faults come.
 
-    None where a stored tensor does not become one weight as it is: where the library converts a family's old layout,
-    where the folder holds both copies of tied weights, which the library compares, or where other rules hold at all
-    (quantized weights, adapters).
+    None where a stored tensor does not become one weight as it is: where the library converts a family's old layout, or
+    where the folder holds both copies of tied weights, which the library compares.
     """
-    if getattr(config, "quantization_config", None) or (Path(path) / "adapter_config.json").exists():
-        return None
-    stand_ins = {name: torch.zeros(()).expand(there.shape) for name, there in stored.items()}
-    with torch.device("meta"):
-        kind = type(AutoModelForCausalLM.from_config(config))
-    model, info = kind.from_pretrained(None, config=config, state_dict=stand_ins, **_AS_WE_NEED_IT)
+    stand_ins = {
+        # Of whole numbers too, which the library does not cast: float32 would round them.
+        name: torch.zeros((), dtype=None if there.dtype.is_floating_point else there.dtype).expand(there.shape)
+        for name, there in stored.items()
+    }
+    model, info = _from_state(config, path, stand_ins)
     origin = {tensor.data_ptr(): name for name, tensor in stand_ins.items()}
     unread: dict[str, tuple[Tensor, Stored]] = {}
-    for weight in [*model.parameters(), *model.buffers()]:
+    dtypes: dict[str, torch.dtype] = {}
+    for own, weight in _all_tensors(model):
         name = origin.get(weight.data_ptr())
         if name is not None and weight.shape == stored[name].shape:
             unread[name] = (weight, stored[name])
+            dtypes[own] = stored[name].dtype
     # A conversion may leave a stand-in's shape and place as they are, such as a permuted rotation: only its name tells.
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None or not all(isinstance(conversion, WeightRenaming) for conversion in conversions):
@@ -174,6 +196,26 @@ def _draft(config: Any, path: str, stored: dict[str, Stored]) -> _Draft | None:
     computed = {name for name in stored if name.endswith("rotary_emb.inv_freq")}
     if len(unread) + len(refused | computed) != len(stored):
         return None
+    return _Draft(model, info, list(unread.values()), dtypes)
+
+
+def _whole(config: Any, path: str, found: Found | None, progress: Callable[[int, int], None]) -> _Draft:
+    """The model with its weights on the CPU; which tensors it gets is ours to say, all else the library's."""
+    if found is None:
+        state = weights.pickled_tensors(Path(path))
+    else:
+        state = {name: torch.empty(there.shape, dtype=there.dtype) for name, there in found.tensors.items()}
+        weights.read(((state[name], there) for name, there in found.tensors.items()), progress)
+    dtypes = {name: tensor.dtype for name, tensor in state.items()}
+    model, info = _from_state(config, path, state)
+    return _Draft(model, info, [], dtypes)
+
+
+def _from_state(config: Any, path: str, state: dict[str, Tensor]) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The library's model with these tensors as its weights, and what it says of them."""
+    with torch.device("meta"):
+        kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+    model, info = kind.from_pretrained(None, config=config, state_dict=state, **_AS_WE_NEED_IT)
     model.name_or_path = model.config.name_or_path = path
     try:
         model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
@@ -181,14 +223,13 @@ def _draft(config: Any, path: str, stored: dict[str, Stored]) -> _Draft | None:
         model.generation_config = GenerationConfig.from_pretrained(
             path, config_file_name="config.json", local_files_only=True, _from_model_config=True
         )
-    return _Draft(model, info, list(unread.values()))
+    return model, info
 
 
-def _whole(path: str) -> _Draft:
-    """The model with its weights on the CPU, all by the library."""
-    loaded: Any = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, **_AS_WE_NEED_IT)
-    model, info = loaded
-    return _Draft(model, info, [])
+def _all_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Weights and buffers by all of their names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 def hold_weights(model: nn.Module, dtype: torch.dtype) -> None:
@@ -219,46 +260,12 @@ def comparable(config: Any) -> dict[str, Any]:
     return values
 
 
-def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype) -> None:
-    """Write a Hugging Face folder that plain transformers loads: weights in `dtype`, tokenizer, chat template.
-
-    The model in memory stays as it is.
-    """
-    # Tied weights are one parameter under several names, and stay one tensor; one that merely shares memory with
-    # another, such as a part of it, is a tensor of its own.
-    state = model.state_dict(keep_vars=True)
-    cast = {id(weight): weight.detach().to("cpu", dtype) for weight in state.values()}
-    exported = {name: cast[id(weight)] for name, weight in state.items()}
-    in_memory = model.config.dtype
-    try:
-        model.save_pretrained(folder, state_dict=exported)
-    except safetensors.SafetensorError as error:  # a full disk, in its own words
-        raise OSError(errno.EIO, str(error)) from error
-    finally:
-        model.config.dtype = in_memory
-    # transformers notes the dtype of the model in memory, and would load the export in that.
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    tokenizer.save_pretrained(folder)
-
-
-def _check_folder(path: str) -> None:
-    folder = Path(path)
-    if not folder.is_dir():
-        parent = folder.parent if folder.parent.is_dir() else Path()
-        near = difflib.get_close_matches(folder.name, [p.name for p in parent.iterdir() if p.is_dir()], n=1)
-        hint = f" Did you mean {parent / near[0]}?" if near else ""
-        raise ModelError(f"model.path: {path} is not a folder.{hint} Give a Hugging Face model folder on this machine.")
-    if not (folder / "config.json").exists():
-        raise ModelError(f"{path}: no config.json, so this is not a Hugging Face model folder.")
-
-
-def _check_names(model: PreTrainedModel, info: dict[str, Any], path: str) -> None:
+def _check_names(model: PreTrainedModel, info: dict[str, Any], found: Found | None, path: str) -> None:
     missing = sorted(info["missing_keys"])
     if missing:
-        raise ModelError(f"{path}: the weights lack {len(missing)} tensors of the model, first {missing[0]}.")
+        elsewhere = found.unnamed.get(missing[0]) if found else None
+        hint = f"; {elsewhere.name} holds it, but {weights.INDEX} does not name it" if elsewhere else ""
+        raise ModelError(f"{path}: the weights lack {len(missing)} tensors of the model, first {missing[0]}{hint}.")
     # Buffers that older versions stored, and the copy of a tied head, are in nobody's way.
     tied = getattr(model.config, "tie_word_embeddings", False)
     extra = [
@@ -276,19 +283,26 @@ def _check_names(model: PreTrainedModel, info: dict[str, Any], path: str) -> Non
         raise ModelError(f"{path}: {len(wrong)} tensors have another shape than config.json says, first {wrong[0]}.")
 
 
-def _check_stored(
-    model: PreTrainedModel, unread: list[tuple[Tensor, Stored]], stored: dict[str, Stored], path: str
-) -> None:
-    """Weights stored as whole numbers, or in 8 bits, are a quantized model's; training needs the model itself."""
-    weights_of = dict(model.named_parameters())
-    found = [(name, there) for name, there in stored.items() if name in weights_of]
-    found += [("", there) for weight, there in unread if isinstance(weight, nn.Parameter)]
-    for name, there in found:
-        if there.dtype not in _TRAINABLE:
-            kind = str(there.dtype).removeprefix("torch.") + (f", such as {name}" if name else "")
+def _check_ties(model: PreTrainedModel, path: str) -> None:
+    """Weights that config.json ties and the files hold apart are two models: some readers tie them, others do not."""
+    for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if model.get_parameter_or_buffer(target) is not model.get_parameter_or_buffer(source):
             raise ModelError(
-                f"{there.path}: weights are stored in {kind}: a quantized model. Get the model in float32, float16 or "
-                "bfloat16."
+                f"{path}: config.json ties {target} to {source}, but the weights hold both, and they differ. Readers "
+                f"disagree on which is meant. Set tie_word_embeddings to false in config.json to train them apart, or "
+                f"remove {target} from the weights to train them as one."
+            )
+
+
+def _check_stored(draft: _Draft, path: str) -> None:
+    """Weights stored as whole numbers, or in 8 bits, are a quantized model's; training needs the model itself."""
+    for name, _ in draft.model.named_parameters(remove_duplicate=False):
+        dtype = draft.dtypes.get(name, torch.float32)
+        if dtype not in _TRAINABLE:
+            kind = str(dtype).removeprefix("torch.")
+            raise ModelError(
+                f"{path}: weights are stored in {kind}, such as {name}: a quantized model. Get the model in float32, "
+                "float16 or bfloat16."
             )
 
 
@@ -302,10 +316,13 @@ def _check_finite(model: PreTrainedModel, path: str) -> None:
         raise ModelError(f"{path}: NaN or infinite weights in {len(bad)} tensors, first {bad[0]}. Get the model anew.")
 
 
-def _stored_dtype(stored: dict[str, Stored] | None, config: Any) -> torch.dtype:
-    """The dtype of the weights on the disk; what config.json says of it may be missing or untrue."""
-    for _, there in sorted((stored or {}).items()):
-        if len(there.shape) >= 2:
-            return there.dtype
+def _stored_dtype(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype], config: Any) -> torch.dtype:
+    """The dtype that most numbers of the weights have on the disk; what config.json says may be missing or untrue."""
+    sizes: Counter[torch.dtype] = Counter()
+    for name, weight in model.named_parameters():
+        if name in dtypes:
+            sizes[dtypes[name]] += weight.numel()
+    if sizes:
+        return sizes.most_common(1)[0][0]
     dtype = getattr(config, "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else torch.float32

@@ -48,6 +48,10 @@ class Policy:
         return cls(model, plain(), dtype)
 
     @property
+    def has_plain_kernels(self) -> bool:
+        return self.kernels == plain()
+
+    @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 

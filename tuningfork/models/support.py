@@ -8,9 +8,10 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import transformers
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from tuningfork.errors import ModelError
 
@@ -21,6 +22,11 @@ _RECURRENT_WORDS = (
 )
 _EXPERTS = re.compile(r"(^|_)(n|num)_(local_|routed_)?experts$")
 _EXPERTS_IN_USE = ("is_moe", "enable_moe_block")  # where a config has such a switch
+_STATE = (
+    "state from token to token; in a pack it would leak from one example into the next. Recurrent and convolutional "
+    "layers are not supported."
+)
+_OTHER_INPUTS = re.compile(r"(vision|audio|image|video|speech)\w*_config$")
 _CHANCE = re.compile(r"drop|jitter|noise|stochastic", re.IGNORECASE)
 
 
@@ -29,11 +35,11 @@ def check_config(config: Any, path: str) -> None:
     where = f"{path} ({config.model_type})"
     if config.is_encoder_decoder:
         raise ModelError(f"{where} is an encoder-decoder; tuningfork trains decoder-only language models.")
-    for part in ("vision_config", "audio_config"):
-        if getattr(config, part, None) is not None:
+    for part in vars(config):
+        if _OTHER_INPUTS.search(part) and getattr(config, part) is not None:
             raise ModelError(
-                f"{where} has a {part}: models with inputs other than text are not supported. "
-                "Export its language model as a text-only checkpoint and train that."
+                f"{where} has {'an' if part[0] in 'aeiou' else 'a'} {part}: models with inputs other than text are not "
+                "supported. Export its language model as a text-only checkpoint and train that."
             )
     inner = _text_config(config)
     if inner is not config:
@@ -43,61 +49,66 @@ def check_config(config: Any, path: str) -> None:
         )
     if not isinstance(getattr(config, "vocab_size", None), int):
         raise ModelError(f"{where} says no vocab_size: it is not known to be a language model over one vocabulary.")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(f"{where} is no causal language model that transformers {transformers.__version__} knows.")
     other = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS)
     if other:
         raise ModelError(
-            f"{where} has layers of type {', '.join(other)}. In a pack these would mix neighbouring examples, "
-            "so only full and sliding-window attention are supported."
+            f"{where} has layers of type {', '.join(other)}. Only full and sliding-window attention are known to keep "
+            "neighbouring examples of a pack apart, so others are not supported."
         )
     if _has_experts(config.to_dict()):
         raise ModelError(f"{where} is a mixture of experts; only dense models are supported.")
-    for kind in _rope_types(config) & {"dynamic", "longrope"}:
+    for scaling in _rope_types(config) & {"dynamic", "longrope"}:
         raise ModelError(
-            f"{where} uses rotary scaling of type {kind!r}, which depends on the longest sequence of a batch: "
+            f"{where} uses rotary scaling of type {scaling!r}, which depends on the longest sequence of a batch: "
             "an example's numbers would depend on its neighbours in the pack. Remove the scaling in config.json if "
             "your sequences fit the original length."
         )
+    _check_code(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], where)
+
+
+def _check_code(kind: Any, where: str) -> None:
+    """Refuse a class whose layers do not go through transformers' attention interface, before it is built."""
+    code = vars(sys.modules[kind.__module__])
+    if "ALL_ATTENTION_FUNCTIONS" in code:  # modelling code that can be given another attention imports this table
+        return
+    if any(word in name for name in code for word in _RECURRENT_WORDS):
+        raise ModelError(f"{where} has layers that carry {_STATE}")
+    raise ModelError(
+        f"{where} computes attention in code of its own ({kind.__name__}), which cannot be replaced by attention that "
+        "keeps the examples of a pack apart. Not supported."
+    )
 
 
 def check_modules(model: PreTrainedModel, path: str) -> None:
     """Refuse what only the built model shows: chance, recurrence, attention of its own. Raises ModelError."""
     for name, module in model.named_modules():
-        kind = type(module).__name__
+        name, kind = name or "the model", type(module).__name__
         for what, value in _left_to_chance(module):
             raise ModelError(
                 f"{path}: {name} ({kind}) has {what} {value}. With dropout, or whatever else is left to chance, the "
                 "policy differs from its own reference before the first step. Set it to 0 in config.json."
             )
         if isinstance(module, nn.Conv1d | nn.RNNBase) or any(word in kind for word in _RECURRENT_WORDS):
-            raise ModelError(
-                f"{path}: {name} ({kind}) carries state from token to token; in a pack it would leak from one example "
-                "into the next. Recurrent and convolutional layers are not supported."
-            )
+            raise ModelError(f"{path}: {name} ({kind}) carries {_STATE}")
     for field, value, reader in _chance_in_config(model):
         raise ModelError(
             f"{path}: config.json sets {field} to {value}, and {reader} reads it. Whatever is left to chance makes the "
             "policy differ from its own reference before the first step. Set it to 0."
         )
     kind = type(model).__name__
-    # Modelling code that can be given another attention imports the table of them.
-    if not any(hasattr(sys.modules[type(m).__module__], "ALL_ATTENTION_FUNCTIONS") for m in model.modules()):
-        raise ModelError(
-            f"{path}: {kind} computes attention in code of its own, which cannot be replaced by attention that keeps "
-            "the examples of a pack apart. Not supported."
-        )
     head: Any = model.get_output_embeddings()
     if head is None or getattr(head, "weight", None) is None:
         raise ModelError(f"{path}: {kind} has no output head that turns hidden states into logits; not supported.")
-    known = {id(weight) for part in (model.base_model, head) for weight in part.parameters()}
+    known = {id(weight) for weight in (*model.base_model.parameters(), head.weight, getattr(head, "bias", None))}
     between = [name for name, weight in model.named_parameters() if id(weight) not in known]
     if between or model.base_model is model:
-        what = f"layers ({between[0]}) between" if between else "no border between"
+        what = f"weights ({between[0]})" if between else "no border"
         raise ModelError(
-            f"{path}: {kind} has {what} its last hidden states and its output head, which is not known here; "
-            "not supported."
+            f"{path}: {kind} has {what} between its last hidden states and the product that makes them logits; not "
+            "supported."
         )
-    if getattr(head, "bias", None) is not None:
-        raise ModelError(f"{path}: the output head has a bias; not supported.")
 
 
 def _text_config(config: Any) -> Any:

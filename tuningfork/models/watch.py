@@ -61,17 +61,22 @@ def watch(model: PreTrainedModel, precision: AbstractContextManager[Any]) -> Wat
     seen = Watched()
     ids = torch.zeros(1, _ROWS, dtype=torch.long, device=next(model.parameters()).device)
     fork = _Onlooker(seen)
+    where = f"{model.name_or_path}: " if model.name_or_path else ""
     kind = type(model).__name__
     try:
         with enough_memory("watching the model"), torch.enable_grad(), precision, _blocks(model, fork), _Products(seen):
             positions = torch.arange(_ROWS, device=ids.device)[None]
             model.base_model(input_ids=ids, position_ids=positions, use_cache=False, fork=fork)
-    except (ModelError, OutOfMemory):
+    except ModelError as error:
+        raise ModelError(f"{where}{error}") from error
+    except OutOfMemory:
         raise
     except Exception as error:
-        raise ModelError(f"{kind} does not run with packed attention ({first_line(error)}). Not supported.") from error
+        raise ModelError(
+            f"{where}{kind} does not run with packed attention ({first_line(error)}). Not supported."
+        ) from error
     if not seen.attention:
-        raise ModelError(f"{kind} runs without calling transformers' attention interface. Not supported.")
+        raise ModelError(f"{where}{kind} runs, but attention of its layers cannot be replaced. Not supported.")
     return seen
 
 

@@ -1,12 +1,12 @@
-"""The safetensors files of a model folder, read straight onto a device at the speed of the disk."""
+"""The weight files of a model folder: which tensor lies where, and reading them at the speed of the disk."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from typing import BinaryIO
@@ -17,13 +17,16 @@ from torch import Tensor
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PICKLE = "pytorch_model.bin"
+PICKLE_INDEX = "pytorch_model.bin.index.json"
 
 _THREADS = min(8, os.cpu_count() or 1)  # eight keep a fast disk, or the copies out of the page cache, busy
 _PIECE = 16 << 20  # bytes read at once, a multiple of every element's size
 _DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
-    **{"BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
+    **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "BOOL": torch.bool, "C64": torch.complex64},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu},
 }
 
 
@@ -41,42 +44,106 @@ class Stored:
         return self.shape.numel() * self.dtype.itemsize
 
 
-def stored_tensors(folder: Path) -> dict[str, Stored] | None:
-    """The tensors of a folder's safetensors files by name; None where this reader does not know what lies there.
+@dataclass(frozen=True)
+class Found:
+    """The tensors of a folder's weights by name, each from the one file that it belongs to."""
 
-    That is: other formats, element types that PyTorch lacks, a name in two files. Raises what safetensors raises for a
-    broken file, ValueError for a broken index, or OSError for a missing file.
+    tensors: dict[str, Stored]
+    unnamed: dict[str, Path] = field(default_factory=dict)  # lie in a file of the index, which does not name them
+    notes: tuple[str, ...] = ()  # what was passed over, in words
+
+
+def stored_tensors(folder: Path) -> Found | None:
+    """What lies in a folder's safetensors files; None where it has none.
+
+    One file goes before an index, as in transformers. Of an index's files each gives the tensors that the index takes
+    from it and no others: readers that take whatever lies there train on a stale copy in a later file.
+
+    Raises:
+        ValueError: an index that is broken or does not belong to its files, or an element type that PyTorch lacks.
+        OSError, safetensors.SafetensorError: a file is missing or broken.
     """
     if (folder / ONE_FILE).exists():
-        names = [ONE_FILE]
-    elif (folder / INDEX).exists():
-        names = _named_in(folder / INDEX)
-    else:
+        both = f"{ONE_FILE} is read, as transformers does; {INDEX} and the files that it names are passed over"
+        return Found(_tensors_in(folder / ONE_FILE), notes=(both,) if (folder / INDEX).exists() else ())
+    if not (folder / INDEX).exists():
         return None
-    found: dict[str, Stored] = {}
-    for path in (folder / name for name in names):
-        with safetensors.safe_open(path, framework="pt"):
-            pass  # by opening it, the library checks that the header is sound and the file as long as it says
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            if name in found or entry["dtype"] not in _DTYPES:
-                return None
-            offset = 8 + length + entry["data_offsets"][0]
-            found[name] = Stored(path, offset, _DTYPES[entry["dtype"]], torch.Size(entry["shape"]))
+    file_of = weight_map(folder / INDEX)
+    found, unnamed, stale = {}, {}, []
+    for file in sorted(set(file_of.values())):
+        for name, there in _tensors_in(folder / file).items():
+            if file_of.get(name) == file:
+                found[name] = there
+            elif name in file_of:
+                stale.append(f"{name} in {file}")
+            else:
+                unnamed[name] = there.path
+    check_complete(found, file_of, INDEX)
+    notes = []
+    if stale:
+        notes.append(f"passed over, since {INDEX} takes it from another file: {_first(stale)}")
+    if unnamed:
+        listed = [f"{name} in {path.name}" for name, path in unnamed.items()]
+        notes.append(f"passed over, since {INDEX} does not name it: {_first(listed)}")
+    return Found(found, unnamed, tuple(notes))
+
+
+def pickled_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a folder's older weight files, on the CPU, each from the file that their index names for it.
+
+    Raises what `torch.load` raises for a broken file, ValueError for a broken index, or OSError for a missing file.
+    """
+    if (folder / PICKLE).exists():
+        return dict(torch.load(folder / PICKLE, "cpu", weights_only=True))
+    file_of = weight_map(folder / PICKLE_INDEX)
+    found: dict[str, Tensor] = {}
+    for file in sorted(set(file_of.values())):
+        content = torch.load(folder / file, "cpu", weights_only=True)
+        found |= {name: tensor for name, tensor in content.items() if file_of.get(name) == file}
+    check_complete(found, file_of, PICKLE_INDEX)
     return found
 
 
-def _named_in(index: Path) -> list[str]:
-    """The files that an index names. Raises ValueError where it names none as it should."""
+def weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor that an index names. Raises ValueError where it does not say so, or a file is missing."""
     content = json.loads(index.read_text())
-    files = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+    file_of = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(file_of, dict) or not all(isinstance(name, str) for name in file_of.values()):
         raise ValueError(f"{index.name} has no weight_map of tensor names to file names; get that file anew")
-    return sorted(set(files.values()))
+    for file in sorted(set(file_of.values())):
+        if not (index.parent / file).is_file():
+            raise ValueError(f"{index.name} names {file}, which is not there; get that file")
+    return file_of
+
+
+def check_complete(found: Mapping[str, object], file_of: Mapping[str, str], index: str) -> None:
+    """Raise ValueError where a file lacks a tensor that its index takes from it."""
+    for name, file in file_of.items():
+        if name not in found:
+            raise ValueError(
+                f"{index} takes {name} from {file}, which does not hold it; get files that belong together"
+            )
+
+
+def _tensors_in(path: Path) -> dict[str, Stored]:
+    """What one safetensors file holds."""
+    with safetensors.safe_open(path, framework="pt"):
+        pass  # by opening it, the library checks that the header is sound and the file as long as it says
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    found = {}
+    for name, entry in header.items():
+        if entry["dtype"] not in _DTYPES:
+            raise ValueError(f"{name} in {path.name} is stored as {entry['dtype']}, which is not known here")
+        offset = 8 + length + entry["data_offsets"][0]
+        found[name] = Stored(path, offset, _DTYPES[entry["dtype"]], torch.Size(entry["shape"]))
+    return found
+
+
+def _first(things: list[str]) -> str:
+    return things[0] + (f", and {len(things) - 1} more" if len(things) > 1 else "")
 
 
 def read(

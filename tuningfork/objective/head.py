@@ -1,9 +1,13 @@
 """The head: answer log-probs from hidden states in one pass, without ever holding all logits.
 
 Logit rows are cut into chunks of whole examples. A chunk's logits Z = H Wᵀ + b give the answers' log-probs; those few
-numbers give the loss and its gradient, since the reference is cached; the gradient of Z is written over Z and
-multiplied out at once. That is exact, costs 6·R·V·D flops with backward included, and recomputes nothing. Only an
-example with more rows than a chunk takes a second product: its log-probs first, then its gradient.
+numbers give the loss and its gradient, since the reference is cached; the gradient of Z is multiplied out at once. That
+is exact, costs 6·R·V·D flops with backward included, and recomputes nothing. Only an example with more rows than a
+chunk takes a second product: its log-probs first, then its gradient.
+
+Logits are float32 at least, whatever the factors' dtype: a matrix unit adds bfloat16 products up in float32, and to
+round that to bfloat16 costs tenths of a nat on an answer of a few hundred tokens. Only the gradient of Z is rounded to
+the factors' dtype, as any gradient between two products is.
 
 Answer log-probs are sums over tokens in fixed point: integer addition is associative, so an answer gets the same bits
 whatever chunk, pack or order its rows come in.
@@ -46,8 +50,9 @@ class Head:
             bias: [V], added to the raw logits; most models have none.
         """
         with torch.no_grad():
-            projection = _Projection.of(weight, bias, hidden.dtype)
-            sums = [self._logps(hidden, projection, batch, chunk)[0] for chunk in _chunks(batch, self.chunk_rows)]
+            rows = hidden.to(_factor_dtype(hidden))
+            projection = _Projection.of(weight, bias, rows.dtype)
+            sums = [self._logps(rows, projection, batch, chunk)[0] for chunk in _chunks(batch, self.chunk_rows)]
             return torch.cat(sums)
 
     def backward(
@@ -63,25 +68,27 @@ class Head:
             `(loss, logps)`: float64 scalar; float64 [A], the same bits as `score` gives. Neither has a gradient.
         """
         with torch.no_grad():
-            projection = _Projection.of(weight, bias, hidden.dtype)
-            d_hidden = torch.zeros_like(hidden)
+            rows = hidden.detach().to(_factor_dtype(hidden))
+            projection = _Projection.of(weight, bias, rows.dtype)
+            d_rows = torch.zeros_like(rows)
             d_weight = _Gradient(weight)
             d_bias = None if bias is None else _Gradient(bias)
             total = torch.zeros((), dtype=torch.float64, device=hidden.device)
             logps = []
             for chunk in _chunks(batch, self.chunk_rows):
-                sums, pieces = self._logps(hidden, projection, batch, chunk)
+                sums, pieces = self._logps(rows, projection, batch, chunk)
                 logps.append(sums)
                 share, d_sums = _differentiate(loss, chunk.answers, sums)
                 total += share
                 for piece in pieces:
-                    logits = piece.logits if piece.logits is not None else projection.logits(hidden[piece.rows])
-                    d_rows = d_sums.to(piece.lse.dtype)[batch.answer_of_logit_row[piece.rows] - chunk.answers.start]
-                    d_logits = self.kernels.logits_gradient_(
-                        logits, batch.targets[piece.rows], piece.lse, d_rows, self.transform
+                    logits = piece.logits if piece.logits is not None else projection.logits(rows[piece.rows])
+                    d_logps = d_sums.to(piece.lse.dtype)[batch.answer_of_logit_row[piece.rows] - chunk.answers.start]
+                    d_logits = _as_factor(logits, rows.dtype)
+                    self.kernels.logits_gradient(
+                        logits, batch.targets[piece.rows], piece.lse, d_logps, self.transform, d_logits
                     )
-                    torch.mm(d_logits, projection.weight, out=d_hidden[piece.rows])
-                    d_weight.add_outer(d_logits, hidden[piece.rows])
+                    torch.mm(d_logits, projection.weight, out=d_rows[piece.rows])
+                    d_weight.add_outer(d_logits, rows[piece.rows])
                     if d_bias is not None:
                         d_bias.add_sum(d_logits)
                     piece.logits = None
@@ -90,13 +97,13 @@ class Head:
             d_weight.store()
             if d_bias is not None:
                 d_bias.store()
-        hidden.backward(d_hidden)
+        hidden.backward(d_rows.to(hidden.dtype))
         return total, torch.cat(logps)
 
     def _logps(
         self, hidden: Tensor, projection: _Projection, batch: PackedBatch, chunk: _Chunk
     ) -> tuple[Tensor, list[_Piece]]:
-        """Answer log-probs of a chunk, and what its backward pass needs."""
+        """Answer log-probs of a chunk, and what its backward pass needs. `hidden` has the projection's dtype."""
         pieces = []
         for start in range(chunk.rows.start, chunk.rows.stop, self.chunk_rows):
             rows = slice(start, min(start + self.chunk_rows, chunk.rows.stop))
@@ -110,7 +117,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class _Projection:
-    """The output embedding in the compute dtype, for products whose bits do not depend on how many rows they have.
+    """The output embedding as a factor, for products whose bits do not depend on how many rows they have.
 
     A matrix library chooses its kernel, and so its order of addition, by shape and alignment. Rows are therefore
     rounded up, to a multiple of 128 on a GPU and of 4 on a CPU, and a GPU's vocabulary to one of 64; what is added is
@@ -132,10 +139,10 @@ class _Projection:
         return self.padded[: self.vocabulary]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Raw logits [r, V] of hidden rows [r, D]; a view with unit column stride."""
+        """Raw logits [r, V] of hidden rows [r, D], float32 at least; a view with unit column stride."""
         padding = -len(hidden) % (128 if hidden.is_cuda else 4)
         rows = pad(hidden, (0, 0, 0, padding)) if padding else hidden
-        logits = (rows @ self.padded.t())[: len(hidden), : self.vocabulary]
+        logits = _product(rows, self.padded.t())[: len(hidden), : self.vocabulary]
         return logits if self.bias is None else logits.add_(self.bias)
 
 
@@ -171,15 +178,7 @@ class _Gradient:
         """Add d_logitsᵀ [V, r] · hidden [r, D]."""
         if not self._weight.requires_grad:
             return
-        a, b, total = d_logits.t(), hidden, self._total
-        # A GPU multiplies bfloat16 into float32; elsewhere the factors are cast.
-        mixed: dict[str, Any] = {"out_dtype": self._dtype} if a.is_cuda and a.dtype != self._dtype else {}
-        if not mixed:
-            a, b = a.to(self._dtype), b.to(self._dtype)
-        if total is None:
-            self._total = torch.mm(a, b, **mixed)
-        else:
-            torch.addmm(total, a, b, out=total, **mixed)
+        self._total = _product(d_logits.t(), hidden, self._dtype, self._total)
 
     def add_sum(self, d_logits: Tensor) -> None:
         """Add the sum of the rows of d_logits [r, V]."""
@@ -194,6 +193,39 @@ class _Gradient:
             return
         total = torch.zeros_like(weight) if total is None else total.to(weight.dtype)
         weight.grad = total if weight.grad is None else weight.grad.add_(total)
+
+
+def _factor_dtype(hidden: Tensor) -> torch.dtype:
+    """The dtype in which hidden states, weights and the gradient of logits are multiplied.
+
+    A GPU multiplies bfloat16 into float32; a CPU cannot, so there the factors are float32 themselves.
+    """
+    return hidden.dtype if hidden.is_cuda else torch.promote_types(hidden.dtype, torch.float32)
+
+
+def _as_factor(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Room for the gradient of logits [r, V]: their own where their dtype is the factors', else laid out as they are,
+    for a matrix unit takes no factor whose rows begin at any odd place."""
+    if logits.dtype == dtype:
+        return logits
+    return logits.new_empty(len(logits), logits.stride(0), dtype=dtype)[:, : logits.shape[1]]
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32, total: Tensor | None = None) -> Tensor:
+    """a·b, added up and given in `dtype` or the factors' own, whichever is wider; added to `total` where there is one.
+
+    Never rounded to less on the way, see `_factor_dtype`.
+    """
+    dtype = torch.promote_types(a.dtype, dtype)
+    mixed: dict[str, Any] = {}
+    if a.dtype != dtype:
+        if a.is_cuda and dtype == torch.float32:
+            mixed = {"out_dtype": dtype}
+        else:
+            a, b = a.to(dtype), b.to(dtype)
+    if total is None:
+        return torch.mm(a, b, **mixed)
+    return torch.addmm(total, a, b, out=total, **mixed)
 
 
 def _differentiate(loss: ChunkLoss, answers: slice, logps: Tensor) -> tuple[Tensor, Tensor]:

@@ -86,6 +86,15 @@ class PreferenceObjective:
             if refusal := self.refusal(examples[place]):
                 raise DataError(f"{examples[place].id}: has {refusal}.")
 
+    def terms(self, examples: Sequence[TokenExample]) -> PairTerms | None:
+        """What the rows of a pack say about their pairs' losses: asked wherever a loss is computed.
+
+        Raises:
+            DataError: they have something that this objective refuses, so there is no loss of them.
+        """
+        self.check(examples)
+        return PairTerms.of(examples)
+
     def rewards(self, logps: Tensor, reference_logps: Tensor | None, lengths: Tensor) -> Tensor:
         """What the policy values each answer at, see losses.py. All [N, 2], chosen first."""
         name, beta = self.config.name, self.config.beta

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tuningfork.objective.objectives import BatchScale, PairTerms
+from tuningfork.objective.objectives import BatchScale, PairTerms, PreferenceObjective
 from tuningfork.records import PackedBatch, TokenExample, column
 
 
@@ -24,13 +24,15 @@ class PackOfPairs:
     terms: PairTerms | None
 
     @classmethod
-    def of(cls, pack: PackedBatch, reference: np.ndarray | None, pin_memory: bool = False) -> PackOfPairs:
-        """Of a pack, which is pinned already where `pin_memory` is set, and the cached log-probs of its answers."""
+    def of(
+        cls, pack: PackedBatch, objective: PreferenceObjective, reference: np.ndarray | None, pin_memory: bool = False
+    ) -> PackOfPairs:
+        """Of a pack and the cached log-probs of its answers, see `StepBatch.of`."""
 
         def kept(tensor: Tensor) -> Tensor:
             return tensor.pin_memory() if pin_memory else tensor
 
-        terms = PairTerms.of(pack.examples)
+        terms = objective.terms(pack.examples)
         return cls(
             pack,
             kept(torch.tensor(pack.answer_lengths, dtype=torch.float64)),
@@ -62,13 +64,29 @@ class StepBatch:
     rows: int  # of the packs, padding included
 
     @classmethod
-    def of(cls, packs: Sequence[PackedBatch], reference: np.ndarray | None, pin_memory: bool = False) -> StepBatch:
-        """Of packs and the cached log-probs of all their answers, float64 [A of all], in the order of the packs."""
+    def of(
+        cls,
+        packs: Sequence[PackedBatch],
+        objective: PreferenceObjective,
+        reference: np.ndarray | None,
+        pin_memory: bool = False,
+    ) -> StepBatch:
+        """Of packs that are pinned already where `pin_memory` is set.
+
+        Args:
+            reference: cached log-probs of all answers in the order of the packs, float64; None without a reference.
+
+        Raises:
+            DataError: the objective refuses an example.
+        """
         answers = [len(pack.answer_lengths) for pack in packs]
         references = [None] * len(packs) if reference is None else np.split(reference, np.cumsum(answers)[:-1])
         examples = [example for pack in packs for example in pack.examples]
         return cls(
-            packs=[PackOfPairs.of(pack, logps, pin_memory) for pack, logps in zip(packs, references, strict=True)],
+            packs=[
+                PackOfPairs.of(pack, objective, logps, pin_memory)
+                for pack, logps in zip(packs, references, strict=True)
+            ],
             examples=examples,
             scale=BatchScale.of(examples),
             tokens=int(column(examples, "plain_tokens").sum()),

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from tuningfork.errors import ReferenceMismatch
-from tuningfork.objective.objectives import PairTerms
 from tuningfork.records import PackedBatch
 from tuningfork.reference.build import differences
 from tuningfork.reference.store import ReferenceStore
@@ -43,15 +42,16 @@ def evaluate(
     reference: ReferenceStore | None,
     scored: Callable[[int], None] = lambda count: None,
 ) -> Evaluation:
-    """Score every pair of the packs; nothing is trained."""
+    """Score every pair of the packs; nothing is trained. Raises DataError for an example that the objective refuses."""
     sums, loss, pairs = PairSums(), 0.0, 0
     for pack in packs:
+        terms = start.objective.terms(pack.examples)  # first of all, for what it refuses may be no pairs
         logps = start.score(pack).cpu()
         lengths = torch.tensor(pack.answer_lengths, dtype=torch.float64)
         ref = None if reference is None else torch.from_numpy(reference.lookup(pack.examples)).view(-1, 2)
         rewards = start.objective.rewards(logps.view(-1, 2), ref, lengths.view(-1, 2))
         sums += pair_statistics(rewards[:, 0], rewards[:, 1], logps[0::2], logps[1::2])
-        loss += float(start.objective.pair_losses(rewards, PairTerms.of(pack.examples)).sum())
+        loss += float(start.objective.pair_losses(rewards, terms).sum())
         pairs += len(pack.examples)
         scored(len(pack.examples))
     return Evaluation(pairs, loss / max(pairs, 1), sums)

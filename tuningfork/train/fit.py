@@ -128,13 +128,18 @@ class DryRun:
 
     def _pack(self, rows: int) -> PackedBatch:
         rows = self.limits.rows(rows)
-        return build(list(_pairs(rows, self.policy.config.vocab_size)), rows, self.limits.share_prompt)
+        config = self.policy.config
+        positions = getattr(config, "max_position_embeddings", None) or rows
+        return build(list(_pairs(rows, config.vocab_size, positions)), rows, self.limits.share_prompt)
 
 
-def _pairs(rows: int, vocabulary: int) -> Iterator[TokenExample]:
-    """Random pairs that fill a pack: short prompts and long answers, since a row of an answer costs the head most."""
+def _pairs(rows: int, vocabulary: int, positions: int) -> Iterator[TokenExample]:
+    """Random pairs that fill a pack: short prompts and long answers, since a row of an answer costs the head most.
+
+    A pair takes up to 512 rows, and each of its two sequences half of them at most, but no more than `positions`.
+    """
     draw = np.random.default_rng(0).integers
-    count = -(-rows // 512)
+    count = -(-rows // (16 * max(1, min(32, positions // 8))))
     unit = rows // (16 * count)  # a pair takes 16 of them if the prompt is repeated, 15 if not
 
     def ids(count: int) -> np.ndarray:

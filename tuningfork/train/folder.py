@@ -6,6 +6,8 @@ A report of `tuningfork data` may lie in it already.
 
 from __future__ import annotations
 
+import difflib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from tuningfork.errors import RunFolderError
 from tuningfork.files import ASIDE
 from tuningfork.report import data_files
 
-CONFIG = "config.yaml"  # the first file of a run, written before anything else
+CONFIG = "config.yaml"  # the first file of a run, written once the reference is scored and before the first step
 
 # Settings that may change between a run and its continuation: they decide where, how often, and at most how gradients
 # are rounded. model.path and model.dtype may be spelt anew: a checkpoint knows which model and dtype they must name.
@@ -24,17 +26,32 @@ FREE_TO_CHANGE = (
 )
 
 
+def has_begun(folder: Path) -> bool:
+    """Whether there is a run to go on with."""
+    return os.path.isfile(folder / CONFIG)
+
+
 def check(folder: Path, resume: bool) -> None:
-    """Whether a run may begin in this folder, which is there, or with `resume` go on there.
+    """Whether a run may begin in this folder, or with `resume` go on there. It may be absent.
 
     Raises:
-        RunFolderError: the folder exists and `resume` is not given, or it holds something else than a run.
+        RunFolderError: it holds a run and `resume` is not given, or none and it is; or it holds something else.
     """
-    found = sorted(entry.name for entry in folder.iterdir() if entry.name != data_files.FOLDER)
-    if not (folder / CONFIG).is_file() and any(not name.endswith(ASIDE) for name in found):
+    found = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
+    others = {name for name in found if name != data_files.FOLDER and not name.endswith(ASIDE)}
+    if others and not has_begun(folder):
         raise RunFolderError(f"{folder} is no run folder: it has files, but no {CONFIG}. Choose another output.dir.")
-    if found and not resume:
+    if has_begun(folder) and not resume:
         raise RunFolderError(f"{folder} exists. Add --resume to continue that run, or choose another output.dir.")
+    if resume and not has_begun(folder):
+        runs = [path.parent.name for path in folder.parent.glob(f"*/{CONFIG}")]
+        near = difflib.get_close_matches(folder.name, runs, n=3, cutoff=0.5)
+        beside = f" Did you mean {' or '.join(str(folder.parent / name) for name in near)}?" if near else ""
+        raise RunFolderError(
+            f"--resume: there is no run in {folder} to continue: it {'has' if found else 'holds'} no {CONFIG}, which a "
+            f"run writes before its first step.{beside} To begin one there, give the command without --resume: what "
+            "was scored for the reference already is used."
+        )
 
 
 def read_config(folder: Path) -> str | None:

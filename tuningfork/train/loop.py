@@ -11,7 +11,6 @@ from pathlib import Path
 from types import FrameType
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from tuningfork.data.audit import dataset_digest, report_dict
 from tuningfork.data.config import PackConfig
@@ -19,7 +18,8 @@ from tuningfork.data.loader import EpochOrder, PackLoader, ahead
 from tuningfork.data.store import Selection
 from tuningfork.errors import NonFiniteError, RunFolderError, enough_memory
 from tuningfork.files import clear_abandoned, whole_folder
-from tuningfork.models import load
+from tuningfork.models import export
+from tuningfork.models.load import load_config
 from tuningfork.models.policy import graphs_compiled
 from tuningfork.reference.config import ReferenceConfig
 from tuningfork.reference.store import ReferenceStore
@@ -55,7 +55,6 @@ class RunResult:
 def run(
     data: Data,
     start: Start,
-    tokenizer: PreTrainedTokenizerBase,
     config_text: str,
     pack: PackConfig,
     reference_config: ReferenceConfig,
@@ -77,8 +76,6 @@ def run(
     clear_abandoned(folder)
     order = EpochOrder.plan(len(data.train), config.examples_per_step, config.seed, config.epochs, config.max_steps)
     loader = PackLoader(data.train, order, data.limits, pin_memory=start.policy.device.type == "cuda")
-    for examples in (data.train, data.held_out):
-        start.objective.check(examples)
     last = checkpoint.newest(folder / "checkpoints")
 
     # Whatever compares with the starting model happens before a checkpoint is loaded into it.
@@ -168,7 +165,7 @@ def run(
         if totals.all.steps or not (folder / "summary.json").exists():
             seconds = {phase: round(spent, 3) for phase, spent in console.startup.seconds.items()}
             write_json(folder / "summary.json", {**result.throughput, "startup_seconds": seconds})
-        _export(start, tokenizer, folder / "model", output, console)
+        _export(start, folder / "model", output, console)
     result.finished = True
     return result
 
@@ -190,7 +187,7 @@ def training_steps(
         for step, packs in loader.steps(first):
             examples = [example for pack in packs for example in pack.examples]
             refs = None if reference is None else reference.lookup(examples)
-            yield step, StepBatch.of(packs, refs, loader.pin_memory), flops.training(examples)
+            yield step, StepBatch.of(packs, start.objective, refs, loader.pin_memory), flops.training(examples)
 
     begun = waiting = time.perf_counter()
     for step, batch, model_flops in ahead(batches()):
@@ -263,18 +260,17 @@ def _evaluate(
         return evaluate(start, start.packs(data.held_out, data.limits), reference, phase.advance)
 
 
-def _export(
-    start: Start, tokenizer: PreTrainedTokenizerBase, path: Path, output: OutputConfig, console: Console
-) -> None:
+def _export(start: Start, path: Path, output: OutputConfig, console: Console) -> None:
     """Write the trained model as a Hugging Face folder. One that is there already is this run's own, and stays.
 
     Raises:
         RunFolderError: the disk refuses, or the model was exported before in another dtype.
     """
     named = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    dtype = named.get(output.export_dtype, start.loaded.stored_dtype)
+    asked = named.get(output.export_dtype)
+    dtype = asked or start.loaded.stored_dtype
     if path.exists():
-        stored = load.load_config(str(path)).dtype
+        stored = load_config(str(path)).dtype
         if stored != dtype:
             raise RunFolderError(
                 f"{path} was exported in {stored}, now {dtype} is asked for. Remove it, then --resume."
@@ -283,7 +279,7 @@ def _export(
     rounding = ", which rounds small updates away; output.export_dtype: float32 keeps all digits"
     console.print(f"exporting the model in {dtype_name(dtype)}{rounding if dtype != torch.float32 else ''}")
     with whole_folder(path) as aside:
-        load.save(start.policy.model, tokenizer, aside, dtype)
+        export.save(start.loaded, aside, asked)
 
 
 def _check_weights(model: torch.nn.Module, step: int) -> None:

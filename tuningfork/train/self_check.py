@@ -1,7 +1,8 @@
 """At every start: does this very model give a packed example the numbers that it has alone?
 
 Families differ in ways that no table of ours can promise to know (logit scales, new attention keywords, state that
-leaks). A few short sequences through plain transformers and through our path settle it for the model at hand.
+leaks). A few sequences through plain transformers and through our path settle it for the model at hand: longer than the
+tiles of the kernels, and than the shortest window of its layers, so that each layer has something to cut off.
 """
 
 from __future__ import annotations
@@ -14,45 +15,53 @@ import torch
 from transformers import PreTrainedModel
 
 from tuningfork.data.layout import build
+from tuningfork.data.pack import SMALLEST_COMPILED, PackLimits
 from tuningfork.errors import ModelError, OutOfMemory, enough_memory
 from tuningfork.models import attention
 from tuningfork.models.policy import Policy
-from tuningfork.objective.head import Head
-from tuningfork.records import Source, TokenAnswer, TokenExample
+from tuningfork.records import PackedBatch, Source, TokenAnswer, TokenExample
 
-_SHAPES = ((5, (4, 7)), (9, (6, 3)))
-_TOLERANCE = 1e-3  # of the largest log-prob; float32 differs by 1e-6, a wrong model by its whole size
+_TILE = 64  # rows that a kernel works on at once
+_LONGEST = {"cpu": 640, "cuda": 4608}  # tokens: beyond the windows of 512 and of 4,096 that models have
+_TOLERANCE = 1e-3  # of the largest log-prob of a token; float32 differs by 1e-6, a wrong model by its whole size
 
 
 def check_packed_equals_alone(model: PreTrainedModel, path: str) -> None:
-    """Compare in float32 with plain kernels, before anything is compiled. Raises ModelError.
+    """Compare in float32 with plain kernels, before anything is compiled; and run twice, to the same bits.
 
     Weights held in fewer bits are float32 meanwhile, 4 bytes each: in bfloat16 the two ways differ by as much as some
     wrong models do (5e-3), and training, which follows, needs more memory than that.
+
+    Raises:
+        ModelError: the model does not run so, gives other numbers packed, or other numbers when run again.
     """
-    with _in_float32(model):
+    with in_float32(model):
         _compare(model, path)
 
 
 def _compare(model: PreTrainedModel, path: str) -> None:
-    examples = _examples(model.config.vocab_size)
-    batch = build(examples, 64, share_prompt=True).to(model.device)
     policy = Policy.plain(model, torch.float32)
+    examples = probes(policy)
+    batch = probe_pack(examples, share_prompt=True, compiled=False).to(model.device)
     with torch.no_grad():
         try:
             with enough_memory("checking the model"):
-                hidden = policy.hidden_rows(batch)
+                packed, again = (_score_packed(policy, batch) for _ in range(2))
         except (ModelError, OutOfMemory):
             raise
         except Exception as error:
             raise ModelError(
                 f"{path}: {type(model).__name__} does not run with packed attention ({error}). Not supported."
             ) from error
-        head = Head(policy.kernels, policy.transform, 8192)
-        packed = head.score(hidden, policy.head_weight, batch, policy.head_bias).cpu()
+        if not torch.allclose(packed, again, rtol=0, atol=0, equal_nan=True):
+            raise ModelError(
+                f"{path}: {type(model).__name__} gives other numbers when run again: there is chance in it (dropout, "
+                "layers left out), or an order of addition that changes. The reference could not be equal to the "
+                "starting policy. Set every rate of dropout or layer drop in config.json to 0."
+            )
         try:
             with enough_memory("checking the model"):
-                alone = torch.stack([score for example in examples for score in _score_alone(model, example)])
+                alone = torch.cat([score for example in examples for score in _score_alone(model, example)])
         except OutOfMemory:
             raise
         except Exception as error:
@@ -70,7 +79,7 @@ def _compare(model: PreTrainedModel, path: str) -> None:
 
 
 @contextmanager
-def _in_float32(model: PreTrainedModel) -> Iterator[None]:
+def in_float32(model: PreTrainedModel) -> Iterator[None]:
     """The weights in float32, and then as they were: to float32 and back, no bit of a narrower number is lost."""
     held = [(weight, weight.dtype) for weight in model.parameters() if weight.dtype.itemsize < 4]
     try:
@@ -82,7 +91,21 @@ def _in_float32(model: PreTrainedModel) -> Iterator[None]:
             weight.data = weight.data.to(dtype)
 
 
-def _examples(vocab_size: int) -> list[TokenExample]:
+def window_not_reached(policy: Policy) -> int | None:
+    """The shortest window of a model's layers, where the probes do not reach beyond it; None where they do."""
+    window = _shortest_window(policy)
+    return window if window and window >= max(example.longest for example in probes(policy)) else None
+
+
+def probes(policy: Policy) -> list[TokenExample]:
+    """Two examples of random tokens: one with a prompt longer than a tile and than the shortest window, and an answer
+    longer than a tile, as far as the device's limit and the model's positions go; and a short one."""
+    limit = _LONGEST.get(policy.device.type, _LONGEST["cpu"])
+    limit = min(limit, getattr(policy.config, "max_position_embeddings", None) or limit)
+    answer = min(_TILE + 3, limit // 2)
+    prompt = min(max(_TILE, _shortest_window(policy)) + 8, limit - answer)
+    shapes = ((prompt, (answer, 9 * answer // _TILE)), (5, (4, 7)))
+    vocab_size = policy.config.vocab_size
     rng = np.random.default_rng(0)
 
     def draw(n: int) -> np.ndarray:
@@ -92,20 +115,40 @@ def _examples(vocab_size: int) -> list[TokenExample]:
         TokenExample(
             Source("self-check", row), draw(p), tuple(TokenAnswer(draw(a), np.ones(a, dtype=bool)) for a in answers)
         )
-        for row, (p, answers) in enumerate(_SHAPES, start=1)
+        for row, (p, answers) in enumerate(shapes, start=1)
     ]
 
 
+def probe_pack(examples: list[TokenExample], share_prompt: bool, compiled: bool) -> PackedBatch:
+    """Them in one pack, of as many rows as a run would give it."""
+    rows = sum(example.rows(share_prompt) for example in examples)
+    limits = PackLimits.plan(2 * rows + SMALLEST_COMPILED, share_prompt, compiled)
+    return build(examples, limits.rows(rows), share_prompt)
+
+
+def _shortest_window(policy: Policy) -> int:
+    """Of all layers; 0 where every layer sees the whole sequence."""
+    return min((window for window in policy.layer_windows if window), default=0)
+
+
+def _score_packed(policy: Policy, batch: PackedBatch) -> torch.Tensor:
+    """Log-probs of all answers' tokens: token by token, for in a sum of many, one that is wrong would not show."""
+    logits = policy.hidden_rows(batch) @ policy.head_weight.t()
+    if policy.head_bias is not None:
+        logits += policy.head_bias
+    return policy.kernels.row_logps(logits, batch.targets, policy.transform)[0].cpu()
+
+
 def _score_alone(model: PreTrainedModel, example: TokenExample) -> list[torch.Tensor]:
-    """Each answer's log-prob by the model's own forward and its own eager attention."""
+    """Log-probs of each answer's tokens by the model's own forward and its own eager attention."""
     model.set_attn_implementation("eager")
     try:
         scores = []
         for answer in example.answers:
             ids = torch.from_numpy(np.concatenate([example.prompt_ids, answer.ids])).long()[None].to(model.device)
-            logps = model(input_ids=ids, use_cache=False).logits[0].double().log_softmax(-1)
             rows = torch.arange(len(example.prompt_ids) - 1, ids.shape[1] - 1, device=ids.device)
-            scores.append(logps[rows, ids[0, rows + 1]].sum().cpu())
+            logps = model(input_ids=ids, use_cache=False).logits[0, rows].double().log_softmax(-1)
+            scores.append(logps.gather(1, ids[0, rows + 1][:, None])[:, 0].cpu())
         return scores
     finally:
         model.set_attn_implementation(attention.NAME)

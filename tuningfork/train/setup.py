@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -36,16 +37,26 @@ from tuningfork.report.console import Console, Phase
 from tuningfork.train import checkpoint
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.fit import settle
+from tuningfork.train.kernel_check import KernelCheck
 from tuningfork.train.optimizer import optimizer_bytes
 from tuningfork.train.score import score
-from tuningfork.train.self_check import check_packed_equals_alone
+from tuningfork.train.self_check import check_packed_equals_alone, window_not_reached
+
+# Variable that holds the number of processes -> who sets it. SLURM_NTASKS is not among them: it is what was asked for,
+# also where a batch script then starts one process.
+LAUNCHERS = {
+    "WORLD_SIZE": "torchrun, accelerate or deepspeed",
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "PMI_SIZE": "mpirun",
+    "SLURM_STEP_NUM_TASKS": "srun",
+}
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
 class Data:
-    """Examples to train on and held-out ones, each with the account of its file."""
+    """Examples to train on and held-out ones, each with the account of its file. The objective takes all of them."""
 
     train: Sequence[TokenExample]
     train_report: DataReport
@@ -73,6 +84,17 @@ class Start:
         return packs_in_windows(examples, limits, pin_memory=self.policy.device.type == "cuda")
 
 
+def check_one_process() -> None:
+    """Refuse to be one process of several: each would do all of the work, in the same folders. Raises ConfigError."""
+    for name, launcher in LAUNCHERS.items():
+        started = os.environ.get(name, "")
+        if started.isdecimal() and int(started) > 1:
+            raise ConfigError(
+                f"{name} is {started}: {launcher} has started several processes, and each would do the whole of the "
+                "work. tuningfork trains in one process, on one GPU: give the command without a launcher."
+            )
+
+
 def choose_device(name: str) -> torch.device:
     """`auto` is the GPU if there is one. Raises ConfigError where cuda is asked for and absent."""
     if name == "cuda" and not torch.cuda.is_available():
@@ -96,11 +118,17 @@ def read_data(
     model: ModelConfig,
     data: DataConfig,
     pack: PackConfig,
+    objective: PreferenceObjective,
     tokenizer: PreTrainedTokenizerBase,
     compiled: bool,
     console: Console,
 ) -> Data:
-    """Read, tokenize and audit the recipe's files. `data` has a date. Raises DataError, ModelError."""
+    """Read, tokenize and audit the recipe's files, for every command that scores them. `data` has a date.
+
+    Raises:
+        DataError: a file or a row cannot be used, or a row is none that the objective has a loss for.
+        ModelError: the model's config cannot be used.
+    """
     assert data.date is not None, "two files, and a resumed run, could get two dates"
     config = load_config(model.path)
     if data.eval is not None:
@@ -119,6 +147,8 @@ def read_data(
             f"{examples[int(lengths.argmax())].id} has {lengths.max()} tokens, but {model.path} knows {positions} "
             f"positions. Set data.max_length to {positions} or less."
         )
+    for part in (train, held_out):
+        objective.check(part)
     limits = PackLimits.plan(pack.tokens, pack.share_prompt, compiled)
     return Data(train, train_report, held_out, held_out_report, limits)
 
@@ -155,18 +185,19 @@ def read_sources(
 def start_model(
     model: ModelConfig,
     objective: ObjectiveConfig,
+    pack: PackConfig,
     train: TrainConfig,
     device: torch.device,
     console: Console,
 ) -> Start:
-    """Load the starting model, check that packing it is exact, and put kernels and compiler under it.
+    """Load the starting model, check that packing it is exact, put kernels and compiler under it, and check these.
 
     It keeps activations as `train.activation_memory` says; where that is auto, as little of them as scoring allows,
     until `settle_activations`.
 
     Raises:
         ConfigError: something that the settings ask for cannot be had here.
-        ModelError: the model cannot be loaded, or packing it is not exact.
+        ModelError: the model cannot be loaded, packing it is not exact, or its kernels are wrong on this device.
     """
     dtype = choose_dtype(model, device)
     compiled = choose_compile(model.compile, device)
@@ -180,6 +211,11 @@ def start_model(
     with console.startup.time("self-check"):
         check_packed_equals_alone(loaded.model, model.path)
     policy = Policy.fast(loaded.model, dtype)
+    head = Head(policy.kernels, policy.transform, objective.head_chunk_rows)
+    check = None
+    if compiled or not policy.has_plain_kernels:
+        with console.startup.time("kernel check"):
+            check = KernelCheck.begin(policy, head, model.path, pack.share_prompt, compiled)
     if compiled:
         policy.compile()
     console.print(
@@ -188,8 +224,12 @@ def start_model(
         + ", ".join(f"{kind} kernel {name}" for kind, name in policy.kernels.names.items())
         + (", blocks compiled" if compiled else "")
     )
-    head = Head(policy.kernels, policy.transform, objective.head_chunk_rows)
     policy.keep_activations("block" if train.activation_memory == "auto" else train.activation_memory)
+    if check is not None:
+        with console.startup.time("kernel check"):
+            check.compare(policy)
+    if window := window_not_reached(policy):
+        console.print(f"checks at the start: not beyond the layers' window of {window:,}, which is too long for that")
     return Start(policy, head, PreferenceObjective(objective), loaded, compiled)
 
 
@@ -223,10 +263,10 @@ def _load(model: ModelConfig, device: torch.device, console: Console) -> Loaded:
             phase.advance(-(-done // 10**6) - phase.done)
 
         loaded = load(model.path, device, DTYPES[model.weights], progress)
+    for note in loaded.notes:
+        console.print(f"{model.path}: {note}")
     if phase is None:
-        console.print(
-            f"{model.path}: weights read by transformers itself, which knows their format; slower for large ones"
-        )
+        console.print(f"{model.path}: the weights are in older files than safetensors; slower to read for large ones")
     return loaded
 
 

@@ -15,7 +15,7 @@ from triton.language.extra import libdevice
 from tuningfork.records import LogitTransform
 
 _BLOCK = 4096
-_RUN = 8  # 16 bytes of bfloat16: what a thread loads at once
+_RUN_BYTES = 16  # what a thread loads at once
 _WARPS = 8
 
 
@@ -65,9 +65,13 @@ def _forward(
 
 
 @triton.jit
-def _backward(logits, targets, lses, grads, stride, V, scale, softcap, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr):
+def _backward(
+    logits, out, targets, lses, grads, stride, out_stride, V, scale, softcap,
+    HAS_CAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
+    out_base = out + row * out_stride
     row_top = tl.load(lses + 2 * row)
     rest = tl.load(lses + 2 * row + 1)
     grad = tl.load(grads + row) * scale
@@ -80,7 +84,7 @@ def _backward(logits, targets, lses, grads, stride, V, scale, softcap, HAS_CAP: 
         d = d * grad
         if HAS_CAP:
             d = d * (1.0 - (z / softcap) * (z / softcap))
-        tl.store(base + column, d.to(logits.dtype.element_ty), mask=inside)
+        tl.store(out_base + column, d.to(out.dtype.element_ty), mask=inside)
 
 
 def row_logps(logits: Tensor, targets: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor]:
@@ -100,24 +104,26 @@ def row_logps(logits: Tensor, targets: Tensor, transform: LogitTransform) -> tup
             transform.softcap or 1.0,
             HAS_CAP=transform.softcap is not None,
             BLOCK=_BLOCK,
-            RUN=_RUN,
+            RUN=_RUN_BYTES // logits.element_size(),
             num_warps=_WARPS,
         )
     return logps, lse
 
 
-def logits_gradient_(
-    logits: Tensor, targets: Tensor, lse: Tensor, grad_logps: Tensor, transform: LogitTransform
+def logits_gradient(
+    logits: Tensor, targets: Tensor, lse: Tensor, grad_logps: Tensor, transform: LogitTransform, out: Tensor
 ) -> Tensor:
-    """See plain.logits_gradient_."""
+    """See plain.logits_gradient. `logits` and `out` must have unit column stride."""
     rows, vocabulary = logits.shape
     if rows:
         _backward[(rows,)](
             logits,
+            out,
             targets,
             lse,
             grad_logps.contiguous(),
             logits.stride(0),
+            out.stride(0),
             vocabulary,
             transform.scale,
             transform.softcap or 1.0,
@@ -125,4 +131,4 @@ def logits_gradient_(
             BLOCK=_BLOCK,
             num_warps=_WARPS,
         )
-    return logits
+    return out

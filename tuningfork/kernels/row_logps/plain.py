@@ -26,12 +26,15 @@ def row_logps(logits: Tensor, targets: Tensor, transform: LogitTransform) -> tup
     return (z.gather(1, targets[:, None])[:, 0] - top) - rest, torch.stack([top, rest], dim=1)
 
 
-def logits_gradient_(
-    logits: Tensor, targets: Tensor, lse: Tensor, grad_logps: Tensor, transform: LogitTransform
+def logits_gradient(
+    logits: Tensor, targets: Tensor, lse: Tensor, grad_logps: Tensor, transform: LogitTransform, out: Tensor
 ) -> Tensor:
-    """Overwrite the logits with the gradient of ``sum(grad_logps * logps)``, and return them.
+    """Write the gradient of ``sum(grad_logps * logps)`` by the logits to `out`, and return that.
 
     d logp / d z = onehot(target) - softmax(z), times the derivative of the logit transform.
+
+    Args:
+        out: [R, V], any float dtype, to which the gradient is rounded. It may be the logits themselves.
     """
     z = _transform(logits, transform)
     gradient = -torch.exp((z - lse[:, :1]) - lse[:, 1:])
@@ -39,7 +42,7 @@ def logits_gradient_(
     gradient *= grad_logps[:, None] * transform.scale
     if transform.softcap is not None:
         gradient *= 1 - (z / transform.softcap) ** 2
-    return logits.copy_(gradient)
+    return out.copy_(gradient)
 
 
 def _transform(logits: Tensor, transform: LogitTransform) -> Tensor:

@@ -1,0 +1,299 @@
+"""From a trained model back to a folder: what others read in it is what was trained."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.data.tiny_tokenizers import CHATML, byte_bpe
+from tests.models.folders import edit, folder_of, logits, plain_load, rewrite
+from tests.tiny import FAMILIES, tiny_model
+from tuningfork.models import attention
+from tuningfork.models.export import exported_config, exported_dtype, save
+from tuningfork.models.load import Loaded, comparable, load, load_config, load_tokenizer
+
+F32, BF16 = torch.float32, torch.bfloat16
+NORM, HEAD = "model.norm.weight", "lm_head.weight"
+
+
+def content(path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(params=["straight", "slow"])
+def either_way(request, monkeypatch) -> None:
+    """The weights go straight from the disk to the device, or through the library."""
+    if request.param == "slow":
+        monkeypatch.setattr("tuningfork.models.load._draft", lambda *_: None)
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "granite"])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_an_export_is_what_transformers_itself_would_write(tmp_path, family, dtype, either_way):
+    """open-instruct#1820. Equal keys, equal logits; granite ties its embeddings."""
+    original = folder_of(tmp_path / "original", family, dtype)
+    save(load(str(original)), tmp_path / "export", dtype)
+
+    theirs, ours = load_file(original / "model.safetensors"), load_file(tmp_path / "export" / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) and ours[key].dtype == dtype for key in ours)
+    assert torch.equal(logits(plain_load(tmp_path / "export")), logits(plain_load(original)))
+    again = load(str(tmp_path / "export"))
+    assert (again.model.get_output_embeddings().weight is again.model.get_input_embeddings().weight) == (
+        family == "granite"
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "granite", "gemma3"])
+def test_an_export_is_the_same_to_the_byte_however_the_weights_were_read(tmp_path, monkeypatch, family):
+    original = folder_of(tmp_path / "original", family, BF16)
+    save(load(str(original)), tmp_path / "straight")
+    monkeypatch.setattr("tuningfork.models.load._draft", lambda *_: None)
+    save(load(str(original)), tmp_path / "slow")
+    straight, slow = sorted((tmp_path / "straight").iterdir()), sorted((tmp_path / "slow").iterdir())
+    assert [file.name for file in straight] == [file.name for file in slow]
+    assert all(a.read_bytes() == b.read_bytes() for a, b in zip(straight, slow, strict=True))
+
+
+def test_a_trained_weight_reaches_the_export_and_the_model_in_memory_keeps_its_own(tmp_path):
+    loaded = load(str(folder_of(tmp_path / "original")))
+    model = loaded.model
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] = 1.0 + 2**-20  # too fine for bfloat16
+    before = {key: t.clone() for key, t in model.state_dict().items()}
+    settings, generation = model.config.to_dict(), model.generation_config
+    save(loaded, tmp_path / "export", BF16)
+    assert all(torch.equal(t, before[key]) for key, t in model.state_dict().items())
+    assert model.config.to_dict() == settings and model.generation_config is generation
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    assert exported["model.layers.1.mlp.up_proj.weight"][3, 4] == 1.0
+    assert all(torch.equal(exported[key], before[key].to(BF16)) for key in exported)
+
+
+def test_weights_that_begin_at_one_place_in_memory_are_not_taken_for_tied(tmp_path):
+    """Only one and the same parameter under two names is: a norm that is the first row of the head is a norm."""
+    model = tiny_model("llama", F32)
+    norm = torch.nn.Parameter(model.lm_head.weight.detach()[0])
+    assert norm.data_ptr() == model.lm_head.weight.data_ptr()
+    model.model.norm.weight = norm
+    save(Loaded(model, F32), tmp_path, BF16)
+    exported = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(exported[NORM], norm.detach().bfloat16())
+    assert torch.equal(exported[HEAD], model.lm_head.weight.detach().bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "norm", "head", "rest"),
+    [
+        ({NORM: F32}, None, F32, BF16, BF16),
+        ({NORM: F32}, BF16, F32, BF16, BF16),
+        ({NORM: F32}, F32, F32, F32, F32),
+        ({HEAD: F32}, None, BF16, F32, BF16),
+        ({HEAD: F32}, BF16, BF16, BF16, BF16),  # a matrix, of which the user says what it becomes
+        ({}, None, BF16, BF16, BF16),
+        ({}, F32, F32, F32, F32),
+    ],
+)
+def test_each_tensor_is_exported_in_its_own_dtype(tmp_path, either_way, stored, asked, norm, head, rest):
+    """float32 among bfloat16 says that someone needed its digits."""
+    fine = 1 + 2**-20  # too fine for bfloat16
+
+    def keep(weights):
+        weights.update({name: torch.full_like(weights[name], fine, dtype=dtype) for name, dtype in stored.items()})
+
+    rewrite(folder_of(tmp_path / "original", dtype=BF16), keep)
+    loaded = load(str(tmp_path / "original"), dtype=BF16 if HEAD not in stored else F32)
+    assert loaded.stored_dtype == BF16
+    save(loaded, tmp_path / "export", asked)
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    assert (exported.pop(NORM).dtype, exported.pop(HEAD).dtype) == (norm, head)
+    assert {weight.dtype for weight in exported.values()} == {rest}
+    again = load(str(tmp_path / "export")).model.state_dict()
+    assert all((again[name] == fine).all() for name, dtype in stored.items() if (name == NORM or asked is None))
+    config = content(tmp_path / "export" / "config.json")
+    assert config["dtype"] == config["torch_dtype"] == ("float32" if asked == F32 else "bfloat16")
+
+
+def test_whole_numbers_and_truths_are_never_cast():
+    for kind in (torch.int64, torch.uint8, torch.bool):
+        assert exported_dtype(kind, BF16, False, F32) == exported_dtype(kind, BF16, True, BF16) == kind
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_the_exported_config_names_the_dtype_of_the_weights(tmp_path, dtype):
+    """transformers loads in the dtype of config.json, so that a wrong one doubles the memory of every user."""
+    original = folder_of(tmp_path / "original")
+    edit(original / "config.json", dtype=None, torch_dtype="float16")  # says what is not so, in the older name
+    save(load(str(original)), tmp_path / "export", dtype)
+    config = content(tmp_path / "export" / "config.json")
+    assert config["dtype"] == config["torch_dtype"] == str(dtype).removeprefix("torch.")
+    assert load(str(tmp_path / "export")).stored_dtype == dtype
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "export").dtype == dtype
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_export_says_nothing_of_us(tmp_path):
+    """Anyone can load it who has never heard of our attention."""
+    original = folder_of(tmp_path / "original")
+    byte_bpe(chat_template=CHATML).save_pretrained(original)
+    save(load(str(original)), tmp_path / "export")
+    for file in (tmp_path / "export").glob("*.json"):
+        assert attention.NAME not in file.read_text(), file.name
+    config = content(tmp_path / "export" / "config.json")
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["model_type"] == "llama"
+
+
+def test_settings_stay_as_they_were_written(tmp_path):
+    """By whichever version, in their order; keys that the library does not know are somebody's, too."""
+    original = folder_of(tmp_path / "original")
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling = {**llama3, "original_max_position_embeddings": 64}
+    edit(original / "config.json", rope_parameters=None, dtype=None, rope_theta=500000.0, rope_scaling=scaling)
+    edit(original / "config.json", torch_dtype="float32", transformers_version="4.43.0", their_own={"a": [1, None]})
+    before = content(original / "config.json")
+    save(load(str(original)), tmp_path / "export")
+    after = content(tmp_path / "export" / "config.json")
+    assert after == {**before, "dtype": "float32"}
+    assert list(after)[: len(before)] == list(before)
+    assert comparable(load_config(str(tmp_path / "export"))) == comparable(load_config(str(original)))
+
+
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+ROPE = [
+    ("LlamaConfig", {"rope_theta": 5e5, "rope_type": "default"}, {"rope_theta": 5e5}),
+    ("LlamaConfig", {"rope_theta": 5e5, **LINEAR}, {"rope_theta": 5e5, "rope_scaling": LINEAR}),
+    ("Qwen3Config", {"rope_theta": 1e6, **LINEAR}, {"rope_theta": 1e6, "rope_scaling": LINEAR}),
+    (
+        "GPTNeoXConfig",
+        {"rope_theta": 2e4, "partial_rotary_factor": 0.5, "rope_type": "default"},
+        {"rotary_emb_base": 2e4, "rotary_pct": 0.5},
+    ),
+    (
+        "StableLmConfig",
+        {"rope_theta": 2e4, "partial_rotary_factor": 0.5, "rope_type": "default"},
+        {"rope_theta": 2e4, "partial_rotary_factor": 0.5},
+    ),
+    (
+        "Gemma3TextConfig",
+        {
+            "full_attention": {"rope_theta": 1e6, **LINEAR},
+            "sliding_attention": {"rope_theta": 1.5e4, "rope_type": "default"},
+        },
+        {"rope_theta": 1e6, "rope_local_base_freq": 1.5e4, "rope_scaling": LINEAR},
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "rope", "legacy"), ROPE, ids=[f"{kind}-{i}" for i, (kind, *_) in enumerate(ROPE)])
+def test_rotary_settings_stand_in_their_older_names_too(kind, rope, legacy):
+    """Whoever does not know `rope_parameters` takes theta 10,000 without a word."""
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    config = getattr(transformers, kind)(**sizes, num_hidden_layers=2, num_key_value_heads=4, rope_parameters=rope)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    start = config.to_dict()
+    assert not legacy.keys() & start.keys()
+    exported = exported_config(start, model, F32)
+    assert {key: exported[key] for key in legacy} == legacy
+    assert exported["rope_parameters"] == start["rope_parameters"]
+    assert comparable(type(config).from_dict(exported)) == comparable(config)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_export_reads_as_its_model(tmp_path, family):
+    """Also one that was built and not loaded, so that there is no config.json to start from."""
+    model = tiny_model(family, F32)
+    save(Loaded(model, F32), tmp_path)
+    assert comparable(load_config(str(tmp_path))) == comparable(model.config)
+
+
+def test_code_of_its_own_is_not_left_dangling(tmp_path):
+    """The export has the library's model, not the code's: who trusts remote code would look for what is not there."""
+    original = folder_of(tmp_path / "original")
+    edit(original / "config.json", auto_map={"AutoModelForCausalLM": "modeling_x.X"})
+    byte_bpe().save_pretrained(original)
+    edit(original / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tok.X", None]}, mine=1)
+    (original / "modeling_x.py").write_text("raise SystemExit('run')")
+    loaded = load(str(original))
+    assert len(loaded.notes) == 2 and all("(auto_map), which is not run" in note for note in loaded.notes)
+    save(loaded, tmp_path / "export")
+    assert not list((tmp_path / "export").glob("*.py"))
+    for file in (tmp_path / "export").glob("*.json"):
+        assert "auto_map" not in content(file), file.name
+    assert content(tmp_path / "export" / "tokenizer_config.json")["mine"] == 1
+    AutoModelForCausalLM.from_pretrained(tmp_path / "export", trust_remote_code=True)
+    AutoTokenizer.from_pretrained(tmp_path / "export", trust_remote_code=True)
+
+
+# --- what lies beside the weights -------------------------------------------------------------------------------------
+
+
+def test_tokenizer_template_and_generation_settings_travel_to_the_byte(tmp_path, either_way):
+    """Although the library would refuse to write such generation settings, or would write them its own way."""
+    original = folder_of(tmp_path / "original")
+    byte_bpe(chat_template=CHATML).save_pretrained(original)
+    edit(original / "tokenizer_config.json", **{"tokenizer_class": "PreTrainedTokenizerFast", "backend": None})
+    edit(original / "tokenizer_config.json", extra_special_tokens=None, additional_special_tokens=["<|im_start|>"])
+    edit(original / "generation_config.json", temperature=0.6, do_sample=False, eos_token_id=[2, 3], mine={"a": 1})
+    (original / "LICENSE").write_text("yours\r\n")
+    (original / "additional_chat_templates").mkdir()
+    (original / "additional_chat_templates" / "tool_use.jinja").write_text("{{ messages }}")
+    (original / "special_tokens_map.json").write_text('{ "eos_token":"</s>" }')
+    (original / "notes.txt").write_text("private")
+    there = {
+        str(file.relative_to(original)): file.read_bytes()
+        for file in original.rglob("*")
+        if file.is_file() and file.name not in ("notes.txt", "config.json", "model.safetensors")
+    }
+    assert len(there) == 7
+    loaded = load(str(original))
+    for file in original.rglob("*"):  # whatever becomes of the folder while the model trains
+        if file.is_file():
+            file.unlink()
+    save(loaded, tmp_path / "export")
+    exported = {
+        str(file.relative_to(tmp_path / "export")): file.read_bytes()
+        for file in (tmp_path / "export").rglob("*")
+        if file.is_file() and file.name not in ("config.json", "model.safetensors")
+    }
+    assert exported == there
+
+
+def test_without_generation_settings_there_are_none_in_the_export(tmp_path):
+    (folder_of(tmp_path / "original") / "generation_config.json").unlink()
+    save(load(str(tmp_path / "original")), tmp_path / "export")
+    assert sorted(file.name for file in (tmp_path / "export").iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "olmo2", "gemma3", "cohere", "mistral"])
+def test_a_tokenizer_in_new_names_is_exported_in_names_that_all_know(tmp_path, family):
+    """As this version reads it, it is the same; version 4 fails on the new ones."""
+    original = tmp_path / "original"
+    tokenizer = byte_bpe([("Ġ", "a")], chat_template=CHATML, pad="</s>", adds_bos=True)
+    tokenizer.save_pretrained(folder_of(original, family))
+    before = content(original / "tokenizer_config.json")
+    assert before["tokenizer_class"] == "TokenizersBackend" and isinstance(before["extra_special_tokens"], list)
+    save(load(str(original)), tmp_path / "export")
+    after = content(tmp_path / "export" / "tokenizer_config.json")
+    assert after["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert after["additional_special_tokens"] == before["extra_special_tokens"]
+    assert "extra_special_tokens" not in after and "backend" not in after
+    ours, theirs = load_tokenizer(str(tmp_path / "export")), load_tokenizer(str(original))
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert ours.chat_template == theirs.chat_template == CHATML
+    assert ours.extra_special_tokens == theirs.extra_special_tokens
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    assert ours("as <s> a tuning fork")["input_ids"] == theirs("as <s> a tuning fork")["input_ids"]
+    assert (ours.eos_token, ours.pad_token, ours.bos_token) == ("</s>", "</s>", "<s>")

@@ -1,0 +1,305 @@
+"""Folders that are not what they seem: refused in words, or read as their index says."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import normalizers
+
+from tests.data.tiny_tokenizers import byte_bpe
+from tests.models.folders import edit, folder_of, never, plain_load, refused, rewrite, same_model, same_weights
+from tests.tiny import tiny_model
+from tuningfork.errors import ModelError
+from tuningfork.models import weights
+from tuningfork.models.load import load, load_config, load_tokenizer
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_a_quantized_model_is_refused(tmp_path, dtype):
+    """Without a quantization_config in config.json, transformers would cast it and say nothing."""
+    rewrite(
+        folder_of(tmp_path),
+        lambda weights: weights.update({name: w.to(dtype) for name, w in weights.items() if w.ndim == 2}),
+    )
+    kind = str(dtype).removeprefix("torch.")
+    with pytest.raises(ModelError, match=rf"weights are stored in {kind}, such as .*a quantized"):
+        load(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": 1}}'])
+def test_a_broken_index_is_named(tmp_path, content):
+    tiny_model("llama", torch.float32).save_pretrained(tmp_path, max_shard_size="40KB")
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json has no weight_map"):
+        load(str(tmp_path))
+
+
+def test_a_shard_that_is_not_there(tmp_path):
+    tiny_model("llama", torch.float32).save_pretrained(tmp_path, max_shard_size="40KB")
+    sorted(tmp_path.glob("*.safetensors"))[1].unlink()
+    refused(
+        tmp_path,
+        r"the model cannot be loaded: model\.safetensors\.index\.json names model-00002\S+, which is not there",
+    )
+
+
+def test_not_a_folder_names_the_nearest_one(tmp_path):
+    folder_of(tmp_path / "my-model")
+    message = refused(tmp_path / "my-modle", "is not a folder")
+    assert f"Did you mean {tmp_path / 'my-model'}?" in message
+    assert "Did you mean" not in refused(tmp_path / "my-model" / "config.json", "is not a folder")
+    refused(tmp_path / "nowhere" / "at" / "all", "is not a folder")
+    for loader in (load_config, load_tokenizer):
+        with pytest.raises(ModelError, match="Did you mean"):
+            loader(str(tmp_path / "my-modle"))
+
+
+def test_a_hub_name_is_not_downloaded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused("meta-llama/Llama-3.2-1B", "is not a folder")
+
+
+def test_a_folder_that_holds_no_model(tmp_path):
+    refused(tmp_path, r"no config\.json")
+    (tmp_path / "config.json").write_text("{ not json")
+    refused(tmp_path, r"config\.json cannot be read")
+    (tmp_path / "config.json").write_text('{"model_type": "never-heard-of"}')
+    refused(tmp_path, r"config\.json cannot be read")
+
+
+def test_no_weights(tmp_path):
+    (folder_of(tmp_path) / "model.safetensors").unlink()
+    refused(tmp_path, r"no weights found \(looked for model\.safetensors")
+
+
+def test_missing_tensors_are_counted_and_never_drawn_at_random(tmp_path):
+    rewrite(folder_of(tmp_path), lambda weights: [weights.pop(key) for key in list(weights) if "layers.2" in key])
+    refused(tmp_path, r"the weights lack 9 tensors of the model, first model\.layers\.2\.input_layernorm\.weight")
+
+
+def test_a_missing_head_is_missing_unless_it_is_tied(tmp_path):
+    rewrite(folder_of(tmp_path), lambda weights: weights.pop("lm_head.weight"))
+    refused(tmp_path, r"lack 1 tensors of the model, first lm_head\.weight")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers(tmp_path, bad):
+    def spoil(weights):
+        weights["model.layers.1.self_attn.k_proj.weight"][2, 3] = bad
+
+    rewrite(folder_of(tmp_path), spoil)
+    refused(tmp_path, r"NaN or infinite weights in 1 tensors, first model\.layers\.1\.self_attn\.k_proj\.weight")
+
+
+def test_weights_of_another_shape(tmp_path):
+    config = json.loads((folder_of(tmp_path) / "config.json").read_text())
+    config["intermediate_size"] = 48
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError):
+        load(str(tmp_path))
+
+
+def test_half_a_weight_file(tmp_path):
+    path = folder_of(tmp_path) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    refused(tmp_path, "the model cannot be loaded")
+
+
+def test_no_tokenizer(tmp_path):
+    folder_of(tmp_path)
+    with pytest.raises(ModelError, match="the tokenizer cannot be loaded"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_that_loses_spaces(tmp_path):
+    tokenizer = byte_bpe()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace(" ", "")
+    tokenizer.save_pretrained(folder_of(tmp_path))
+    with pytest.raises(ModelError, match=r"reads 'one two' and gives back 'onetwo': spaces are lost"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_nothing_is_read_of_weights_that_do_not_fit(tmp_path, monkeypatch):
+    rewrite(folder_of(tmp_path), lambda weights: weights.pop("model.norm.weight"))
+    monkeypatch.setattr("tuningfork.models.weights._Piece.read", never)
+    refused(tmp_path, "the weights lack 1 tensors")
+
+
+def test_a_file_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
+    folder_of(tmp_path)
+    real = weights.read
+
+    def cut_first(tensors, progress):
+        os.truncate(tmp_path / "model.safetensors", 5000)
+        real(tensors, progress)
+
+    monkeypatch.setattr(weights, "read", cut_first)
+    refused(tmp_path, r"the weights cannot be read: .*model\.safetensors ends too early")
+
+
+# --- which file a tensor comes from -----------------------------------------------------------------------------------
+
+INDEX, EMBEDDING = "model.safetensors.index.json", "model.embed_tokens.weight"
+
+
+def in_shards(path, family: str = "llama"):
+    """A tiny model in several files: (the model, the files in the order that they are read in, tensor -> file)."""
+    model = tiny_model(family, torch.float32)
+    model.save_pretrained(path, max_shard_size="40KB")
+    file_of = json.loads((path / INDEX).read_text())["weight_map"]
+    shards = sorted(path.glob("*.safetensors"))
+    assert len(shards) > 2
+    return model, shards, file_of
+
+
+def add_to(shard, **tensors) -> None:
+    save_file(load_file(shard) | tensors, shard, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("straight", [True, False])
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_tensor_comes_from_the_file_that_the_index_names(tmp_path, monkeypatch, straight, place):
+    """A stale copy may lie in a file before or behind that; whoever reads the weights passes it over, and says so."""
+    model, shards, file_of = in_shards(tmp_path)
+    name = next(name for name, file in file_of.items() if file != shards[place].name and "proj" in name)
+    add_to(shards[place], **{name: torch.ones_like(model.state_dict()[name])})
+    if not straight:
+        monkeypatch.setattr("tuningfork.models.load._draft", lambda *_: None)
+    loaded = load(str(tmp_path))
+    same_weights(loaded.model, model)
+    assert loaded.notes == (f"passed over, since {INDEX} takes it from another file: {name} in {shards[place].name}",)
+
+
+def test_what_the_index_does_not_name_is_no_part_of_the_model(tmp_path):
+    model, shards, _ = in_shards(tmp_path)
+    save_file({EMBEDDING: torch.ones(97, 32)}, tmp_path / "model-00009-of-00009.safetensors")
+    add_to(shards[1], old=torch.ones(2), older=torch.ones(3))
+    loaded = load(str(tmp_path))
+    same_weights(loaded.model, model)
+    assert loaded.notes == (f"passed over, since {INDEX} does not name it: old in {shards[1].name}, and 1 more",)
+
+
+def test_a_missing_tensor_that_the_index_forgot(tmp_path):
+    _, _, file_of = in_shards(tmp_path)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {k: v for k, v in file_of.items() if k != EMBEDDING}}))
+    refused(
+        tmp_path, rf"lack 1 tensors .*first {EMBEDDING}; {file_of[EMBEDDING]} holds it, but {INDEX} does not name it"
+    )
+
+
+def test_an_index_that_names_a_file_for_a_tensor_that_it_does_not_hold(tmp_path):
+    """Although another file holds it."""
+    _, shards, file_of = in_shards(tmp_path)
+    other = next(shard.name for shard in shards if shard.name != file_of[EMBEDDING])
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": file_of | {EMBEDDING: other}}))
+    refused(
+        tmp_path, rf"{INDEX} takes {EMBEDDING} from {other}, which does not hold it; get files that belong together"
+    )
+
+
+def test_one_file_goes_before_an_index_as_in_transformers(tmp_path):
+    in_shards(tmp_path)
+    other = tiny_model("llama", torch.float32, seed=1)
+    save_file(other.state_dict(), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = load(str(tmp_path))
+    same_model(loaded.model, plain_load(tmp_path))
+    assert torch.equal(loaded.model.lm_head.weight, other.lm_head.weight)
+    assert loaded.notes == (
+        f"model.safetensors is read, as transformers does; {INDEX} and the files that it names are passed over",
+    )
+
+
+def test_older_files_obey_their_index_too(tmp_path):
+    model = tiny_model("llama", torch.float32)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    state = model.state_dict()
+    torch.save({k: v for k, v in state.items() if k != EMBEDDING}, tmp_path / "pytorch_model-1.bin")
+    torch.save({EMBEDDING: state[EMBEDDING], "lm_head.weight": torch.ones(97, 32)}, tmp_path / "pytorch_model-2.bin")
+    file_of = {name: f"pytorch_model-{2 if name == EMBEDDING else 1}.bin" for name in state}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": file_of}))
+    same_weights(load(str(tmp_path)).model, model)
+    (tmp_path / "pytorch_model.bin.index.json").write_text(
+        json.dumps({"weight_map": file_of | {EMBEDDING: "pytorch_model-1.bin"}})
+    )
+    refused(tmp_path, rf"takes {EMBEDDING} from pytorch_model-1\.bin, which does not hold it")
+
+
+# --- folders that readers read differently ----------------------------------------------------------------------------
+
+
+def test_tied_weights_that_are_stored_apart_and_differ(tmp_path):
+    """transformers 5 leaves them apart, 4 ties them: two models."""
+    folder_of(tmp_path, "granite")
+    rewrite(tmp_path, lambda weights: weights.update({"lm_head.weight": weights[EMBEDDING] * 2}))
+    refused(
+        tmp_path,
+        rf"config\.json ties lm_head\.weight to {EMBEDDING}, but the weights hold both, and they differ.*"
+        "Set tie_word_embeddings to false",
+    )
+    edit(tmp_path / "config.json", tie_word_embeddings=False)
+    model = load(str(tmp_path)).model
+    assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight * 2)
+
+
+def test_an_adapter_beside_the_model(tmp_path):
+    """Whether a reader adds it depends on what is installed there."""
+    folder_of(tmp_path)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    for loader in (load, load_config, load_tokenizer):
+        with pytest.raises(ModelError, match=r"an adapter lies beside the model \(adapter_config\.json\).*Merge it"):
+            loader(str(tmp_path))
+    (tmp_path / "config.json").unlink()
+    refused(tmp_path, r"no config\.json.* an adapter: merge it into its model first")
+
+
+@pytest.mark.parametrize("content", ["{not json", "[]", '"x"', "", '{"max_new_tokens": "many"}', '{"top_k": [}'])
+def test_generation_settings_that_cannot_be_read(tmp_path, content):
+    """Said at once: an export would hand them on, or fail after hours."""
+    (folder_of(tmp_path) / "generation_config.json").write_text(content)
+    for loader in (load, load_config, load_tokenizer):
+        with pytest.raises(
+            ModelError, match=r"generation_config\.json (cannot be read: .*|holds no JSON object\. )Mend it"
+        ):
+            loader(str(tmp_path))
+
+
+def test_code_of_its_own_for_a_model_that_transformers_knows(tmp_path):
+    """Its class is taken, nothing is run, and that is said."""
+    edit(folder_of(tmp_path) / "config.json", auto_map={"AutoModelForCausalLM": "modeling_x.X", "AutoConfig": "conf.C"})
+    (tmp_path / "modeling_x.py").write_text("raise SystemExit('run')")
+    loaded = load(str(tmp_path))
+    assert type(loaded.model).__name__ == "LlamaForCausalLM"
+    assert len(loaded.notes) == 1 and "code of its own (auto_map), which is not run" in loaded.notes[0]
+
+
+def test_code_of_its_own_for_a_model_that_transformers_does_not_know(tmp_path, monkeypatch):
+    """The library would ask on the terminal whether to run it."""
+    monkeypatch.setattr("builtins.input", never)
+    edit(folder_of(tmp_path) / "config.json", model_type="x", auto_map={"AutoConfig": "conf.C"})
+    (tmp_path / "conf.py").write_text("raise SystemExit('run')")
+    refused(tmp_path, r"names code of its own for this model \(auto_map\), which is not run here.* has no class for it")
+
+
+def test_a_tokenizer_with_code_of_its_own_only(tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.input", never)
+    folder_of(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["tok.X", None]}}))
+    with pytest.raises(ModelError, match="the tokenizer cannot be loaded"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("setting", "match"),
+    [
+        ({"transformers_weights": "other.safetensors"}, "a file of its own for the weights"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "has a quantization_config: a quantized model"),
+    ],
+)
+def test_settings_by_which_others_would_read_other_weights(tmp_path, setting, match):
+    edit(folder_of(tmp_path) / "config.json", **setting)
+    refused(tmp_path, match)

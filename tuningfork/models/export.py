@@ -1,0 +1,140 @@
+"""A trained model as a Hugging Face folder that every reader of the starting folder reads, and as the same model."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from tuningfork.models.folder import CONFIG, GENERATION, to_json
+from tuningfork.models.load import Loaded, comparable
+
+
+def save(loaded: Loaded, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """Write the model as it is now, with what its starting folder held beside the weights.
+
+    Tokenizer, chat template, generation settings and licence are the starting folder's to the byte, and config.json
+    holds what it held, for training changes none of that: a library that wrote them anew would write them for its own
+    version. The model in memory stays as it is.
+
+    Args:
+        dtype: of the weights; None for the one that each tensor had on the disk.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    _write_weights(loaded, folder, dtype)
+    for name, content in loaded.origin.files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+    config = exported_config(loaded.origin.config, loaded.model, dtype or loaded.stored_dtype)
+    (folder / CONFIG).write_bytes(to_json(config))
+
+
+def exported_config(start: Mapping[str, Any], model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Any]:
+    """The starting config.json with what an export changes, and what older readers need to read the same in it.
+
+    Since version 5 transformers writes rotary settings as `rope_parameters` alone. Older ones, and servers built on
+    them, pass over that name and take their defaults without a word, so the names that they know stand beside it.
+    """
+    loaded: Any = model.config
+    config = _of_this_model(start, loaded)
+    config["architectures"] = [type(model).__name__]
+    config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
+    for key, value in _known_to_older_readers(config, model):
+        if (key not in config or config[key] != value) and _reads_the_same(type(loaded), config, {key: value}):
+            config[key] = value
+    return config
+
+
+def exported_dtype(stored: torch.dtype, most: torch.dtype, matrix: bool, asked: torch.dtype | None) -> torch.dtype:
+    """What a tensor is exported in that was `stored` in a model whose weights `most` are stored in another, or that.
+
+    A norm that was kept in float32 beside bfloat16 matrices is not rounded to theirs. Whole numbers are never cast.
+    """
+    if asked is None or not stored.is_floating_point:
+        return stored
+    return asked if matrix or stored == most else torch.promote_types(stored, asked)
+
+
+def _write_weights(loaded: Loaded, folder: Path, dtype: torch.dtype | None) -> None:
+    """Write the weights files, by the library's own names and layout."""
+    model, most = loaded.model, loaded.stored_dtype
+    # Tied weights are one parameter under several names, and stay one tensor; one that merely shares memory with
+    # another, such as a part of it, is a tensor of its own.
+    state = model.state_dict(keep_vars=True)
+    cast: dict[int, torch.Tensor] = {}
+    for name, tensor in state.items():
+        if name in loaded.dtypes or id(tensor) not in cast:
+            stored = loaded.dtypes.get(name, most if tensor.is_floating_point() else tensor.dtype)
+            matrix = isinstance(tensor, nn.Parameter) and tensor.ndim >= 2
+            cast[id(tensor)] = tensor.detach().to("cpu", exported_dtype(stored, most, matrix, dtype))
+    exported = {name: cast[id(tensor)] for name, tensor in state.items()}
+    in_memory, generation = model.config.dtype, model.generation_config
+    # What the library finds wrong with generation settings, as with many published ones, must not cost the export.
+    model.generation_config = GenerationConfig()
+    try:
+        model.save_pretrained(folder, state_dict=exported)
+    except safetensors.SafetensorError as error:  # a full disk, in its own words
+        raise OSError(errno.EIO, str(error)) from error
+    finally:
+        model.config.dtype, model.generation_config = in_memory, generation
+    (folder / GENERATION).unlink(missing_ok=True)
+
+
+def _of_this_model(start: Mapping[str, Any], loaded: Any) -> dict[str, Any]:
+    """What the starting config.json says of the model that was loaded: all of it, or its section on the text model.
+
+    A model that was built and not loaded has none, and the library's words stand for it.
+    """
+    if start.get("model_type") == loaded.model_type:
+        return copy.deepcopy(dict(start))
+    section = start.get("text_config")
+    return {**json.loads(loaded.to_json_string()), **copy.deepcopy(section if isinstance(section, dict) else {})}
+
+
+def _known_to_older_readers(config: Mapping[str, Any], model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+    """(key, value) by which readers from before `rope_parameters` would read the same, in all families' names.
+
+    Each family has its own names for these; to the others such a key is a stranger.
+    """
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    yield "tie_word_embeddings", head.weight is embedding.weight  # its default is not the same in all versions
+    parameters = getattr(model.config, "rope_parameters", None)
+    if not parameters:
+        return
+    everywhere = parameters.get("full_attention") or parameters
+    if "rope_theta" not in everywhere:
+        return
+    for key in ("rope_theta", "rotary_emb_base", "global_rope_theta"):
+        yield key, everywhere["rope_theta"]
+    local = parameters.get("sliding_attention") or {}
+    if "rope_theta" in local:
+        for key in ("rope_local_base_freq", "local_rope_theta"):
+            yield key, local["rope_theta"]
+    if "partial_rotary_factor" in everywhere:
+        for key in ("partial_rotary_factor", "rotary_pct"):
+            yield key, everywhere["partial_rotary_factor"]
+    if not config.get("rope_scaling"):  # what stands there goes before rope_parameters in all versions
+        scaling = {k: v for k, v in everywhere.items() if k not in ("rope_theta", "partial_rotary_factor")}
+        yield "rope_scaling", None if scaling.get("rope_type", "default") == "default" else scaling
+
+
+def _reads_the_same(kind: Any, config: Mapping[str, Any], more: Mapping[str, Any]) -> bool:
+    """Whether this version of the library, which trained the model, reads a config.json alike with `more` in it.
+
+    Where it does not, a key means something else, or nothing, to the family.
+    """
+    try:
+        one, other = (comparable(kind.from_dict(copy.deepcopy({**config, **extra}))) for extra in ({}, more))
+    except Exception:  # a family's own objections to the key, of whatever kind
+        return False
+    return one == other
