@@ -10,7 +10,8 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 demo: $(VENV)/.demo
 	@$(RUN) demo/run.py
 
-# Fetches published tokenizers once, 230 MB, into tests/.tokenizers; what is not to be had is skipped, and named at the end.
+# Fetches published tokenizers and an older transformers once, 250 MB, into tests/.tokenizers; what is not to be had is
+# skipped, and named at the end.
 test: $(VENV)/.dev
 	@$(RUN) -m pytest
 

@@ -31,7 +31,7 @@ def uncompiled():
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say which published tokenizers were not to be had: a row of skipped tests is easily overlooked."""
+    """Say which published packages were not to be had: a row of skipped tests is easily overlooked."""
     fetcher = sys.modules.get("tests.real_tokenizers")
     if fetcher is not None and fetcher.missing:
         terminalreporter.section("NOT TESTED, since it could not be fetched", yellow=True)

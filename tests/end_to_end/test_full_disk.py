@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.end_to_end.workbench import Child, Job, job_in, state_of, unequal
-from tuningfork.models import load
+from tuningfork.models import export
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.board import Board
 from tuningfork.report.writer import RunWriter
@@ -61,7 +61,7 @@ PLACES: dict[str, tuple[Any, str, int, str]] = {
     "the reference": (ReferenceStore, "flush", 1, "cache/rows-"),
     "a later checkpoint": (checkpoint, "save", 3, "checkpoints/step-6"),
     "the summary": (loop, "write_json", 2, "summary.json"),
-    "the export": (load, "save", 1, "run/model"),
+    "the export": (export, "save", 1, "run/model"),
 }
 
 
@@ -161,7 +161,7 @@ def limit_third_checkpoint() -> None:
 
 
 def limit_export() -> None:
-    limit_files_at(load, 1)
+    limit_files_at(export, 1)
 
 
 def test_a_file_that_may_not_grow(job: Job, finished_small: Job) -> None:

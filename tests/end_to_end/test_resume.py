@@ -18,7 +18,7 @@ import torch
 
 from tests.end_to_end.test_reference import rows_of
 from tests.end_to_end.workbench import Child, Job, Outcome, call, job_in, make_pairs, state_of, unequal, write_rows
-from tuningfork.models import load
+from tuningfork.models import export
 from tuningfork.report.writer import RunWriter
 from tuningfork.train import checkpoint, loop, setup
 
@@ -200,7 +200,7 @@ def interrupt_final_evaluation(number: int) -> None:
 
 
 def interrupt_export(number: int) -> None:
-    interrupt_at(load, "save", 1, number)
+    interrupt_at(export, "save", 1, number)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

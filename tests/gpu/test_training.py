@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,7 +14,7 @@ import transformers
 from tests.tiny import FAMILIES, head_of, one_pack, random_examples, random_pairs, score_alone, tiny_model
 from tuningfork.data.loader import build_packs
 from tuningfork.data.pack import PackLimits
-from tuningfork.errors import ConfigError
+from tuningfork.errors import ConfigError, ModelError
 from tuningfork.models import attention
 from tuningfork.models.load import hold_weights
 from tuningfork.models.policy import Policy
@@ -26,6 +27,7 @@ from tuningfork.train import fit
 from tuningfork.train import step as step_module
 from tuningfork.train.batch import StepBatch
 from tuningfork.train.config import TrainConfig
+from tuningfork.train.kernel_check import KernelCheck
 from tuningfork.train.optimizer import build_optimizer, optimizer_bytes, step
 from tuningfork.train.step import train_step
 
@@ -144,6 +146,38 @@ def test_no_token_reaches_another_example(family):
         assert torch.equal(before[keep], after[keep])
         assert not torch.equal(before[~keep], after[~keep])
         first += len(answers)
+
+
+def _checked(family: str, dtype: torch.dtype, share_prompt: bool = True, factor: float = 1.0) -> None:
+    """The check of kernels at a start, with attention whose scale is wrong by a factor."""
+    policy = _policy(family, dtype, compiled=False)
+    kind = policy.kernels.attention
+
+    class Scaled(kind):  # type: ignore[misc, valid-type]
+        def attend(self, *args, scale, **how):
+            return super().attend(*args, scale=scale * factor, **how)
+
+    if factor != 1.0:
+        policy.kernels = replace(policy.kernels, attention=Scaled)
+    check = KernelCheck.begin(policy, head_of(policy, 64), "here", share_prompt, compiling=True)
+    policy.compile()
+    check.compare(policy)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_check_at_a_start_takes_our_kernels_for_right(family, dtype):
+    _checked(family, dtype)
+
+
+def test_the_check_at_a_start_takes_them_for_right_with_repeated_prompts():
+    _checked("gemma3", torch.bfloat16, share_prompt=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_check_at_a_start_finds_a_wrong_scale(dtype):
+    with pytest.raises(ModelError, match="here: attention kernel fork, call 1"):
+        _checked("llama", dtype, factor=1.1)
 
 
 @pytest.mark.parametrize("mode", ["none", "block"])

@@ -283,6 +283,34 @@ def test_a_model_that_ignores_the_positions_it_is_given_is_caught_by_the_numbers
         check_packed_equals_alone(tiny_model("llama", torch.float32), "here")
 
 
+def test_chance_that_no_setting_names_is_caught_by_running_twice(monkeypatch):
+    """Dropout or layers left out by code of the model's own: no rate in the config, no module with a name."""
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    changed_forward(monkeypatch, LlamaMLP, lambda x: x * (1 + 1e-6 * torch.rand_like(x)))
+    with pytest.raises(ModelError, match="here: LlamaForCausalLM gives other numbers when run again: there is chance"):
+        check_packed_equals_alone(tiny_model("llama", torch.float32), "here")
+
+
+def test_a_window_that_attention_is_not_told_is_caught_beyond_it():
+    """The model's own mask cuts off at 70 tokens, the packed path is told of 71: it takes longer sequences to see."""
+    model = tiny_model("mistral", torch.float32)
+    model.config.sliding_window = 70
+    check_packed_equals_alone(model, "here")
+    handed = attention._attention
+    attention.ALL_ATTENTION_FUNCTIONS.register(
+        attention.NAME,
+        lambda *args, sliding_window=None, **how: handed(
+            *args, sliding_window=sliding_window and sliding_window + 1, **how
+        ),
+    )
+    try:
+        with pytest.raises(ModelError, match="other log-probs"):
+            check_packed_equals_alone(model, "here")
+    finally:
+        attention.ALL_ATTENTION_FUNCTIONS.register(attention.NAME, handed)
+
+
 def test_a_model_that_gives_no_numbers_is_refused():
     model = tiny_model("llama", torch.float32)
     with torch.no_grad():

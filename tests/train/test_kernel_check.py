@@ -100,13 +100,13 @@ def off(logits, targets, transform):
     return logps + 0.01, lse
 
 
-def without_transform(logits, targets, lse, grad, transform):
-    return plain_rows.logits_gradient_(logits, targets, lse, grad, replace(transform, scale=1.0))
+def without_transform(logits, targets, lse, grad, transform, out):
+    return plain_rows.logits_gradient(logits, targets, lse, grad, replace(transform, scale=1.0), out)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "change, said", [({"row_logps": off}, "log-probs are"), ({"logits_gradient_": without_transform}, "gradients are")]
+    "change, said", [({"row_logps": off}, "log-probs are"), ({"logits_gradient": without_transform}, "gradients are")]
 )
 def test_a_wrong_kernel_of_the_head_is_named(change, said, dtype):
     with pytest.raises(ModelError, match=f"here: row_logps kernel plain: {said}"):

@@ -15,7 +15,7 @@ import transformers
 from tests.tiny import head_of, limits_of, random_examples, random_pairs, score_alone, tiny_policy
 from tuningfork.data.layout import build
 from tuningfork.data.loader import build_packs
-from tuningfork.errors import DataError, NonFiniteError
+from tuningfork.errors import DataError, NonFiniteError, ReferenceMismatch
 from tuningfork.kernels.select import plain
 from tuningfork.models import attention
 from tuningfork.models.load import Loaded
@@ -27,6 +27,7 @@ from tuningfork.train.batch import StepBatch
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.evaluate import evaluate
 from tuningfork.train.optimizer import build_optimizer
+from tuningfork.train.score import score
 from tuningfork.train.setup import Start
 from tuningfork.train.step import StepOutcome, train_step
 
@@ -350,6 +351,33 @@ def test_a_reference_that_is_no_number_moves_nothing():
     with pytest.raises(NonFiniteError, match=r"loss is nan"):
         train_step(policy, head_of(policy), objective, sgd(policy), batch, None)
     assert unchanged(policy, before)
+
+
+def test_a_first_step_whose_log_probs_are_not_the_cached_ones_moves_nothing():
+    """To the bit: training may run another graph than scoring did. Later steps have moved away from the reference."""
+    policy = fresh_policy(dtype=torch.float32)
+    packs = build_packs(random_pairs(6), limits_of(64))
+    assert len(packs) > 1
+    head, objective = head_of(policy), PreferenceObjective(ObjectiveConfig())
+    reference = [score(policy, head, pack).numpy() for pack in packs]
+    before = {key: t.clone() for key, t in policy.model.state_dict().items()}
+    spoilt = [part.copy() for part in reference]
+    spoilt[-1][1] = np.nextafter(spoilt[-1][1], 0.0)
+    with pytest.raises(ReferenceMismatch, match="1 of 12 log-probs of the first training step") as caught:
+        train_step(
+            policy,
+            head,
+            objective,
+            sgd(policy),
+            StepBatch.of(packs, objective, np.concatenate(spoilt)),
+            None,
+            starting=True,
+        )
+    assert f"worst {packs[-1].examples[0].id}, answer 1: model" in str(caught.value)
+    assert unchanged(policy, before)
+    batch = StepBatch.of(packs, objective, np.concatenate(reference))
+    assert (train_step(policy, head, objective, sgd(policy), batch, None, starting=True).rewards == 0).all()
+    train_step(policy, head, objective, sgd(policy), batch, None)
 
 
 @pytest.mark.parametrize("answers", [(3, 4, 5, 6), (3,)])

@@ -77,11 +77,16 @@ def differences(
     """The answers that score to other bits than the cache has for them, the worst first."""
     found = []
     for pack in packs:
-        cached, now = store.lookup(pack.examples), score(pack).cpu().numpy()
-        answers = [(example, answer) for example in pack.examples for answer in range(len(example.answers))]
-        for place in np.flatnonzero(now != cached).tolist():
-            found.append(Difference(*answers[place], now[place], cached[place]))
+        found += unequal(pack.examples, score(pack).cpu().numpy(), store.lookup(pack.examples))
         scored(len(pack.examples))
+    return sorted(found, key=lambda difference: -difference.size)
+
+
+def unequal(examples: Sequence[TokenExample], now: np.ndarray, cached: np.ndarray) -> list[Difference]:
+    """Where log-probs of the examples' answers, [A] both, have not the same bits, the worst first."""
+    answers = [(example, answer) for example in examples for answer in range(len(example.answers))]
+    places = np.flatnonzero(now != cached).tolist()
+    found = [Difference(*answers[place], now[place], cached[place]) for place in places]
     return sorted(found, key=lambda difference: -difference.size)
 
 

@@ -199,7 +199,9 @@ def training_steps(
         torch.manual_seed(config.seed * 2**32 + step)  # for rounding by chance: a pure function of (seed, step)
         try:
             with enough_memory(f"step {step + 1}"):
-                outcome = train_step(start.policy, start.head, start.objective, optimizer, batch, config.max_grad_norm)
+                outcome = train_step(
+                    start.policy, start.head, start.objective, optimizer, batch, config.max_grad_norm, step == 0
+                )
         except NonFiniteError as error:
             raise NonFiniteError(
                 f"step {step + 1}: {error} The weights were not moved; the last checkpoint is whole. "

@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tuningfork.errors import NonFiniteError
+from tuningfork.errors import NonFiniteError, ReferenceMismatch
 from tuningfork.models.policy import Policy
 from tuningfork.objective.head import Head
 from tuningfork.objective.objectives import PreferenceObjective
+from tuningfork.reference.build import unequal
 from tuningfork.train.batch import PackOfPairs, StepBatch
 from tuningfork.train.optimizer import gradient_norm, step
 
@@ -33,11 +34,16 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     batch: StepBatch,
     max_grad_norm: float | None,
+    starting: bool = False,
 ) -> StepOutcome:
     """Train on one batch.
 
+    Args:
+        starting: the weights are still those that the reference was scored with.
+
     Raises:
         NonFiniteError: a log-prob or the gradient is not finite. The weights have not moved.
+        ReferenceMismatch: a log-prob of a starting policy has not the cached one's bits. The weights have not moved.
     """
     losses, logps, rewards = [], [], []
     optimizer.zero_grad(set_to_none=True)  # a step that failed may have left some
@@ -61,6 +67,8 @@ def train_step(
     norm = gradient_norm(optimizer)
     outcome = _read(torch.stack(losses).sum(), norm, torch.cat(logps), torch.cat(rewards))
     _check_finite(outcome, batch)
+    if starting:
+        _check_starting(outcome, batch)
     limit = max_grad_norm
     step(optimizer, limit / (norm + 1e-6) if limit is not None and outcome.grad_norm > limit else None)
     optimizer.zero_grad(set_to_none=True)
@@ -70,6 +78,19 @@ def train_step(
 def _read(loss: Tensor, grad_norm: Tensor, logps: Tensor, rewards: Tensor) -> StepOutcome:
     """The step's numbers, from the device. Here the host waits for it, and nowhere else in a step."""
     return StepOutcome(float(loss), float(grad_norm), logps.cpu(), rewards.cpu())
+
+
+def _check_starting(outcome: StepOutcome, batch: StepBatch) -> None:
+    """What training computes is what scoring computed; another graph, or way to keep activations, shows here."""
+    references = [pairs.reference.numpy() for pairs in batch.packs if pairs.reference is not None]
+    cached = np.concatenate(references) if references else None
+    wrong = [] if cached is None else unequal(batch.examples, outcome.logps.flatten().numpy(), cached)
+    if wrong:
+        raise ReferenceMismatch(
+            f"{len(wrong)} of {outcome.logps.numel()} log-probs of the first training step are not those in the "
+            f"reference cache; worst {wrong[0]}. No weight has moved, so they must be equal to the bit: training "
+            "computes other numbers than scoring does. Set train.activation_memory to block, or model.compile to off."
+        )
 
 
 def _check_finite(outcome: StepOutcome, batch: StepBatch) -> None:
