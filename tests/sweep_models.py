@@ -3,7 +3,8 @@
     python -m tests.sweep_models --out docs/models.md      # about six minutes on a CPU
 
 Each class gets its own default config with small sizes and random weights, and goes through the checks that a model
-folder goes through, a self-check with sequences far longer than its window, and one backward pass.
+folder goes through. What passes is compared with its own attention on sequences far longer than its window: log-probs,
+and the gradient of every weight. Where they differ, or a class cannot be built, the sweep stops with an error.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import logging
 import os
 import signal
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -26,7 +28,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.tiny import head_of, random_examples
+from tests.tiny import head_of, random_examples, score_alone
 from tuningfork.data.layout import build
 from tuningfork.errors import ModelError
 from tuningfork.models import attention
@@ -36,7 +38,9 @@ from tuningfork.train.self_check import check_packed_equals_alone
 
 WINDOW = 24
 SHAPES = [(60, (70, 33)), (9, (140, 3)), (250, (40, 90))]
-SECONDS = 60
+SECONDS = 60  # for each class
+LOGPS_AGREE = 1e-4  # of the largest; float32 rounds to 1e-6, a mistake has its whole size
+GRADIENTS_AGREE = 1e-2  # of a weight's norm; random weights this large spread rounding more than trained ones do
 SMALL: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 32,
@@ -61,9 +65,13 @@ OTHER: dict[str, dict[str, Any]] = {
                                "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
             for part in ("patcher", "encoder", "decoder", "global")} | {"encoder_hash_byte_group_vocab": 64},
     "codegen": {"rotary_dim": 4},
-    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4}
+                            for kind in ("sliding_attention", "full_attention")},
+    },
     "dots1": {"n_routed_experts": 2},
-    "gemma4_assistant": {"hidden_size_per_layer_input": 0},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},  # as its checkpoints have
     "gptj": {"rotary_dim": 4},
     "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2,
                      "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8, "laurel_rank": 4,
@@ -78,22 +86,30 @@ OTHER: dict[str, dict[str, Any]] = {
               "num_key_value_heads": 4, "head_dim": None},
     "opt": {"word_embed_proj_dim": 32},
 }  # fmt: skip
+# What a config cannot be made without.
+NEEDED: dict[str, dict[str, Any]] = {
+    "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0,
+                                         "vocab_size_per_layer_input": 0}},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one class: trained, refused, or not built, and why."""
+    """What became of one class."""
 
     kind: str
     name: str  # of the class
-    outcome: str
-    reason: str = ""
+    refused: str = ""  # the reason; trained where there is none
+
+
+def default_config(kind: str) -> Any:
+    """The config of a kind of model as its class has it."""
+    return CONFIG_MAPPING[kind](**NEEDED.get(kind, {}))
 
 
 def small_config(kind: str) -> Any:
     """The default config of a kind of model with small sizes, and with nothing left to chance."""
-    cls = CONFIG_MAPPING[kind]
-    default = cls()
+    default = default_config(kind)
     known = default.to_dict()
     values = {name: value for name, value in SMALL.items() if name in known or name in default.attribute_map}
     values |= {
@@ -105,7 +121,7 @@ def small_config(kind: str) -> Any:
     if kinds:
         values["layer_types"] = [kinds[i % len(kinds)] for i in range(SMALL["num_hidden_layers"])]
     values |= OTHER.get(kind, {})
-    return cls(**{name: value for name, value in values.items() if value is not None})
+    return type(default)(**{name: value for name, value in values.items() if value is not None})
 
 
 def small_model(config: Any) -> Any:
@@ -116,44 +132,53 @@ def small_model(config: Any) -> Any:
         for weight in model.parameters():
             if weight.ndim >= 2:
                 weight.normal_(0, 0.25)
+            else:  # away from the values that hide a missing sum or multiplication
+                weight.add_(0.1 * torch.randn_like(weight))
     return model.train()
 
 
 def judge(kind: str) -> Verdict:
-    """Build one kind of model and take it the way of a run."""
+    """Build one kind of model and take it the way of a run.
+
+    Raises:
+        AssertionError: packed, it has other numbers than alone.
+        TimeoutError: it takes too long.
+    """
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
-    if not isinstance(name, str):
-        name = name[0]
     try:
         with _at_most(SECONDS):
-            return _judge(kind, name)
+            check_config(default_config(kind), kind)
+            config = small_config(kind)
+            check_config(config, kind)
+            model = small_model(config)
+            check_modules(model, kind)
+            check_packed_equals_alone(model, kind)
+            _compare(model)
     except ModelError as error:
-        return Verdict(kind, name, "refused", _in_words(error, kind))
+        return Verdict(kind, name, _in_words(error, kind))
+    return Verdict(kind, name)
 
 
-def _judge(kind: str, name: str) -> Verdict:
-    try:
-        check_config(CONFIG_MAPPING[kind](), kind)
-        config = small_config(kind)
-        check_config(config, kind)
-        model = small_model(config)
-    except ModelError:
-        raise
-    except Exception as error:  # what cannot be built is this file's fault or the library's, not a refusal
-        return Verdict(kind, name, "not built", f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
-    check_modules(model, kind)
-    check_packed_equals_alone(model, kind)
-    _one_backward_pass(model)
-    return Verdict(kind, name, "trained")
-
-
-def _one_backward_pass(model: Any) -> None:
-    """Every weight that takes part gets a finite gradient."""
+def _compare(model: Any) -> None:
+    """Log-probs and gradients of packed examples against plain transformers, in float32."""
     policy = Policy.plain(model, torch.float32)
     examples = random_examples(SHAPES, vocab=SMALL["vocab_size"])
+    alone = torch.stack([logp for example in examples for logp in score_alone(model, example, "eager")])
+    alone.sum().backward()
+    truth = {name: weight.grad for name, weight in model.named_parameters()}
+    model.zero_grad()
     batch = build(examples, sum(e.rows(True) for e in examples), share_prompt=True)
-    head_of(policy).backward(policy.hidden_rows(batch), policy.head_weight, batch, lambda a, b, logps: logps.sum())
-    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+    _, packed = head_of(policy).backward(
+        policy.hidden_rows(batch), policy.head_weight, batch, lambda a, b, logps: logps.sum(), policy.head_bias
+    )
+    worst = float((packed - alone.detach()).abs().max() / alone.detach().abs().max())
+    assert worst < LOGPS_AGREE, f"log-probs differ by {worst:.1e}"
+    largest = max(float(grad.norm()) for grad in truth.values() if grad is not None)
+    for name, weight in model.named_parameters():
+        assert (weight.grad is None) == (truth[name] is None), f"{name}: only one way has a gradient"
+        if weight.grad is not None:
+            error = float((weight.grad - truth[name]).norm() / (truth[name].norm() + 1e-3 * largest))
+            assert error < GRADIENTS_AGREE, f"{name}: gradients differ by {error:.1e}"
 
 
 def _in_words(error: ModelError, kind: str) -> str:
@@ -181,35 +206,39 @@ def _at_most(seconds: int) -> Iterator[None]:
 def page(verdicts: Iterable[Verdict]) -> str:
     """docs/models.md."""
     verdicts = sorted(verdicts, key=lambda verdict: verdict.kind)
-    trained = [verdict for verdict in verdicts if verdict.outcome == "trained"]
-    refused = [verdict for verdict in verdicts if verdict.outcome != "trained"]
+    trained = [verdict for verdict in verdicts if not verdict.refused]
+    refused = [verdict for verdict in verdicts if verdict.refused]
     lines = [
         "# Models",
         "",
         f"Every causal language model of transformers {transformers.__version__}, by the `model_type` of its "
         "config.json. Made by `python -m tests.sweep_models --out docs/models.md`, which builds each one small, with "
-        "random weights, and takes it the way of a run.",
+        "its default config and random weights, and takes it the way of a run.",
         "",
         f"## Trained ({len(trained)})",
         "",
-        "A packed example has the log-probs that it has alone, also beyond the model's window. Rates of dropout and "
-        "the like must be 0 in config.json.",
+        "A packed example has the log-probs and gradients that it has alone, also beyond the model's window. Rates of "
+        "dropout and the like must be 0 in config.json. A checkpoint with settings other than the default ones, such "
+        "as experts or rotary scaling by length, may still be refused; the program says why.",
         "",
-        *(f"- `{verdict.kind}` {verdict.name}" for verdict in trained),
+        "| model_type | class |",
+        "| --- | --- |",
+        *(f"| `{v.kind}` | {v.name} |" for v in trained),
         "",
         f"## Refused ({len(refused)})",
         "",
-        "| model_type | class | what the program says |",
+        "| model_type | class | reason |",
         "| --- | --- | --- |",
-        *(f"| `{v.kind}` | {v.name} | {_cell(v)} |" for v in refused),
+        *(row(verdict) for verdict in refused),
         "",
     ]
     return "\n".join(lines)
 
 
-def _cell(verdict: Verdict) -> str:
-    words = verdict.reason.replace("|", "\\|")
-    return f"not built here: {words}" if verdict.outcome == "not built" else words
+def row(verdict: Verdict) -> str:
+    """A line of the table of what is refused."""
+    reason = verdict.refused.replace("|", "\\|")
+    return f"| `{verdict.kind}` | {verdict.name} | {reason[0].upper()}{reason[1:]} |"
 
 
 def main() -> None:
@@ -221,10 +250,16 @@ def main() -> None:
     logging.disable(logging.WARNING)
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    verdicts = []
+    verdicts, broken = [], []
     for kind in args.kinds or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        verdicts.append(judge(kind))
-        print(f"{kind}: {verdicts[-1].outcome} {verdicts[-1].reason}", flush=True)
+        try:
+            verdicts.append(judge(kind))
+            print(f"{kind}: {verdicts[-1].refused or 'trained'}", flush=True)
+        except Exception as error:  # all of them are named before the sweep fails
+            broken.append(f"{kind}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            print(f"BROKEN {broken[-1]}", flush=True)
+    if broken:
+        sys.exit("\n".join(["No page is written:", *broken]))
     if args.out:
         args.out.write_text(page(verdicts))
 

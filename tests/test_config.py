@@ -74,6 +74,7 @@ NEEDS = {
     "data.max_length": ["--pack.tokens", "8192"],
     "objective.gamma": ["--objective.name", "simpo"],
     "model.weights": ["--train.optimizer", "adamw_8bit"],
+    "train.gradient_dtype": ["--train.optimizer", "adamw_8bit", "--model.weights", "bfloat16"],
 }
 
 
@@ -104,6 +105,10 @@ def test_every_setting_can_be_given_in_a_recipe_and_as_a_flag_which_wins(key: st
     ("flags", "words"),
     [
         ("--model.weights bfloat16", ("model.weights is bfloat16", "train.optimizer: adamw_8bit")),
+        (
+            "--train.gradient_dtype float32",
+            ("train.gradient_dtype is float32, but model.weights is float32", "model.weights: bfloat16"),
+        ),
         (
             "--model.weights bfloat16 --train.optimizer adamw_8bit --model.dtype float32",
             ("model.weights is bfloat16, but model.dtype is float32", "bfloat16, or auto"),

@@ -91,6 +91,11 @@ def check(config: RunConfig) -> None:
             "smaller than the spacing of bfloat16, most of them at usual learning rates, would be lost. Set "
             "train.optimizer: adamw_8bit, which rounds by chance, or model.weights: float32."
         )
+    if config.model.weights == "float32" and config.train.gradient_dtype == "float32":
+        raise ConfigError(
+            "train.gradient_dtype is float32, but model.weights is float32, whose gradients are so anyway. Remove it, "
+            "or set model.weights: bfloat16."
+        )
     if config.model.dtype == "float32" and config.model.weights == "bfloat16":
         raise ConfigError("model.weights is bfloat16, but model.dtype is float32. Set model.dtype: bfloat16, or auto.")
     if config.reference != defaults.reference and name == "simpo":

@@ -17,7 +17,7 @@ from tuningfork.data.pack import PackLimits
 from tuningfork.errors import ConfigError, ModelError
 from tuningfork.models import attention
 from tuningfork.models.load import hold_weights
-from tuningfork.models.policy import Policy
+from tuningfork.models.policy import Policy, picked
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.objective.head import Head
 from tuningfork.objective.objectives import PreferenceObjective
@@ -51,7 +51,11 @@ def _packed(policy, examples, weights, share_prompt):
     batch = one_pack(examples, share_prompt).to(CUDA)
     policy.model.zero_grad()
     _, logps = head_of(policy, 64).backward(
-        policy.hidden_rows(batch), policy.head_weight, batch, lambda a, b, logps: (weights[a:b] * logps).sum()
+        policy.hidden_rows(batch),
+        policy.head_weight,
+        batch,
+        lambda a, b, logps: (weights[a:b] * logps).sum(),
+        policy.head_bias,
     )
     return logps, {name: p.grad.clone() for name, p in policy.model.named_parameters()}
 
@@ -232,6 +236,42 @@ def test_bfloat16_weights_learn_and_repeat_to_the_bit():
     again, _ = trained()
     assert {p.dtype for p in policy.model.parameters()} == {torch.bfloat16, torch.float32}
     assert all(torch.equal(a, b) for a, b in zip(policy.model.parameters(), again.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradients_of_a_row_that_many_answers_pick_are_added_in_order(dtype):
+    """Rankings of five: as on a CPU, one addition after the other, and the same bits each time."""
+    batch = one_pack(random_examples([(3, (4, 2, 6, 1, 3))] * 200), True, tokens=4096)
+    rows, generator = batch.logit_rows, torch.Generator().manual_seed(0)
+    gradient = torch.randn(len(rows), 1024, generator=generator) * 10 ** torch.linspace(-2, 2, len(rows))[:, None]
+    gradient = gradient.to(dtype)
+
+    def of(device):
+        leaf = torch.zeros(len(batch.input_ids), 1024, dtype=dtype, device=device, requires_grad=True)
+        picked(leaf, rows.to(device)).backward(gradient.to(device))
+        return leaf.grad.cpu()
+
+    expected = of("cpu")
+    assert all(torch.equal(of(CUDA), expected) for _ in range(10))
+
+
+def test_a_step_of_rankings_has_the_same_gradient_bits_each_time():
+    policy = _policy("llama", torch.bfloat16)
+    examples = random_examples([(5, (7, 9, 4, 12, 6))] * 40)
+    weights = torch.linspace(-1, 2, 200, dtype=torch.float64, device=CUDA)
+    batch = one_pack(examples, True, tokens=2048).to(CUDA)
+
+    def gradients():
+        policy.model.zero_grad()
+        head_of(policy, 512).backward(
+            policy.hidden_rows(batch), policy.head_weight, batch, lambda a, b, logps: (weights[a:b] * logps).sum()
+        )
+        return {name: p.grad.clone() for name, p in policy.model.named_parameters()}
+
+    first = gradients()
+    for _ in range(10):
+        for name, again in gradients().items():
+            assert torch.equal(again, first[name]), name
 
 
 def _memory_model():

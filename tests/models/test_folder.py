@@ -30,6 +30,17 @@ def test_a_quantized_model_is_refused(tmp_path, dtype):
         load(str(tmp_path))
 
 
+@pytest.mark.parametrize("prefix", ["model.", ""])
+def test_a_quantized_model_in_an_older_file_is_refused(tmp_path, prefix):
+    """Also under the names that its base model has."""
+    model = tiny_model("granite", torch.float32)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    state = {prefix + name: w.to(torch.int8) if w.ndim == 2 else w for name, w in model.model.state_dict().items()}
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    refused(tmp_path, "weights are stored in int8, such as .*a quantized")
+
+
 @pytest.mark.parametrize("content", ["[]", "{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": 1}}'])
 def test_a_broken_index_is_named(tmp_path, content):
     tiny_model("llama", torch.float32).save_pretrained(tmp_path, max_shard_size="40KB")

@@ -197,6 +197,26 @@ def test_older_files(tmp_path, legacy):
     assert loaded.dtypes["model.norm.weight"] == torch.float32
 
 
+@pytest.mark.parametrize("older", [False, True])
+def test_names_that_the_library_maps_to_others_keep_their_dtypes(tmp_path, older):
+    """As a base model stores them, without the prefix that the whole model has."""
+    model = tiny_model("granite", torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    model.model.norm.float()
+    base = {name: weight.detach().clone() for name, weight in model.model.state_dict().items()}
+    if older:
+        (tmp_path / "model.safetensors").unlink()
+        torch.save(base, tmp_path / "pytorch_model.bin")
+    else:
+        save_file(base, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = load(str(tmp_path))
+    assert loaded.stored_dtype == torch.bfloat16 and loaded.dtypes["model.norm.weight"] == torch.float32
+    save(loaded, tmp_path / "export")
+    kinds = {name: weight.dtype for name, weight in load_file(tmp_path / "export" / "model.safetensors").items()}
+    assert kinds.pop("model.norm.weight") == torch.float32
+    assert set(kinds.values()) == {torch.bfloat16}
+
+
 def counting_llama(monkeypatch) -> torch.Tensor:
     """Llama with a buffer of whole numbers that float32 cannot hold; what it holds unless it is loaded is returned."""
     begin = LlamaModel.__init__

@@ -7,7 +7,7 @@ import torch
 
 from tests.tiny import head_of, one_pack, random_examples, tiny_policy
 from tuningfork.models import attention
-from tuningfork.models.policy import Policy, head_dim
+from tuningfork.models.policy import Policy, head_dim, picked
 from tuningfork.records import LogitTransform
 
 
@@ -22,6 +22,38 @@ def test_hidden_rows_are_the_models_own_final_states():
     hidden = policy.hidden_rows(batch)
     torch.testing.assert_close(hidden, expected[batch.logit_rows], rtol=1e-6, atol=1e-6)
     assert batch.logit_rows.tolist() == [3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_row_that_is_picked_by_many_answers_gets_the_sum_of_their_gradients_in_order(dtype):
+    """Those of a ranking all begin at the last row of its prompt. Written out: one addition after the other."""
+    batch = one_pack(random_examples([(4, (3, 1, 2, 1, 5)), (2, (3, 3)), (0, (4, 2)), (3, (1, 1, 1))]), True)
+    rows = batch.logit_rows
+    assert torch.bincount(rows).max() == 5
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(len(batch.input_ids), 64, generator=generator, dtype=torch.float64).to(dtype)
+    gradient = (10 ** torch.linspace(-3, 3, len(rows), dtype=torch.float64))[:, None] * torch.randn(
+        len(rows), 64, generator=generator, dtype=torch.float64
+    )
+    gradient = gradient.to(dtype)
+    leaf, other = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    result = picked(leaf, rows)
+    assert torch.equal(result, hidden[rows])
+    result.backward(gradient)
+    other.index_select(0, rows).backward(gradient)
+
+    expected = torch.zeros(hidden.shape, dtype=torch.promote_types(dtype, torch.float32))
+    for row, part in zip(rows.tolist(), gradient, strict=True):
+        expected[row] += part
+    assert torch.equal(leaf.grad, expected.to(dtype))
+    if dtype != torch.bfloat16:  # there index_select rounds each addition
+        assert torch.equal(leaf.grad, other.grad)
+
+
+def test_picked_rows_have_the_gradient_that_differences_give():
+    hidden = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    rows = torch.tensor([2, 2, 5, 0, 2])
+    assert torch.autograd.gradcheck(lambda leaf: picked(leaf, rows).square(), hidden)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,14 @@ from torch import nn
 from tests.tiny import tiny_model
 from tuningfork.errors import ConfigError
 from tuningfork.train.config import TrainConfig
-from tuningfork.train.optimizer import build_optimizer, gradient_norm, learning_rate, set_learning_rate, step
+from tuningfork.train.optimizer import (
+    build_optimizer,
+    gradient_norm,
+    hold_gradients,
+    learning_rate,
+    set_learning_rate,
+    step,
+)
 
 
 def rates(total: int, **settings) -> list[float]:
@@ -183,6 +191,24 @@ def test_8_bit_adamw_keeps_updates_below_the_spacing_of_bfloat16_on_average(unco
     assert float(after.double().mean()) == pytest.approx(1 - steps * rate, abs=4 * noise)
     assert torch.equal(after, eight_bits(ones, 0.5, steps, seed=1, rate=rate))
     assert not torch.equal(after, eight_bits(ones, 0.5, steps, seed=2, rate=rate))
+
+
+def test_8_bit_adamw_takes_float32_gradients_of_bfloat16_weights(uncompiled):
+    """Clipped too; a gradient that bfloat16 holds exactly makes the same step in either precision."""
+    config = TrainConfig(optimizer="adamw_8bit", learning_rate=0.1, gradient_dtype="float32")
+    gradient, after = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16(), []
+    for settings in (config, replace(config, gradient_dtype="weights")):
+        model = nn.ParameterList([nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))])
+        hold_gradients(model, settings)
+        optimizer = build_optimizer(model, settings)
+        model[0].grad = gradient.to(model[0].grad_dtype)
+        assert gradient_norm(optimizer) == pytest.approx(float(gradient.float().norm()), rel=1e-6)
+        torch.manual_seed(0)
+        step(optimizer, torch.tensor(0.5))
+        after.append(model[0].detach().clone())
+        assert model[0].grad.dtype == model[0].grad_dtype
+    assert model[0].grad_dtype == torch.bfloat16
+    assert torch.equal(*after) and not torch.equal(after[0], torch.ones_like(after[0]))
 
 
 def test_8_bit_adamw_moves_float32_weights_as_adamw_does(uncompiled):

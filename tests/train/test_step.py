@@ -26,7 +26,7 @@ from tuningfork.records import TokenExample
 from tuningfork.train.batch import StepBatch
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.evaluate import evaluate
-from tuningfork.train.optimizer import build_optimizer
+from tuningfork.train.optimizer import build_optimizer, hold_gradients
 from tuningfork.train.score import score
 from tuningfork.train.setup import Start
 from tuningfork.train.step import StepOutcome, train_step
@@ -130,6 +130,43 @@ def test_padding_stays_within_a_learned_table_of_positions():
         np.testing.assert_allclose(packed.numpy(), alone, rtol=1e-9, atol=1e-9)
         hidden.sum().backward()
         assert all(p.grad is None or p.grad.isfinite().all() for p in policy.model.parameters())
+
+
+def gradients_of_bfloat16_weights(gradient_dtype: str, tokens: int) -> tuple[dict[str, torch.Tensor], int]:
+    """The gradients of a step by name, in float64, and its packs. `truth`: of the same numbers, computed in float32."""
+    policy, found = fresh_policy("llama", torch.float32), {}
+    for weight in policy.model.parameters():
+        weight.data = weight.data.bfloat16() if weight.ndim >= 2 else weight.data
+        weight.data = weight.data.float() if gradient_dtype == "truth" else weight.data
+    if gradient_dtype != "truth":
+        hold_gradients(policy.model, TrainConfig(gradient_dtype=gradient_dtype))
+        policy = Policy(policy.model, plain(), torch.bfloat16)
+
+    class Reading(torch.optim.SGD):
+        def step(self, *args):
+            found.update({name: p.grad.double() for name, p in policy.model.named_parameters()})
+
+    packs = build_packs(random_pairs(120), limits_of(tokens))
+    objective = PreferenceObjective(ObjectiveConfig("simpo"))
+    train_step(policy, head_of(policy), objective, Reading(policy.model.parameters(), lr=0.0), packs, None, None)
+    return found, len(packs)
+
+
+def test_with_float32_gradients_bfloat16_weights_make_the_same_step_however_the_batch_is_cut():
+    """Each pack's own gradient is rounded to bfloat16, with or without them; what is added up no more."""
+    truth, _ = gradients_of_bfloat16_weights("truth", 8192)
+
+    def error(gradient_dtype: str, tokens: int) -> float:
+        found, packs = gradients_of_bfloat16_weights(gradient_dtype, tokens)
+        assert (packs == 1) == (tokens == 8192)
+        names = [name for name, gradient in truth.items() if gradient.ndim == 2 and "norm" not in name]
+        return distance({n: found[n] for n in names}, {n: truth[n] for n in names})
+
+    one = error("weights", 8192)
+    assert error("float32", 8192) == pytest.approx(one, rel=0.05)
+    assert error("float32", 64) == pytest.approx(one, rel=0.05)
+    # Some 50 roundings of the sum show beside the packs' own; this is what the setting is there for.
+    assert error("weights", 64) > error("float32", 64)
 
 
 # Chosen answers of very different lengths: a mean of means would show.

@@ -6,6 +6,7 @@ import copy
 import errno
 import json
 from collections.abc import Iterator, Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +73,13 @@ def _write_weights(loaded: Loaded, folder: Path, dtype: torch.dtype | None) -> N
     # another, such as a part of it, is a tensor of its own.
     state = model.state_dict(keep_vars=True)
     cast: dict[int, torch.Tensor] = {}
+    finest = reduce(torch.promote_types, (kind for kind in loaded.dtypes.values() if kind.is_floating_point), most)
     for name, tensor in state.items():
         if name in loaded.dtypes or id(tensor) not in cast:
-            stored = loaded.dtypes.get(name, most if tensor.is_floating_point() else tensor.dtype)
             matrix = isinstance(tensor, nn.Parameter) and tensor.ndim >= 2
+            # Of what the library put together from several tensors, a vector may have been stored as finely as any.
+            unknown = (most if matrix else finest) if tensor.is_floating_point() else tensor.dtype
+            stored = loaded.dtypes.get(name, unknown)
             cast[id(tensor)] = tensor.detach().to("cpu", exported_dtype(stored, most, matrix, dtype))
     exported = {name: cast[id(tensor)] for name, tensor in state.items()}
     in_memory, generation = model.config.dtype, model.generation_config

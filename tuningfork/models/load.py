@@ -53,7 +53,7 @@ class Loaded:
     model: PreTrainedModel
     stored_dtype: torch.dtype  # that most of its weights had on the disk
     stored_bytes: int = 0  # read from there; 0 where they lay in older files than safetensors
-    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)  # of the weights and buffers on the disk
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)  # of what lay on the disk, by the model's names
     origin: Origin = field(default_factory=Origin)  # what else its folder held, for the export
     notes: tuple[str, ...] = ()  # what was done about something odd in the folder, for the user
 
@@ -160,7 +160,7 @@ class _Draft:
     model: PreTrainedModel
     info: dict[str, Any]
     unread: list[tuple[Tensor, Stored]]
-    dtypes: dict[str, torch.dtype]  # of stored tensors by the names that the model has for them
+    dtypes: dict[str, torch.dtype]  # of stored tensors, by the model's names or, of those it converts, their own
 
 
 def _draft(config: Any, path: str, stored: dict[str, Stored]) -> _Draft | None:
@@ -173,20 +173,9 @@ def _draft(config: Any, path: str, stored: dict[str, Stored]) -> _Draft | None:
     None where a stored tensor does not become one weight as it is: where the library converts a family's old layout, or
     where the folder holds both copies of tied weights, which the library compares.
     """
-    stand_ins = {
-        # Of whole numbers too, which the library does not cast: float32 would round them.
-        name: torch.zeros((), dtype=None if there.dtype.is_floating_point else there.dtype).expand(there.shape)
-        for name, there in stored.items()
-    }
-    model, info = _from_state(config, path, stand_ins)
-    origin = {tensor.data_ptr(): name for name, tensor in stand_ins.items()}
-    unread: dict[str, tuple[Tensor, Stored]] = {}
-    dtypes: dict[str, torch.dtype] = {}
-    for own, weight in _all_tensors(model):
-        name = origin.get(weight.data_ptr())
-        if name is not None and weight.shape == stored[name].shape:
-            unread[name] = (weight, stored[name])
-            dtypes[own] = stored[name].dtype
+    model, info, traced = _traced(config, path, stored)
+    unread = {name: (weight, stored[name]) for name, weight in traced.values()}
+    dtypes = {own: stored[name].dtype for own, (name, _) in traced.items()}
     # A conversion may leave a stand-in's shape and place as they are, such as a permuted rotation: only its name tells.
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None or not all(isinstance(conversion, WeightRenaming) for conversion in conversions):
@@ -206,9 +195,30 @@ def _whole(config: Any, path: str, found: Found | None, progress: Callable[[int,
     else:
         state = {name: torch.empty(there.shape, dtype=there.dtype) for name, there in found.tensors.items()}
         weights.read(((state[name], there) for name, there in found.tensors.items()), progress)
-    dtypes = {name: tensor.dtype for name, tensor in state.items()}
+    _, _, traced = _traced(config, path, state)
+    dtypes = {own: state[name].dtype for own, (name, _) in traced.items()}
+    converted = state.keys() - {name for name, _ in traced.values()}
     model, info = _from_state(config, path, state)
-    return _Draft(model, info, [], dtypes)
+    return _Draft(model, info, [], dtypes | {name: state[name].dtype for name in converted})
+
+
+def _traced(
+    config: Any, path: str, stored: Mapping[str, Stored] | Mapping[str, Tensor]
+) -> tuple[PreTrainedModel, dict[str, Any], dict[str, tuple[str, Tensor]]]:
+    """The library's model of stand-ins, what it says of them, and by the model's names which became what in it."""
+    stand_ins = {
+        # Of whole numbers too, which the library does not cast: float32 would round them.
+        name: torch.zeros((), dtype=None if there.dtype.is_floating_point else there.dtype).expand(there.shape)
+        for name, there in stored.items()
+    }
+    model, info = _from_state(config, path, stand_ins)
+    origin = {tensor.data_ptr(): name for name, tensor in stand_ins.items()}
+    traced = {}
+    for own, weight in _all_tensors(model):
+        name = origin.get(weight.data_ptr())
+        if name is not None and weight.shape == stored[name].shape:
+            traced[own] = (name, weight)
+    return model, info, traced
 
 
 def _from_state(config: Any, path: str, state: dict[str, Tensor]) -> tuple[PreTrainedModel, dict[str, Any]]:
@@ -296,9 +306,9 @@ def _check_ties(model: PreTrainedModel, path: str) -> None:
 
 def _check_stored(draft: _Draft, path: str) -> None:
     """Weights stored as whole numbers, or in 8 bits, are a quantized model's; training needs the model itself."""
-    for name, _ in draft.model.named_parameters(remove_duplicate=False):
-        dtype = draft.dtypes.get(name, torch.float32)
-        if dtype not in _TRAINABLE:
+    buffers = {name for name, _ in draft.model.named_buffers()}
+    for name, dtype in draft.dtypes.items():
+        if dtype not in _TRAINABLE and name not in buffers:
             kind = str(dtype).removeprefix("torch.")
             raise ModelError(
                 f"{path}: weights are stored in {kind}, such as {name}: a quantized model. Get the model in float32, "

@@ -92,7 +92,7 @@ class Policy:
                 use_cache=False,
                 fork=fork,
             ).last_hidden_state[0]
-        return hidden.index_select(0, batch.logit_rows).to(self.dtype)
+        return picked(hidden, batch.logit_rows).to(self.dtype)
 
     def _precision(self) -> AbstractContextManager[Any]:
         if self.dtype == torch.bfloat16 and self.device.type != "meta":  # a model without memory has no numbers to cast
@@ -141,6 +141,33 @@ class Policy:
             forward_only_weights=seen.forward_only,
             forward_only_attention=tuple((call.width, call.window) for call in seen.attention if not call.backward),
         )
+
+
+def picked(hidden: Tensor, rows: Tensor) -> Tensor:
+    """Rows [R] of hidden states [T, D], [R, D]. A row may be picked more than once, as the last of a prompt is by each
+    of its answers; its gradients are then added up in the order of `rows`, in float32 at least."""
+    return _Picked.apply(hidden, rows)
+
+
+class _Picked(torch.autograd.Function):
+    """`index_select` adds up in whatever order a GPU's threads come by, and a sum of more than two has no one value."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.shape = hidden.shape
+        return hidden.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (rows,) = ctx.saved_tensors
+        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        total = wide.new_zeros(ctx.shape)
+        if total.is_cuda:
+            total.index_put_((rows,), wide, accumulate=True)  # sorts the rows, and no two threads write to one
+        else:
+            total.index_add_(0, rows, wide)  # one after the other
+        return total.to(gradient.dtype), None
 
 
 def graphs_compiled() -> int:

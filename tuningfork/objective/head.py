@@ -191,7 +191,7 @@ class _Gradient:
         weight, total = self._weight, self._total
         if not weight.requires_grad or total is weight.grad is not None:
             return
-        total = torch.zeros_like(weight) if total is None else total.to(weight.dtype)
+        total = torch.zeros_like(weight, dtype=weight.grad_dtype) if total is None else total.to(weight.grad_dtype)
         weight.grad = total if weight.grad is None else weight.grad.add_(total)
 
 

@@ -21,9 +21,15 @@ class TrainConfig:
     max_steps: Annotated[int, Field(ge=1)] | None = None
     """Train exactly this many steps instead of `epochs`."""
     examples_per_step: Annotated[int, Field(ge=1)] = 32
-    """Batch size in examples, exactly. How a batch is cut into packs changes nothing but speed."""
+    """Batch size in examples, exactly. How a batch is cut into packs changes nothing but speed, and how the gradients
+    of bfloat16 weights are rounded, see gradient_dtype."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """adamw_8bit keeps its moments in 8 bits instead of 32: 2 bytes a weight instead of 8. Needs torchao."""
+    gradient_dtype: Literal["weights", "float32"] = "weights"
+    """In what the gradients of a step's packs are added up. weights: in each weight's own precision; bfloat16 weights
+    (model.weights) round the sum once a pack. float32: without that rounding, for 2 more bytes a bfloat16 weight, 14
+    GiB at 7B. Not the default, for a pack's own gradient is rounded more than a sum of tens of packs: on a tiny model
+    errors were 3.56 % either way with one pack, and 3.58 % against 3.56 % with 16. May change on --resume."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
     """Shape of the learning rate after warm-up; linear and cosine end at 0."""
     warmup_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1

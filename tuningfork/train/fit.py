@@ -111,7 +111,7 @@ class DryRun:
         with suppress(OutOfMemory), enough_memory("dry run"):
             pack = self._pack(rows).to(self.policy.device)
             for weight in self.policy.model.parameters():
-                weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
+                weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype) if weight.requires_grad else None
             taken = self.meter(lambda: self._step(pack))
         self.policy.model.zero_grad(set_to_none=True)
         if self.policy.device.type == "cuda":

@@ -20,7 +20,8 @@ CONFIG = "config.yaml"  # the first file of a run, written once the reference is
 # Settings that may change between a run and its continuation: they decide where, how often, and at most how gradients
 # are rounded. model.path and model.dtype may be spelt anew: a checkpoint knows which model and dtype they must name.
 FREE_TO_CHANGE = (
-    *("output.", "train.device", "train.activation_memory", "reference.cache", "objective.head_chunk_rows"),
+    *("output.", "train.device", "train.activation_memory", "train.gradient_dtype"),
+    *("reference.cache", "objective.head_chunk_rows"),
     *("data.cache", "data.workers"),
     *("model.path", "model.dtype"),
 )

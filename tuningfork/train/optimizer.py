@@ -38,6 +38,14 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     return AdamW8bit(groups, lr=config.learning_rate, betas=betas, eps=config.adam_eps, bf16_stochastic_round=True)
 
 
+def hold_gradients(model: nn.Module, config: TrainConfig) -> None:
+    """Let gradients be added up in what `train.gradient_dtype` says. To be called before there are any."""
+    if config.gradient_dtype == "float32":
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.grad_dtype = torch.promote_types(weight.dtype, torch.float32)
+
+
 def gradient_norm(optimizer: Optimizer) -> Tensor:
     """The 2-norm of all gradients together, a scalar on their device, computed in float32 at least."""
     gradients = _gradients(optimizer)

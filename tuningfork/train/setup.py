@@ -38,7 +38,7 @@ from tuningfork.train import checkpoint
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.fit import settle
 from tuningfork.train.kernel_check import KernelCheck
-from tuningfork.train.optimizer import optimizer_bytes
+from tuningfork.train.optimizer import hold_gradients, optimizer_bytes
 from tuningfork.train.score import score
 from tuningfork.train.self_check import check_packed_equals_alone, window_not_reached
 
@@ -210,6 +210,7 @@ def start_model(
     console.startup.bytes["weights"] = loaded.stored_bytes
     with console.startup.time("self-check"):
         check_packed_equals_alone(loaded.model, model.path)
+    hold_gradients(loaded.model, train)
     policy = Policy.fast(loaded.model, dtype)
     head = Head(policy.kernels, policy.transform, objective.head_chunk_rows)
     check = None
@@ -224,6 +225,11 @@ def start_model(
         + ", ".join(f"{kind} kernel {name}" for kind, name in policy.kernels.names.items())
         + (", blocks compiled" if compiled else "")
     )
+    if model.weights == "bfloat16" and train.gradient_dtype == "weights":
+        console.print(
+            "gradients are added up in bfloat16 where their weights are, so how a batch is cut into packs changes the "
+            "rounding of a step; train.gradient_dtype: float32 costs 2 more bytes a weight and does not round"
+        )
     policy.keep_activations("block" if train.activation_memory == "auto" else train.activation_memory)
     if check is not None:
         with console.startup.time("kernel check"):
