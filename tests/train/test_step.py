@@ -148,7 +148,8 @@ def gradients_of_bfloat16_weights(gradient_dtype: str, tokens: int) -> tuple[dic
 
     packs = build_packs(random_pairs(120), limits_of(tokens))
     objective = PreferenceObjective(ObjectiveConfig("simpo"))
-    train_step(policy, head_of(policy), objective, Reading(policy.model.parameters(), lr=0.0), packs, None, None)
+    batch = StepBatch.of(packs, objective, None)
+    train_step(policy, head_of(policy), objective, Reading(policy.model.parameters(), lr=0.0), batch, None)
     return found, len(packs)
 
 
@@ -400,16 +401,9 @@ def test_a_first_step_whose_log_probs_are_not_the_cached_ones_moves_nothing():
     before = {key: t.clone() for key, t in policy.model.state_dict().items()}
     spoilt = [part.copy() for part in reference]
     spoilt[-1][1] = np.nextafter(spoilt[-1][1], 0.0)
+    batch = StepBatch.of(packs, objective, np.concatenate(spoilt))
     with pytest.raises(ReferenceMismatch, match="1 of 12 log-probs of the first training step") as caught:
-        train_step(
-            policy,
-            head,
-            objective,
-            sgd(policy),
-            StepBatch.of(packs, objective, np.concatenate(spoilt)),
-            None,
-            starting=True,
-        )
+        train_step(policy, head, objective, sgd(policy), batch, None, starting=True)
     assert f"worst {packs[-1].examples[0].id}, answer 1: model" in str(caught.value)
     assert unchanged(policy, before)
     batch = StepBatch.of(packs, objective, np.concatenate(reference))
