@@ -18,7 +18,7 @@ from tuningfork.data.summary.summarize import summarize
 from tuningfork.errors import ConfigError, ModelError, RunFolderError, counted
 from tuningfork.files import exclusive
 from tuningfork.models.config import ModelConfig
-from tuningfork.models.load import comparable, load, load_config, load_tokenizer
+from tuningfork.models.load import comparable, load_config, load_tokenizer, replace_weights
 from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import DataReport
 from tuningfork.report import data_files
@@ -30,7 +30,6 @@ from tuningfork.train.evaluate import Evaluation
 from tuningfork.train.evaluate import evaluate as evaluate_packs
 from tuningfork.train.loop import RunResult, run
 from tuningfork.train.setup import (
-    DTYPES,
     Data,
     Start,
     check_one_process,
@@ -244,10 +243,8 @@ def _take_weights(start: Start, path: str, starting: ModelConfig, console: Conso
             f"{path} is not a model of the same architecture as {starting.path}: their config.json differ in "
             f"{', '.join(other)}."
         )
-    other_model = load(path, start.policy.device, DTYPES[starting.weights])
-    for note in other_model.notes:
+    for note in replace_weights(start.policy.model, path):
         console.print(f"{path}: {note}")
-    start.policy.model.load_state_dict(other_model.model.state_dict())
 
 
 def _data_rows(name: str, report: DataReport) -> list[tuple[str, str]]:
