@@ -11,7 +11,7 @@ import torch
 from tuningfork import __version__
 from tuningfork.config import RunConfig, check, differences, from_yaml, to_yaml
 from tuningfork.data.audit import check_names_used
-from tuningfork.data.loader import EpochOrder, packs_in_windows
+from tuningfork.data.loader import EpochOrder
 from tuningfork.data.pack import PackLimits
 from tuningfork.data.sources import Use, check_sources
 from tuningfork.data.summary.sets import SetData
@@ -19,7 +19,7 @@ from tuningfork.data.summary.summarize import summarize
 from tuningfork.errors import ConfigError, ModelError, RunFolderError, counted
 from tuningfork.files import exclusive
 from tuningfork.models.config import ModelConfig
-from tuningfork.models.load import comparable, load, load_config, load_tokenizer
+from tuningfork.models.load import comparable, load_config, load_tokenizer, replace_weights
 from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import DataReport
 from tuningfork.report import data_files
@@ -31,7 +31,6 @@ from tuningfork.train.evaluate import Evaluation
 from tuningfork.train.evaluate import evaluate as evaluate_packs
 from tuningfork.train.loop import RunResult, run
 from tuningfork.train.setup import (
-    DTYPES,
     Data,
     Start,
     check_one_process,
@@ -158,7 +157,7 @@ def evaluate(config: RunConfig, policy: str | None) -> int:
         store = open_reference(start, config.pack.share_prompt, config.reference.cache, examples, data.limits, console)
     _take_weights(start, path, config.model, console)
     with console.phase("evaluating", len(data.held_out), "pairs") as phase:
-        result = evaluate_packs(start, packs_in_windows(data.held_out, data.limits), store, phase.advance)
+        result = evaluate_packs(start, start.packs(data.held_out, data.limits), store, phase.advance)
     console.print(table(f"{path} on {config.data.eval}", _evaluation_rows(None, result)))
     return 0
 
@@ -249,10 +248,8 @@ def _take_weights(start: Start, path: str, starting: ModelConfig, console: Conso
             f"{path} is not a model of the same architecture as {starting.path}: their config.json differ in "
             f"{', '.join(other)}."
         )
-    other_model = load(path, start.policy.device, DTYPES[starting.weights])
-    for note in other_model.notes:
+    for note in replace_weights(start.policy.model, path):
         console.print(f"{path}: {note}")
-    start.policy.model.load_state_dict(other_model.model.state_dict())
 
 
 def _data_rows(name: str, report: DataReport) -> list[tuple[str, str]]:

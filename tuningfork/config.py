@@ -106,11 +106,21 @@ def check(config: RunConfig) -> None:
         raise ConfigError(
             f"reference.cache is {config.reference.cache}, but objective.name simpo has no reference. Remove it."
         )
-    longest = 2 * config.data.max_length
-    if config.pack.tokens < longest:
+    _check_pack(config.pack, config.data.max_length)
+
+
+def _check_pack(pack: PackConfig, max_length: int) -> None:
+    """Raises ConfigError where examples as long as `max_length` allows could never fit a pack.
+
+    How much of two answers is their shared prompt is known from the rows alone: those that need more are dropped there.
+    """
+    sequences = 1 if pack.share_prompt else 2
+    if pack.tokens < sequences * max_length:
+        what = "one answer" if sequences == 1 else "two answers, each with a prompt of its own,"
         raise ConfigError(
-            f"pack.tokens is {config.pack.tokens}, but two answers of data.max_length {config.data.max_length} need "
-            f"{longest}. Raise pack.tokens to {longest} or lower data.max_length to {config.pack.tokens // 2}."
+            f"pack.tokens is {pack.tokens}, but {what} of data.max_length {max_length} can need "
+            f"{sequences * max_length}. Raise pack.tokens to {sequences * max_length} or lower data.max_length to "
+            f"{pack.tokens // sequences}."
         )
 
 

@@ -264,17 +264,13 @@ class PackedBatch:
     logit_rows: Tensor  # int64 [R]
     targets: Tensor  # int64 [R]
     answer_of_logit_row: Tensor  # int64 [R]
-    examples: tuple[TokenExample, ...]  # N of them, in pack order; stays on the host
+    answer_lengths: list[int]  # counted tokens of each of the A answers; stays on the host, as what follows does
+    examples: tuple[TokenExample, ...]  # N of them, in pack order
     unique_rows: int  # rows that are no padding
 
     @property
     def answers_per_example(self) -> list[int]:
         return [len(example.answers) for example in self.examples]
-
-    @property
-    def answer_lengths(self) -> list[int]:
-        """Counted tokens of each of the A answers."""
-        return [e.answer_tokens(i) for e in self.examples for i in range(len(e.answers))]
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same pack with its tensors on a device; the copy may still be under way if they are pinned."""

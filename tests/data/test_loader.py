@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiny import limits_of, random_examples, random_pairs
-from tuningfork.data.loader import EpochOrder, PackLoader, build_packs, packs_in_windows
+from tuningfork.data.loader import EpochOrder, PackLoader, ahead, build_packs, packs_in_windows
 from tuningfork.data.pack import PackLimits
 
 
@@ -156,7 +157,29 @@ def test_an_error_in_the_thread_reaches_the_caller():
     limits = limits_of()
     loader = PackLoader([*examples[:3], None], EpochOrder.plan(4, 1, 0, 1, None), limits)  # type: ignore[list-item]
     with pytest.raises(AttributeError):
-        list(loader.steps(0))
+        list(ahead(loader.steps(0)))
+
+
+def test_the_next_item_is_made_in_a_thread_while_the_one_before_is_used():
+    """And no more than that one, for they take memory; an error comes where its item is taken, not before."""
+    made = {n: threading.Event() for n in range(4)}
+
+    def items():
+        for n in made:
+            assert threading.current_thread() is not threading.main_thread()
+            if n == 3:
+                raise ValueError("no third")
+            made[n].set()
+            yield n
+
+    coming = ahead(items())
+    assert not made[0].is_set()
+    assert next(coming) == 0 and made[1].wait(10) and not made[2].is_set()
+    assert next(coming) == 1 and made[2].wait(10)
+    assert next(coming) == 2
+    with pytest.raises(ValueError, match="no third"):
+        next(coming)
+    assert list(ahead(range(5))) == [0, 1, 2, 3, 4] and list(ahead([])) == []
 
 
 def test_build_packs_lays_out_what_the_packer_chose():

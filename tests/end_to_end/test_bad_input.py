@@ -91,7 +91,7 @@ def test_unknown_key_names_the_nearest(job: Job, tmp_path: Path) -> None:
         ("data.max_length", 1, "at least 2"),
         ("objective.label_smoothing", 0.5, "less than 0.5"),
         ("objective.gamma", 1.0, "simpo"),
-        ("pack.tokens", 200, "data.max_length"),
+        ("pack.tokens", 100, "data.max_length"),
         ("output.dir", "", "output.dir"),
     ],
 )

@@ -25,6 +25,7 @@ from tuningfork.records import TokenAnswer, TokenExample
 from tuningfork.report.console import Console
 from tuningfork.train import fit
 from tuningfork.train import step as step_module
+from tuningfork.train.batch import StepBatch
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.kernel_check import KernelCheck
 from tuningfork.train.optimizer import build_optimizer, optimizer_bytes, step
@@ -199,7 +200,8 @@ def test_steps_learn_and_agree_however_the_batch_is_cut(mode):
         optimizer = build_optimizer(policy.model, config)
         reference = [head.score(policy.hidden_rows(b).detach(), policy.head_weight, b).cpu().numpy()
                      for b in (p.to(CUDA) for p in packs)]  # fmt: skip
-        outcomes = [train_step(policy, head, objective, optimizer, packs, reference, None) for _ in range(15)]
+        batch = StepBatch.of(packs, objective, np.concatenate(reference))
+        outcomes = [train_step(policy, head, objective, optimizer, batch, None) for _ in range(15)]
         margin = outcomes[-1].rewards[:, 0] - outcomes[-1].rewards[:, 1]
         assert (outcomes[0].rewards == 0).all()
         assert (margin > 0).float().mean() > 0.9
@@ -220,11 +222,12 @@ def test_bfloat16_weights_learn_and_repeat_to_the_bit():
         packs = build_packs(pairs, PackLimits.plan(2048, True, compiled=True))
         reference = [head.score(policy.hidden_rows(b).detach(), policy.head_weight, b).cpu().numpy()
                      for b in (p.to(CUDA) for p in packs)]  # fmt: skip
+        batch = StepBatch.of(packs, objective, np.concatenate(reference))
         optimizer = build_optimizer(policy.model, config)
         outcomes = []
         for number in range(15):
             torch.manual_seed(number)
-            outcomes.append(train_step(policy, head, objective, optimizer, packs, reference, 1.0))
+            outcomes.append(train_step(policy, head, objective, optimizer, batch, 1.0))
         return policy, outcomes
 
     policy, outcomes = trained()
@@ -391,10 +394,10 @@ def test_the_host_waits_for_the_device_only_to_read_a_steps_numbers(monkeypatch,
     optimizer = build_optimizer(policy.model, TrainConfig())
     packs = build_packs(random_pairs(32, longest=40), PackLimits.plan(1024, True, compiled=True), pin_memory=True)
     assert len(packs) > 1
-    reference = [np.full(2 * len(pack.examples), -3.0) for pack in packs]
+    batch = StepBatch.of(packs, objective, np.full(64, -3.0), pin_memory=True)
 
     def one() -> None:
-        train_step(policy, head, objective, optimizer, packs, reference, limit)
+        train_step(policy, head, objective, optimizer, batch, limit)
 
     one()  # compiles, and allocates the optimizer's state
     read, reads = step_module._read, []

@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import Chunk, ConversionOps, Transpose, WeightConverter
 from transformers.models.llama.modeling_llama import LlamaModel
 
-from tests.models.folders import folder_of, never, plain_load, rewrite, same_model
+from tests.models.folders import folder_of, never, plain_load, rewrite, same_model, same_weights
 from tests.tiny import FAMILIES, tiny_model
-from tuningfork.models import attention
+from tuningfork.models import attention, weights
 from tuningfork.models import load as load_module
 from tuningfork.models.export import save
-from tuningfork.models.load import hold_weights, load
+from tuningfork.models.load import hold_weights, load, replace_weights
 
 
 @pytest.mark.parametrize("family", ["llama", "granite", "gemma2"])
@@ -250,3 +250,44 @@ def test_loading_does_not_change_the_folder(tmp_path):
     for file in (tmp_path / "copy").iterdir():
         assert (tmp_path / "model" / file.name).read_bytes() == file.read_bytes()
     assert len(list((tmp_path / "model").iterdir())) == len(list((tmp_path / "copy").iterdir()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
+def test_weights_of_another_folder_are_read_to_where_the_models_own_are(tmp_path, monkeypatch, family, held):
+    """To the bit what `load` gives of that folder, and no second model beside the first."""
+    monkeypatch.setattr("tuningfork.models.load._LEAST_IN_8_BITS", 0)
+    first, second = folder_of(tmp_path / "first", family), tmp_path / "second"
+    shutil.copytree(first, second)
+    rewrite(second, lambda stored: [weight.mul_(-1.5).add_(0.01) for weight in stored.values()])
+    model = load(str(first), dtype=held).model
+    places = {name: weight.data_ptr() for name, weight in model.named_parameters()}
+    read, filled = weights.read, set()
+
+    def noting(tensors, *args):
+        tensors = list(tensors)
+        filled.update(tensor.data_ptr() for tensor, _ in tensors)
+        read(tensors, *args)
+
+    monkeypatch.setattr(weights, "read", noting)
+    replace_weights(model, str(second))
+    assert filled == set(places.values())
+    assert places == {name: weight.data_ptr() for name, weight in model.named_parameters()}
+    same_weights(model, load(str(second), dtype=held).model)
+    assert model.training and model.name_or_path == str(first)
+
+
+def test_weights_that_are_read_the_slow_way_replace_others_too(tmp_path, slow):
+    """A tied model with both copies in its files."""
+    model = tiny_model("granite", torch.float32)
+    model.save_pretrained(tmp_path / "first")
+    model.save_pretrained(tmp_path / "second")
+    save_file(
+        {name: 2 * weight for name, weight in model.state_dict().items()},
+        tmp_path / "second" / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    ours = load(str(tmp_path / "first")).model
+    replace_weights(ours, str(tmp_path / "second"))
+    assert slow
+    same_weights(ours, load(str(tmp_path / "second")).model)

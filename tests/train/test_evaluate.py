@@ -6,6 +6,7 @@ import copy
 import io
 import json
 import math
+import threading
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from tests.tiny import FAMILIES, head_of, limits_of, random_examples, random_pairs, score_alone, tiny_policy
-from tuningfork.data.loader import build_packs
+from tuningfork.data.loader import EpochOrder, PackLoader, build_packs
 from tuningfork.data.pack import PackLimits
 from tuningfork.errors import ReferenceMismatch
 from tuningfork.models.load import Loaded
@@ -28,7 +29,11 @@ from tuningfork.records import Source, TokenExample
 from tuningfork.reference.build import fill
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.console import Console
+from tuningfork.train.batch import StepBatch
+from tuningfork.train.config import TrainConfig
 from tuningfork.train.evaluate import check_start, evaluate
+from tuningfork.train.loop import training_steps
+from tuningfork.train.optimizer import build_optimizer
 from tuningfork.train.setup import Start, open_reference
 
 
@@ -45,6 +50,29 @@ def _in(dtype: torch.dtype, policy: Policy) -> Policy:
 def start_of(policy: Policy, objective: str = "dpo", chunk_rows: int = 8192) -> Start:
     objective_ = PreferenceObjective(ObjectiveConfig(objective))
     return Start(policy, head_of(policy, chunk_rows), objective_, Loaded(policy.model, torch.float32), False)
+
+
+def test_what_a_step_needs_from_the_host_is_looked_up_in_the_loaders_thread(tmp_path, monkeypatch):
+    """Nothing of it stands between one step's numbers and the next step's first kernel."""
+    examples = pairs(8)
+    start = start_of(Policy.plain(copy.deepcopy(tiny_policy("llama", torch.float32).model), torch.float32))
+    store = reference_of(start, build_packs(examples, limits_of()), tmp_path)
+    threads, lookup, of = [], ReferenceStore.lookup, StepBatch.of
+
+    def noting(function):
+        def noted(*args):
+            threads.append(threading.current_thread())
+            return function(*args)
+
+        return noted
+
+    monkeypatch.setattr(ReferenceStore, "lookup", noting(lookup))
+    monkeypatch.setattr(StepBatch, "of", noting(of))
+    loader = PackLoader(examples, EpochOrder.plan(8, 4, 0, 1, None), limits_of())
+    config = TrainConfig()
+    steps = list(training_steps(loader, start, build_optimizer(start.policy.model, config), store, config, 0))
+    assert [step.examples for step in steps] == [4, 4]
+    assert len(threads) == 4 and threading.main_thread() not in threads
 
 
 def quiet() -> Console:

@@ -23,6 +23,7 @@ from tuningfork.models.policy import Policy
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import TokenExample
+from tuningfork.train.batch import StepBatch
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.evaluate import evaluate
 from tuningfork.train.optimizer import build_optimizer, hold_gradients
@@ -97,11 +98,10 @@ def step(
     packs = build_packs(examples, limits_of(tokens, share_prompt))
     reference = None
     if objective.needs_reference:
-        reference = [np.concatenate([known[e.id] for e in pack.examples]) for pack in packs]
+        reference = np.concatenate([known[e.id] for pack in packs for e in pack.examples])
     before = {key: p.detach().clone() for key, p in policy.model.named_parameters()}
-    outcome = train_step(
-        policy, head_of(policy, chunk_rows), objective, optimizer_of(policy), packs, reference, max_grad_norm
-    )
+    batch = StepBatch.of(packs, objective, reference)
+    outcome = train_step(policy, head_of(policy, chunk_rows), objective, optimizer_of(policy), batch, max_grad_norm)
     assert all(p.grad is None for p in policy.model.parameters())
     moved = {key: p.detach() - before[key] for key, p in policy.model.named_parameters()}
     order = [e.id for pack in packs for e in pack.examples]
@@ -148,7 +148,8 @@ def gradients_of_bfloat16_weights(gradient_dtype: str, tokens: int) -> tuple[dic
 
     packs = build_packs(random_pairs(120), limits_of(tokens))
     objective = PreferenceObjective(ObjectiveConfig("simpo"))
-    train_step(policy, head_of(policy), objective, Reading(policy.model.parameters(), lr=0.0), packs, None, None)
+    batch = StepBatch.of(packs, objective, None)
+    train_step(policy, head_of(policy), objective, Reading(policy.model.parameters(), lr=0.0), batch, None)
     return found, len(packs)
 
 
@@ -338,13 +339,14 @@ def test_at_the_start_dpo_is_ln_2_and_the_step_prefers_the_chosen():
             return [head.score(policy.hidden_rows(p), policy.head_weight, p).numpy() for p in packs]
 
     reference = score()
+    batch = StepBatch.of(packs, objective, np.concatenate(reference))
     optimizer = torch.optim.SGD(policy.model.parameters(), lr=1e-3)
-    outcome = train_step(policy, head, objective, optimizer, packs, reference, None)
+    outcome = train_step(policy, head, objective, optimizer, batch, None)
     assert outcome.loss == pytest.approx(math.log(2), rel=1e-14)
     assert outcome.rewards.abs().max() < 1e-12
     margins = np.concatenate([(now - ref).reshape(-1, 2) for now, ref in zip(score(), reference, strict=True)])
     assert (margins[:, 0] - margins[:, 1]).mean() > 0
-    again = train_step(policy, head, objective, optimizer, packs, reference, None)
+    again = train_step(policy, head, objective, optimizer, batch, None)
     assert again.loss < math.log(2)
 
 
@@ -369,9 +371,10 @@ def test_a_number_that_is_none_names_its_example_and_moves_nothing(bad):
     before = {key: t.clone() for key, t in policy.model.state_dict().items()}
     optimizer = build_optimizer(policy.model, TrainConfig(learning_rate=0.1))
     packs = build_packs(pairs, limits_of(64))
-    reference = [np.full(2 * len(p.examples), -20.0) for p in packs]
+    objective = PreferenceObjective(ObjectiveConfig())
+    batch = StepBatch.of(packs, objective, np.full(10, -20.0))
     with pytest.raises(NonFiniteError, match=r"the log-prob of answer 1 of random:4 is nan"):
-        train_step(policy, head_of(policy), PreferenceObjective(ObjectiveConfig()), optimizer, packs, reference, 1.0)
+        train_step(policy, head_of(policy), objective, optimizer, batch, 1.0)
     assert unchanged(policy, before)
     assert not optimizer.state
 
@@ -381,9 +384,10 @@ def test_a_reference_that_is_no_number_moves_nothing():
     pairs = random_pairs(3)
     before = {key: t.clone() for key, t in policy.model.state_dict().items()}
     packs = build_packs(pairs, limits_of())
-    reference = [np.array([-20.0, -21.0, float("nan"), -20.0, -20.0, -20.0])]
+    objective = PreferenceObjective(ObjectiveConfig())
+    batch = StepBatch.of(packs, objective, np.array([-20.0, -21.0, float("nan"), -20.0, -20.0, -20.0]))
     with pytest.raises(NonFiniteError, match=r"loss is nan"):
-        train_step(policy, head_of(policy), PreferenceObjective(ObjectiveConfig()), sgd(policy), packs, reference, None)
+        train_step(policy, head_of(policy), objective, sgd(policy), batch, None)
     assert unchanged(policy, before)
 
 
@@ -397,12 +401,14 @@ def test_a_first_step_whose_log_probs_are_not_the_cached_ones_moves_nothing():
     before = {key: t.clone() for key, t in policy.model.state_dict().items()}
     spoilt = [part.copy() for part in reference]
     spoilt[-1][1] = np.nextafter(spoilt[-1][1], 0.0)
+    batch = StepBatch.of(packs, objective, np.concatenate(spoilt))
     with pytest.raises(ReferenceMismatch, match="1 of 12 log-probs of the first training step") as caught:
-        train_step(policy, head, objective, sgd(policy), packs, spoilt, None, starting=True)
+        train_step(policy, head, objective, sgd(policy), batch, None, starting=True)
     assert f"worst {packs[-1].examples[0].id}, answer 1: model" in str(caught.value)
     assert unchanged(policy, before)
-    assert (train_step(policy, head, objective, sgd(policy), packs, reference, None, starting=True).rewards == 0).all()
-    train_step(policy, head, objective, sgd(policy), packs, reference, None)
+    batch = StepBatch.of(packs, objective, np.concatenate(reference))
+    assert (train_step(policy, head, objective, sgd(policy), batch, None, starting=True).rewards == 0).all()
+    train_step(policy, head, objective, sgd(policy), batch, None)
 
 
 @pytest.mark.parametrize("answers", [(3, 4, 5, 6), (3,)])
@@ -410,12 +416,9 @@ def test_rows_that_the_objective_refuses_have_no_loss(answers):
     """Four answers are no two pairs, and two single answers are not one: neither trains, nor is it evaluated."""
     policy = fresh_policy(dtype=torch.float32)
     objective = PreferenceObjective(ObjectiveConfig())
-    before = {key: t.clone() for key, t in policy.model.state_dict().items()}
     packs = build_packs(random_examples([(5, answers), (7, answers)]), limits_of())
-    reference = [np.full(2 * len(answers), -20.0)]
     with pytest.raises(DataError, match=r"random:1: has \d answers?, objective dpo compares two"):
-        train_step(policy, head_of(policy), objective, sgd(policy), packs, reference, None)
-    assert unchanged(policy, before)
+        StepBatch.of(packs, objective, np.full(2 * len(answers), -20.0))
     start = Start(policy, head_of(policy), objective, Loaded(policy.model, torch.float32), False)
     with pytest.raises(DataError, match="random:1: has"):
         evaluate(start, packs, None)
@@ -433,9 +436,10 @@ def test_a_log_prob_above_zero_is_refused():
     pairs = random_pairs(3)
     before = {key: t.clone() for key, t in policy.model.state_dict().items()}
     head = replace(head_of(policy), kernels=replace(kernels, row_logps=wrong))
-    packs = build_packs(pairs, limits_of())
+    objective = PreferenceObjective(ObjectiveConfig())
+    batch = StepBatch.of(build_packs(pairs, limits_of()), objective, np.full(6, -20.0))
     with pytest.raises(NonFiniteError, match=r"answer 0 of random:1 is .*, above 0"):
-        train_step(policy, head, PreferenceObjective(ObjectiveConfig()), sgd(policy), packs, [np.full(6, -20.0)], None)
+        train_step(policy, head, objective, sgd(policy), batch, None)
     assert unchanged(policy, before)
 
 

@@ -29,6 +29,7 @@ def build(examples: Sequence[TokenExample], rows: int, share_prompt: bool) -> Pa
         logit_rows=_tensor(laid.logit_rows, torch.int64),
         targets=_tensor(laid.targets, torch.int64),
         answer_of_logit_row=_tensor(laid.answer_of_logit_row, torch.int64),
+        answer_lengths=[len(rows) for rows in laid.logit_rows],
         examples=examples,
         unique_rows=unique_rows,
     )
@@ -43,7 +44,7 @@ class _Rows:
         self.segments: list[list[int]] = []
         self.ids: list[np.ndarray] = []
         self.positions: list[np.ndarray] = []
-        self.logit_rows: list[np.ndarray] = []
+        self.logit_rows: list[np.ndarray] = []  # this and the next two have one of each answer
         self.targets: list[np.ndarray] = []
         self.answer_of_logit_row: list[np.ndarray] = []
 

@@ -1,21 +1,24 @@
-"""The order of examples through a run, and the packs of each step, built one step ahead.
+"""The order of examples through a run, and packs of them, which a thread builds ahead of their use.
 
 The order is a pure function of (seed, step), so the loader's whole resumable state is the number of steps done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
+from typing import TypeVar
 
 import numpy as np
 
 from tuningfork.data.layout import build
 from tuningfork.data.pack import PackLimits, pack_evenly, pack_stream
 from tuningfork.records import PackedBatch, TokenExample
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ def _permutation(examples: int, seed: int, epoch: int) -> np.ndarray:
 
 
 class PackLoader:
-    """Yields `(step, packs)` from any step on; a thread builds the next step's packs meanwhile."""
+    """Yields `(step, packs)` from any step on, each built as it is asked for; `ahead` does it while others are used."""
 
     def __init__(
         self, examples: Sequence[TokenExample], order: EpochOrder, limits: PackLimits, pin_memory: bool = False
@@ -78,19 +81,26 @@ class PackLoader:
         return build_packs([self.examples[i] for i in self.order.indices(step)], self.limits, self.pin_memory)
 
     def steps(self, first: int) -> Iterator[tuple[int, list[PackedBatch]]]:
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="packs") as pool:
-            ahead = pool.submit(self.step, first) if first < self.order.total_steps else None
-            for step in range(first, self.order.total_steps):
-                assert ahead is not None
-                packs = ahead.result()
-                ahead = pool.submit(self.step, step + 1) if step + 1 < self.order.total_steps else None
-                yield step, packs
+        return ((step, self.step(step)) for step in range(first, self.order.total_steps))
 
 
-def packs_in_windows(examples: Sequence[TokenExample], limits: PackLimits, window: int = 1024) -> Iterator[PackedBatch]:
-    """All examples in packs, chosen from a window of them at a time: enough to fill packs well, few enough to begin at
-    once and to keep in memory."""
-    return (build(members, rows, limits.share_prompt) for rows, members in pack_stream(examples, limits, window))
+def ahead(items: Iterable[Item]) -> Iterator[Item]:
+    """The same items; while one is used, a thread makes the next. What it raises is raised where that one is taken."""
+    source, end = iter(items), object()
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="ahead") as pool:
+        coming = pool.submit(next, source, end)
+        while (item := coming.result()) is not end:
+            coming = pool.submit(next, source, end)
+            yield item  # type: ignore[misc]
+
+
+def packs_in_windows(
+    examples: Sequence[TokenExample], limits: PackLimits, window: int = 1024, pin_memory: bool = False
+) -> Iterator[PackedBatch]:
+    """All examples in packs, each built while the one before is used. They are chosen from a window of examples at a
+    time: enough to fill packs well, few enough to begin at once and to keep in memory."""
+    packs = (build(members, rows, limits.share_prompt) for rows, members in pack_stream(examples, limits, window))
+    return ahead(pack.pinned() for pack in packs) if pin_memory else ahead(packs)
 
 
 def build_packs(examples: Sequence[TokenExample], limits: PackLimits, pin_memory: bool = False) -> list[PackedBatch]:

@@ -123,6 +123,40 @@ def load(
         ModelError: no folder, no config, no or incomplete weights, NaN in the weights, or a model that cannot be
             packed correctly.
     """
+    draft, loaded = _opened(path, progress)
+    model = loaded.model
+    for weight, there in draft.unread:
+        weight.data = torch.empty(there.shape, dtype=_held(weight, there.shape, dtype), device=device)
+    hold_weights(model, dtype)
+    model.to(device)  # type: ignore[arg-type]
+    _read(draft, path, progress)
+    model.train()  # one mode for scoring and training, so that both run the same code; there is no dropout
+    return loaded
+
+
+def replace_weights(model: PreTrainedModel, path: str) -> tuple[str, ...]:
+    """Read the weights of another folder, whose config is `comparable` to the model's, into this model.
+
+    They go from the disk to where the model's own are, so that no device holds two models. Weights in other formats
+    are read on the CPU first.
+
+    Returns:
+        What there is to know of the folder, see `Loaded.notes`.
+
+    Raises:
+        ModelError: as for `load`. If the disk fails or a weight is no number, the model has some weights of each.
+    """
+    draft, loaded = _opened(path)
+    ours, names = dict(_all_tensors(model)), {id(weight): name for name, weight in _all_tensors(loaded.model)}
+    for weight, _ in draft.unread:
+        weight.data = ours[names[id(weight)]].data
+    _read(draft, path)
+    model.load_state_dict(loaded.model.state_dict())  # what lies elsewhere; the rest is its own already
+    return loaded.notes
+
+
+def _opened(path: str, progress: Callable[[int, int], None] = lambda done, total: None) -> tuple[_Draft, Loaded]:
+    """What a folder holds, the weights of its model or some of them yet to be read. Raises ModelError."""
     config = load_config(path)
     origin, notes = folder.read(path)
     if not any((Path(path) / name).exists() for name in _WEIGHT_FILES):
@@ -138,19 +172,18 @@ def load(
     _check_ties(model, path)
     _check_stored(draft, path)
     check_modules(model, path)
-    for weight, there in draft.unread:
-        weight.data = torch.empty(there.shape, dtype=_held(weight, there.shape, dtype), device=device)
-    hold_weights(model, dtype)
-    model.to(device)  # type: ignore[arg-type]
+    size = sum(there.bytes for there in found.tensors.values()) if found else 0
+    notes += found.notes if found else ()
+    return draft, Loaded(model, _stored_dtype(model, draft.dtypes, config), size, draft.dtypes, origin, notes)
+
+
+def _read(draft: _Draft, path: str, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+    """Fill the weights that are still on the disk alone. Raises ModelError, also where a weight is no number."""
     try:
         weights.read(((weight.detach(), there) for weight, there in draft.unread), progress)
     except OSError as error:
         raise ModelError(f"{path}: the weights cannot be read: {first_line(error)}") from error
-    _check_finite(model, path)
-    model.train()  # one mode for scoring and training, so that both run the same code; there is no dropout
-    size = sum(there.bytes for there in found.tensors.values()) if found else 0
-    notes += found.notes if found else ()
-    return Loaded(model, _stored_dtype(model, draft.dtypes, config), size, draft.dtypes, origin, notes)
+    _check_finite(draft.model, path)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,10 @@ tokens/s does not depend on how often lines are written.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 METRICS: dict[str, str] = {
     "step": "The last optimizer step that the line covers, counted from 1.",
@@ -67,19 +69,15 @@ class PairSums:
 
 
 def pair_statistics(
-    rewards_chosen: Iterable[float],
-    rewards_rejected: Iterable[float],
-    logps_chosen: Iterable[float],
-    logps_rejected: Iterable[float],
+    rewards_chosen: ArrayLike, rewards_rejected: ArrayLike, logps_chosen: ArrayLike, logps_rejected: ArrayLike
 ) -> PairSums:
     """The sums of some pairs, from one number per pair in each argument (lists or one-dimensional CPU tensors)."""
-    total = PairSums()
-    for values in zip(rewards_chosen, rewards_rejected, logps_chosen, logps_rejected, strict=True):
-        chosen, rejected, logp_chosen, logp_rejected = map(float, values)
-        margin = chosen - rejected
-        correct = 0.5 if margin == 0 else float(margin > 0)
-        total += PairSums(1, chosen, rejected, margin, correct, logp_chosen, logp_rejected)
-    return total
+    given = (rewards_chosen, rewards_rejected, logps_chosen, logps_rejected)
+    chosen, rejected, logp_chosen, logp_rejected = np.stack([np.asarray(values, dtype=np.float64) for values in given])
+    margin = chosen - rejected
+    correct = (margin > 0) + 0.5 * (margin == 0)
+    sums = (chosen, rejected, margin, correct, logp_chosen, logp_rejected)
+    return PairSums(len(margin), *(float(values.sum()) for values in sums))
 
 
 @dataclass(frozen=True, slots=True)

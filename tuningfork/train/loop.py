@@ -14,7 +14,7 @@ import torch
 
 from tuningfork.data.audit import dataset_digest, report_dict
 from tuningfork.data.config import PackConfig
-from tuningfork.data.loader import EpochOrder, PackLoader, packs_in_windows
+from tuningfork.data.loader import EpochOrder, PackLoader, ahead
 from tuningfork.data.store import Selection
 from tuningfork.errors import NonFiniteError, RunFolderError, enough_memory
 from tuningfork.files import clear_abandoned, whole_folder
@@ -28,6 +28,7 @@ from tuningfork.report.metrics import Interval, StepResult, pair_statistics
 from tuningfork.report.throughput import RunTotals, peak_flops
 from tuningfork.report.writer import RunWriter, write_json, write_text
 from tuningfork.train import checkpoint
+from tuningfork.train.batch import StepBatch
 from tuningfork.train.checkpoint import Progress
 from tuningfork.train.config import OutputConfig, TrainConfig
 from tuningfork.train.evaluate import Evaluation, check_start, evaluate
@@ -181,19 +182,25 @@ def training_steps(
     cuda = start.policy.device.type == "cuda"
     flops = start.policy.flops()
     graphs = -1
+
+    def batches() -> Iterator[tuple[int, StepBatch, int]]:
+        for step, packs in loader.steps(first):
+            examples = [example for pack in packs for example in pack.examples]
+            refs = None if reference is None else reference.lookup(examples)
+            yield step, StepBatch.of(packs, start.objective, refs, loader.pin_memory), flops.training(examples)
+
     begun = waiting = time.perf_counter()
-    for step, packs in loader.steps(first):
+    for step, batch, model_flops in ahead(batches()):
         data_seconds = time.perf_counter() - waiting
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         lr = learning_rate(config, step, loader.order.total_steps)
         set_learning_rate(optimizer, lr)
         torch.manual_seed(config.seed * 2**32 + step)  # for rounding by chance: a pure function of (seed, step)
-        refs = None if reference is None else [reference.lookup(pack.examples) for pack in packs]
         try:
             with enough_memory(f"step {step + 1}"):
                 outcome = train_step(
-                    start.policy, start.head, start.objective, optimizer, packs, refs, config.max_grad_norm, step == 0
+                    start.policy, start.head, start.objective, optimizer, batch, config.max_grad_norm, step == 0
                 )
         except NonFiniteError as error:
             raise NonFiniteError(
@@ -202,23 +209,21 @@ def training_steps(
             ) from None
         # The device may still be moving the weights; it goes on from there to the next step without a pause.
         now = time.perf_counter()
-        examples = [example for pack in packs for example in pack.examples]
-        rows = sum(len(pack.input_ids) for pack in packs)
         yield StepResult(
             step=step + 1,
             epoch=loader.order.epoch_after(step),
             lr=lr,
             grad_norm=outcome.grad_norm,
-            examples=len(examples),
-            loss_sum=outcome.loss * len(examples),
-            tokens=sum(example.plain_tokens for example in examples),
-            unique_tokens=sum(pack.unique_rows for pack in packs),
-            answer_tokens=sum(sum(pack.answer_lengths) for pack in packs),
-            rows=rows,
-            pad_rows=rows - sum(pack.unique_rows for pack in packs),
+            examples=len(batch.examples),
+            loss_sum=outcome.loss * len(batch.examples),
+            tokens=batch.tokens,
+            unique_tokens=batch.unique_tokens,
+            answer_tokens=batch.answer_tokens,
+            rows=batch.rows,
+            pad_rows=batch.rows - batch.unique_tokens,
             seconds=now - begun,
             data_seconds=data_seconds,
-            model_flops=flops.training(examples),
+            model_flops=model_flops,
             pairs=pair_statistics(
                 outcome.rewards[:, 0], outcome.rewards[:, 1], outcome.logps[:, 0], outcome.logps[:, 1]
             ),
@@ -254,7 +259,7 @@ def _evaluate(
     if not data.held_out:
         return None
     with console.phase(name, len(data.held_out), "pairs") as phase:
-        return evaluate(start, packs_in_windows(data.held_out, data.limits), reference, phase.advance)
+        return evaluate(start, start.packs(data.held_out, data.limits), reference, phase.advance)
 
 
 def _export(start: Start, path: Path, output: OutputConfig, console: Console) -> None:

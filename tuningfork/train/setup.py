@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -78,6 +78,10 @@ class Start:
     def score(self, batch: PackedBatch) -> Tensor:
         """Summed log-probs of a pack's answers under the policy as it is now, float64 [A] on its device."""
         return score(self.policy, self.head, batch)
+
+    def packs(self, examples: Sequence[TokenExample], limits: PackLimits) -> Iterator[PackedBatch]:
+        """All examples in packs, for scoring: each is built, and pinned for a GPU, while the one before is scored."""
+        return packs_in_windows(examples, limits, pin_memory=self.policy.device.type == "cuda")
 
 
 def check_one_process() -> None:
@@ -307,11 +311,11 @@ def open_reference(
         again = Selection([parts[part].take(places) for part, places in to_rescore(store, parts)])
         if again:
             with console.phase("checking the reference cache", total=len(again), unit="examples") as phase:
-                check_rescored(store, packs_in_windows(again, limits), start.score, phase.advance)
+                check_rescored(store, start.packs(again, limits), start.score, phase.advance)
         missing = store.missing(Selection(parts))
         if missing:
             with console.phase("scoring the reference", total=len(missing), unit="examples") as phase:
-                fill(store, packs_in_windows(missing, limits), start.score, phase.advance)
+                fill(store, start.packs(missing, limits), start.score, phase.advance)
     return store
 
 
