@@ -1,6 +1,6 @@
 """Every causal language model of transformers, made small and taken the way of a run: trained, or refused, and why.
 
-    python -m tests.sweep_models --out docs/models.md      # about six minutes on a CPU
+    python -m tests.sweep_models --out docs/models.md      # about a minute on a CPU
 
 Each class gets its own default config with small sizes and random weights, and goes through the checks that a model
 folder goes through. What passes is compared with its own attention on sequences far longer than its window: log-probs,

@@ -5,6 +5,8 @@ Uninitialised memory is filled with NaN, so that an element that a kernel leaves
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -16,6 +18,8 @@ from tuningfork.objective.head import Head
 from tuningfork.records import LogitTransform, PackedBatch, TokenExample
 
 pytestmark = pytest.mark.gpu
+# Triton's interpreter (TRITON_INTERPRET=1) runs the kernels of attention on a CPU, slowly.
+DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 SHAPES = [(7, (5, 9)), (1, (1, 3)), (12, (8, 2, 4)), (0, (6,)), (9, (1, 1)), (130, (70, 20)), (17, (13, 140))]
 
 
@@ -154,6 +158,48 @@ def test_attention(dtype, softcap, heads, kv_heads, width, window, share_prompt)
 
     truth, plain, ours = run(PlainAttention, torch.float64), run(PlainAttention, dtype), run(ForkAttention, dtype)
     for what, o, p, t in zip(("out", "d query", "d key", "d value"), ours, plain, truth, strict=True):
+        _no_worse(o, p, t, what)
+
+
+@pytest.mark.parametrize("share_prompt", [True, False], ids=["shared", "unshared"])
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize(
+    "widths,softcap,has_sinks",
+    [
+        ((64, 64), None, True),  # gpt-oss
+        ((64, 64), 20.0, True),
+        ((24, 16), None, False),  # queries and keys, and values: MiniCPM3's compressed attention, made small
+        ((16, 24), None, True),
+        ((512, 512), None, False),  # Gemma 4's global layers
+        ((320, 320), 20.0, True),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_attention_with_sinks_wide_heads_and_values_of_another_width(
+    dtype, widths, softcap, has_sinks, window, share_prompt
+):
+    from tuningfork.kernels.attention.fork import ForkAttention
+
+    heads, kv_heads, (width, value_width) = 16, 8, widths
+    batch = one_pack(random_examples(SHAPES), share_prompt, tokens=768).to(DEVICE)
+    rows = len(batch.input_ids)
+    torch.manual_seed(0)
+    shapes = [(rows, heads, width), (rows, kv_heads, width), (rows, kv_heads, value_width)]
+    inputs = [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
+    sinks = [torch.randn(heads, device=DEVICE)] if has_sinks else []  # a vector, so held in float32
+    out_grad = torch.randn(rows, heads, value_width, device=DEVICE).to(dtype)
+
+    def run(form, to):
+        leaves = [t.to(to).requires_grad_() for t in inputs]
+        leaves += [t.to(torch.promote_types(to, torch.float32)).requires_grad_() for t in sinks]
+        more = {"sinks": leaves[3]} if sinks else {}
+        out = form.prepare(batch.layout).attend(*leaves[:3], scale=width**-0.5, window=window, softcap=softcap, **more)
+        out.backward(out_grad.to(to))
+        return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+    truth, plain, ours = run(PlainAttention, torch.float64), run(PlainAttention, dtype), run(ForkAttention, dtype)
+    names = ("out", "d query", "d key", "d value", "d sinks")
+    for what, o, p, t in zip(names, ours, plain, truth, strict=False):
         _no_worse(o, p, t, what)
 
 

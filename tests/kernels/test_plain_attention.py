@@ -48,15 +48,18 @@ def sees(examples: list[TokenExample], share_prompt: bool, rows: int, window: in
     return torch.from_numpy(mask)
 
 
-def dense(q, k, v, mask, scale, softcap):
-    """[T, H, d] attention with all T x T scores."""
+def dense(q, k, v, mask, scale, softcap, sinks=None):
+    """[T, H, d] attention with all T x T scores; sinks as one more key, which every row sees and whose value is 0."""
     groups = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
     scores = torch.einsum("ihd,jhd->hij", q, k) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
-    return torch.einsum("hij,jhd->ihd", weights, v)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], dim=-1)
+        v = torch.cat([v, torch.zeros_like(v[:1])])
+    return torch.einsum("hij,jhd->ihd", scores.softmax(-1), v)
 
 
 def random_qkv(rows: int, kv_heads: int, dtype=torch.float64, seed: int = 0) -> list[torch.Tensor]:
@@ -65,9 +68,9 @@ def random_qkv(rows: int, kv_heads: int, dtype=torch.float64, seed: int = 0) -> 
     return [torch.randn(rows, h, WIDTH, generator=generator, dtype=torch.float64).to(dtype) for h in heads]
 
 
-def attend(batch: PackedBatch, q, k, v, scale=0.3, window=None, softcap=None):
+def attend(batch: PackedBatch, q, k, v, scale=0.3, window=None, softcap=None, sinks=None):
     prepared = PlainAttention.prepare(batch.layout)
-    return prepared.attend(q, k, v, scale=scale, window=window, softcap=softcap)
+    return prepared.attend(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
 
 
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "unshared"])
@@ -90,6 +93,32 @@ def test_values_and_gradients_are_those_of_a_dense_masked_softmax(share, softcap
     # The capped softmax and the fused one are float64 throughout: 1e-10 is generous.
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
     for ours, true in zip(gradients, true_gradients, strict=True):
+        torch.testing.assert_close(ours, true, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "unshared"])
+@pytest.mark.parametrize("softcap", [None, 2.0], ids=["no cap", "softcap"])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("value_width", [4, WIDTH, 12])
+@pytest.mark.parametrize("has_sinks", [True, False], ids=["sinks", "no sinks"])
+def test_sinks_and_values_of_another_width_are_those_of_a_dense_softmax(has_sinks, value_width, window, softcap, share):
+    examples = random_examples(SHAPES)
+    batch = one_pack(examples, share)
+    n, rows = batch.unique_rows, len(batch.input_ids)
+    generator = torch.Generator().manual_seed(2)
+    q, k, _ = random_qkv(rows, 2)
+    v = torch.randn(rows, 2, value_width, generator=generator, dtype=torch.float64)
+    sinks = [torch.randn(HEADS, generator=generator, dtype=torch.float64)] if has_sinks else []
+    leaves = [t.requires_grad_() for t in (q, k, v, *sinks)]
+    q, k, v, *sinks = leaves
+
+    expected = dense(q, k, v, sees(examples, share, rows, window), 0.3, softcap, *sinks)[:n]
+    out = attend(batch, q, k, v, 0.3, window, softcap, *sinks)[:n]
+    assert out.shape == (n, HEADS, value_width)
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+    upstream = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+    true_gradients = torch.autograd.grad(expected, leaves, upstream)
+    for ours, true in zip(torch.autograd.grad(out, leaves, upstream), true_gradients, strict=True):
         torch.testing.assert_close(ours, true, rtol=1e-10, atol=1e-10)
 
 
