@@ -103,7 +103,7 @@ def test_a_form_that_is_not_known_is_met_with_the_nearest_two_and_how_to_name_fi
     assert "Fields found: better, prompt, worse." in said
     assert "data.columns names 'beter', which no row has" in said
     assert "Nearest are pairs (prompt, chosen, rejected) lacks chosen and rejected; " in said
-    assert said.endswith("say so, such as data.columns: {better: chosen, worse: rejected}.")
+    assert said.endswith("say so, such as data.columns: {...: chosen, ...: rejected}.")
 
 
 # ---- fields of messages that the chat template reads

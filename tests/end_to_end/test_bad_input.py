@@ -163,9 +163,10 @@ def test_all_rows_dropped(job: Job) -> None:
 
 
 def test_fields_of_no_known_form(job: Job) -> None:
-    """The fields found and the forms known."""
+    """The fields found, the nearest form, and what to set, without a guess which answer is the better one."""
     message = with_rows(job, {"question": "a", "good": "b", "bad": "c"}).refused()
-    assert "question" in message and "prompt, chosen, rejected" in message
+    assert "Nearest are question (question, chosen, rejected) lacks chosen and rejected;" in message
+    assert message.rstrip().endswith("such as data.columns: {...: chosen, ...: rejected}.")
 
 
 def test_names_that_a_terminal_would_obey(job: Job) -> None:

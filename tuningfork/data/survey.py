@@ -153,10 +153,11 @@ def _distance(keys: Sequence[str], there: set[str]) -> tuple[bool, int, int]:
 
 
 def _matched(theirs: list[str], ours: list[str]) -> Iterator[tuple[str, str]]:
-    """A guess which of their fields is which of ours: by likeness, else in order."""
+    """Which of their fields is which of ours where names are alike, else "..." for the reader to fill: a guess that is
+    copied would swap the better answer for the worse."""
     left = list(theirs)
     for name in ours:
-        found = (difflib.get_close_matches(name, left, n=1) or left or ["..."])[0]
+        found = (difflib.get_close_matches(name, left, n=1) or ["..."])[0]
         yield found, name
         left = [other for other in left if other != found]
 

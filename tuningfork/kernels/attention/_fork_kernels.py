@@ -96,6 +96,16 @@ def _first_in_window(start, first_position, row_position, window, STEP: tl.const
 
 
 @triton.jit
+def _last_in_window(last_key, end, last_seer, window, HAS_WINDOW: tl.constexpr):
+    """The end of the rows worth reading. Where the last key's window does not reach beyond its segment, which ends at
+    `end`, none of the rows behind sees any of the keys; where it does, some of each answer's rows may."""
+    if HAS_WINDOW:
+        beyond = last_key + window
+        last_seer = tl.where(beyond <= end, beyond, last_seer)
+    return last_seer
+
+
+@triton.jit
 def fork_forward(
     q, k, v, sinks, out, lse, tiles, segments, stride_q, head_q, stride_k, head_k, stride_v, head_v, rows_total,
     scale, softcap, window,
@@ -285,6 +295,7 @@ def fork_key_gradient(
     acc_k = tl.zeros([TILE, LANES], tl.float32)
     acc_v = tl.zeros([TILE, LANES], tl.float32)
     stride_grad = key_heads * GROUP * WIDTH
+    stop = _last_in_window(tl.minimum(first + TILE, end) - 1, end, last_seer, window, HAS_WINDOW)
     for member in range(GROUP):
         head = key_head * GROUP + member
         q_head = q + head * head_q
@@ -299,7 +310,7 @@ def fork_key_gradient(
         )  # fmt: skip
         acc_k, acc_v = _key_gradient_of_rows(
             acc_k, acc_v, key, value, q_head, grad_head, lse_head, delta_head, keys, positions, position_of_row,
-            first + TILE, last_seer, last_seer,
+            first + TILE, stop, last_seer,
             stride_q, stride_grad, lanes, scale, softcap, window,
             False, HAS_CAP, HAS_WINDOW, WIDTH, STEP, PRECISION,
         )  # fmt: skip
