@@ -13,13 +13,28 @@ import transformers
 from torch.autograd import DeviceType
 from transformers import AutoModelForCausalLM
 
-from bench import attention, elementwise, head, learning, memory, parts, peers, products, shapes, sharing, startup, step
+from bench import (
+    attention,
+    elementwise,
+    head,
+    learning,
+    memory,
+    parts,
+    peers,
+    products,
+    scale,
+    shapes,
+    sharing,
+    startup,
+    step,
+)
 from bench.device_time import DeviceProfile, category
 from bench.output import table
 from tuningfork.data import layout
 from tuningfork.kernels.attention.plain import PlainAttention
 from tuningfork.models.flops import FlopCounter
 from tuningfork.models.policy import Policy
+from tuningfork.records import column
 
 RESULTS = Path(peers.__file__).parent / "results" / "2026-11-28-h100-yardstick.jsonl"
 
@@ -397,3 +412,16 @@ def test_learning_by_hand():
     [*_, first, last] = learning.compare({"float32": truth, "bfloat16": truth + np.array([0.1, -0.2])})
     assert (first["loss"], first["noise"], first["apart"]) == pytest.approx((0.7, 0.1414, 0.1))
     assert (last["apart"], last["in_noise"]) == pytest.approx((-0.2, -1.414))
+
+
+def test_scale_has_a_line_for_every_piece_of_host_work(capsys):
+    scale.main(["--pairs", "40", "--batch", "8"])
+    works = [line["work"] for line in json_lines(capsys.readouterr().out)]
+    assert {work.split(":")[0] for work in works} == {"start", "scoring", "ahead", "between"}
+
+
+def test_scale_makes_the_pairs_it_was_told_to():
+    lengths = np.array([[3, 2, 1], [1, 1, 4]])
+    pairs = list(scale.many_pairs(lengths))
+    assert [[len(pair.prompt_ids), *(len(answer.ids) for answer in pair.answers)] for pair in pairs] == lengths.tolist()
+    assert column(pairs, "content").tolist() == column(scale.many_pairs(lengths), "content").tolist()

@@ -287,7 +287,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
         [
             "Fields found: input, label",
             "Nearest are unpaired_messages (messages, label) lacks messages; ",
-            "{input: messages}",
+            "{...: messages}",
         ],
     ),
 }
