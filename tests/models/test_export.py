@@ -203,8 +203,8 @@ def test_rotary_settings_stand_in_their_older_names_too(kind, rope, legacy):
     config = getattr(transformers, kind)(**sizes, num_hidden_layers=2, num_key_value_heads=4, rope_parameters=rope)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    start = config.to_dict()
-    assert not legacy.keys() & start.keys()
+    # Some versions of the library write a few of the older names themselves.
+    start = {key: value for key, value in config.to_dict().items() if key not in legacy}
     exported = exported_config(start, model, F32)
     assert {key: exported[key] for key in legacy} == legacy
     assert exported["rope_parameters"] == start["rope_parameters"]

@@ -22,7 +22,7 @@ class ObjectiveConfig:
     """Target margin, simpo only; 0.5 unless set."""
     sft_weight: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the SFT term: mean negative log-prob over the chosen tokens of the whole batch."""
-    head_chunk_rows: Annotated[int, Field(ge=1)] = 8192
+    head_chunk_rows: Annotated[int, Field(ge=1)] = 4096
     """Logit rows projected at once. Fewer need less memory: logits take 4 bytes each, and their gradient 2 more in
-    bfloat16: 7 GiB for 8192 rows and a vocabulary of 151,936. No bit of a log-prob changes; gradients, which are added
-    up over the chunks, are rounded differently. May change on --resume."""
+    bfloat16: 3.5 GiB for 4096 rows and a vocabulary of 151,936. No bit of a log-prob changes; gradients, which are
+    added up over the chunks, are rounded differently. May change on --resume."""
