@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
@@ -32,6 +33,11 @@ _ASKED = re.compile(r"""['"](\w+)['"]\s+(?:not\s+)?in\s+(\w+)""")
 _BOUND = re.compile(r"\{%[-+]?\s*(?:for\s+([\w\s,]+?)\s+in|set\s+(\w+)\s*=)\s*(.*?)%\}", re.DOTALL)
 # Of these come objects that are no messages: tools, calls, documents, and what a template keeps for itself.
 _NO_MESSAGES = re.compile(r"\b(?:tools?|tool_calls?|functions?|documents?|properties|parameters|items|namespace)\b")
+
+_WORDS = "xwordsx"  # of a conversation that only shows what the template writes around them
+_TAG = re.compile(r"<[^<>\s]+>")  # a marker that the tokenizer has no token for
+# Of a tokenizer: the header that its template leaves open behind a conversation, by what else decides about it.
+_left_open: WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple[Any, ...], str]] = WeakKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -113,26 +119,42 @@ class Printer:
                 messages.append({"role": turn.role, "content": content, **extra})
             yield messages
 
-    def opens_next(self, turns: Turns, opened: str, closed: str) -> int:
-        """Length of the next turn's header at the end of `closed`, which was not asked for one: 0 for most templates.
+    def opens_next(self, closed: str) -> int:
+        """Length of the next turn's header at the end of `closed`, a conversation that ends with the assistant and was
+        not asked to open another turn: 0 for most templates."""
+        known = _left_open.setdefault(self.tokenizer, {})
+        arguments = {name: value for name, value in self.arguments.items() if name not in ("tools", "documents")}
+        asked = (str(self.tokenizer.chat_template), repr(arguments), self.silence)
+        if asked not in known:
+            known[asked] = replace(self, arguments=arguments)._header_left_open()
+        return len(known[asked]) if closed.endswith(known[asked]) else 0
 
-        `turns` are those that `closed` prints, and `opened` are those before the last with its generation prompt. A
-        template that opens an assistant turn behind every conversation ends both with the same header, and takes it
-        back where a user speaks next; what it takes back of a closed conversation is an end marker, in no other's lead.
-        """
-        alike = closed[len(closed) - common_end(opened, closed) :]
-        if not alike.strip() or not closed.startswith(opened):
-            return 0
-        followed = self.tried((*turns, Message("user", "0")))
-        if followed is None or followed.startswith(closed.rstrip()):
-            return 0
-        if header := common_end(self.tried(()) or "", alike):  # of no turns: the header alone, and maybe a BOS
-            return header
-        # The end marker is one special token; without any, the header has a line of its own.
-        start, kept = len(closed) - len(alike), common(followed, closed)
-        ends = (closed.find(token, start) + len(token) for token in self.special if token in closed[start:kept])
-        line = max(closed.rfind("\n", start, kept) + 1, start)
-        return len(closed) - min((end for end in ends if end <= kept), default=line)
+    def _header_left_open(self) -> str:
+        """What this template prints behind the end marker of a closed conversation, if that begins the next turn: the
+        assistant's, as its generation prompt does, or the user's, as it does where a user speaks first and next."""
+        asked, said, more = (Message(role, f"{_WORDS}{i}") for i, role in enumerate(("user", "assistant", "user")))
+        opened = self.tried((asked,), open_turn=True) or ""
+        closed, followed = self.tried((asked, said)) or "", self.tried((asked, said, more)) or ""
+        if said.content not in closed or not all(turn.content in followed for turn in (asked, said, more)):
+            return ""
+        behind, after = (text.rpartition(said.content)[2] for text in (closed, followed))
+        between, lead = after.partition(more.content)[0], followed.partition(asked.content)[0]
+        end = self._end_of_marker(behind, common(behind, between))
+        header, next_one = behind[end:].lstrip(), between[end:].lstrip()
+        if next_one.startswith(header):
+            return header if lead.endswith(next_one) else ""
+        return header if opened.endswith(header) and closed.startswith(opened) else ""
+
+    def _end_of_marker(self, behind: str, kept: int) -> int:
+        """Where the end marker ends that `behind` begins with: a token, with EOS behind it; or else the lines that it
+        keeps whoever speaks next."""
+        start = len(behind) - len(behind.lstrip())
+        token = max((token for token in self.special if behind.startswith(token, start)), key=len, default="")
+        tag = _TAG.match(behind, start)
+        if not token and not tag:
+            return behind.rfind("\n", 0, kept) + 1
+        end, eos = start + len(token or tag[0]), str(self.tokenizer.eos_token)  # type: ignore[index]
+        return end + len(eos) if behind.startswith(eos, end) else end
 
 
 def common(one: str, other: str) -> int:

@@ -50,7 +50,7 @@ class Finder:
         """The turn at a place. Raises Unusable where it cannot be told where it begins and ends."""
         before, upto = self.turns[:place], self.turns[: place + 1]
         opened, closed = self.printer(before, open_turn=True), self.printer(upto)
-        closed = closed[: len(closed) - self.printer.opens_next(upto, opened, closed)]
+        closed = closed[: len(closed) - self.printer.opens_next(closed)]
         if self.whole.startswith(closed) and closed.startswith(opened):
             piece = closed[len(opened) :]
             return Found(place, len(opened), len(opened) + _counted(piece, self.turns[place].content))
@@ -75,6 +75,16 @@ class Finder:
         before = self.turns[: found.place]
         opened = self.printer(before, open_turn=True)
         return opened[common(self.printer(before), opened) :]
+
+    def merges(self, found: Found) -> bool:
+        """Whether white space that a turn begins with follows on white space of its header: one token may have both."""
+        return self.whole[found.start - 1 : found.start + 1].isspace() and found.start > 0
+
+    def uncut(self, opening: str, end: int) -> int:
+        """The end of a generation prompt's part, moved to the front of white space behind a special token where the
+        part ends within white space or may: there are tokens that hold more of it."""
+        bare = len(opening[:end].rstrip())
+        return bare if any(opening[:bare].endswith(token) for token in self.printer.special) else end
 
     def _among(self, place: int, marked: Turns, opened: str, closed: str) -> Found | None:
         """The turn at a place, by numbers in place of what turns say; None where they change more than that."""
@@ -140,18 +150,17 @@ def evened(answers: Sequence[Located]) -> list[list[Found]]:
     What a generation prompt forces, such as an opened thought, is a header where every turn begins with it. Where one
     does not, it counts in all of them, for what stands in its place counts there.
     """
-    if not any(turn.short for answer in answers for turn in answer.turns):
+    if not any(turn.short or answer.finder.merges(turn) for answer in answers for turn in answer.turns):
         return [answer.turns for answer in answers]
-    known = [[replace(t, opening=answer.finder.opening(t)) for t in answer.turns] for answer in answers]
-    short: dict[str, int] = {}
-    for turn in (turn for turns in known for turn in turns):
-        short[turn.opening] = max(turn.short, short.get(turn.opening, 0))
-    for opening, missing in short.items():
-        kept = len(opening) - missing
-        while missing and kept > 0 and opening[kept - 1].isspace() and opening[kept].isspace():
-            kept -= 1  # tokens keep white space together
-        short[opening] = len(opening) - kept
-    return [[replace(t, start=t.start - (short[t.opening] - t.short)) for t in turns] for turns in known]
+    known = [(answer.finder, replace(t, opening=answer.finder.opening(t))) for answer in answers for t in answer.turns]
+    kept: dict[str, int] = {}
+    for finder, turn in known:
+        shared = len(turn.opening) - turn.short
+        if turn.short or finder.merges(turn):
+            shared = finder.uncut(turn.opening, shared)
+        kept[turn.opening] = min(shared, kept.get(turn.opening, shared))
+    even = iter(replace(t, start=t.start - (len(t.opening) - t.short - kept[t.opening])) for _, t in known)
+    return [[next(even) for _ in answer.turns] for answer in answers]
 
 
 def _counted(piece: str, content: str) -> int:
