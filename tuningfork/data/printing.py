@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import jinja2
@@ -36,8 +36,24 @@ _NO_MESSAGES = re.compile(r"\b(?:tools?|tool_calls?|functions?|documents?|proper
 
 _WORDS = "xwordsx"  # of a conversation that only shows what the template writes around them
 _TAG = re.compile(r"<[^<>\s]+>")  # a marker that the tokenizer has no token for
-# Of a tokenizer: the header that its template leaves open behind a conversation, by what else decides about it.
-_left_open: WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple[Any, ...], str]] = WeakKeyDictionary()
+
+
+class Around(NamedTuple):
+    """What a template prints around the turns of a plain conversation.
+
+    `opener` is what the generation prompt adds. `left_open` is the header of a next turn behind a conversation that
+    ends with the assistant, which was not asked for: the assistant's, as a generation prompt has it, or the user's, as
+    it stands where a user speaks first and next. `end` is the token behind an assistant's words where a user speaks
+    next, empty if there is none, and None if that cannot be told.
+    """
+
+    opener: str
+    left_open: str
+    end: str | None
+
+
+# Of a tokenizer: what its template prints around turns, by what else decides about that.
+_around: WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple[Any, ...], Around]] = WeakKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -119,37 +135,47 @@ class Printer:
                 messages.append({"role": turn.role, "content": content, **extra})
             yield messages
 
-    def opens_next(self, closed: str) -> int:
-        """Length of the next turn's header at the end of `closed`, a conversation that ends with the assistant and was
-        not asked to open another turn: 0 for most templates."""
-        known = _left_open.setdefault(self.tokenizer, {})
+    @property
+    def around(self) -> Around:
+        """What this template prints around turns, whatever they say."""
+        known = _around.setdefault(self.tokenizer, {})
         arguments = {name: value for name, value in self.arguments.items() if name not in ("tools", "documents")}
         asked = (str(self.tokenizer.chat_template), repr(arguments), self.silence)
         if asked not in known:
-            known[asked] = replace(self, arguments=arguments)._header_left_open()
-        return len(known[asked]) if closed.endswith(known[asked]) else 0
+            known[asked] = replace(self, arguments=arguments)._printed_around()
+        return known[asked]
 
-    def _header_left_open(self) -> str:
-        """What this template prints behind the end marker of a closed conversation, if that begins the next turn: the
-        assistant's, as its generation prompt does, or the user's, as it does where a user speaks first and next."""
+    def opens_next(self, closed: str) -> int:
+        """Length of the next turn's header at the end of `closed`, a conversation that ends with the assistant and was
+        not asked to open another turn: 0 for most templates."""
+        return len(self.around.left_open) if closed.endswith(self.around.left_open) else 0
+
+    def _printed_around(self) -> Around:
         asked, said, more = (Message(role, f"{_WORDS}{i}") for i, role in enumerate(("user", "assistant", "user")))
-        opened = self.tried((asked,), open_turn=True) or ""
+        alone, opened = self.tried((asked,)) or "", self.tried((asked,), open_turn=True) or ""
+        opener = opened[common(alone, opened) :]
         closed, followed = self.tried((asked, said)) or "", self.tried((asked, said, more)) or ""
         if said.content not in closed or not all(turn.content in followed for turn in (asked, said, more)):
-            return ""
+            return Around(opener, "", None)
         behind, after = (text.rpartition(said.content)[2] for text in (closed, followed))
         between, lead = after.partition(more.content)[0], followed.partition(asked.content)[0]
         end = self._end_of_marker(behind, common(behind, between))
         header, next_one = behind[end:].lstrip(), between[end:].lstrip()
-        if next_one.startswith(header):
-            return header if lead.endswith(next_one) else ""
-        return header if opened.endswith(header) and closed.startswith(opened) else ""
+        if next_one.startswith(header):  # it is the user's, if it is one
+            opens = lead.endswith(next_one)
+        else:
+            opens = opened.endswith(header) and closed.startswith(opened)
+        return Around(opener, header if opens else "", self.token(between.lstrip()))
+
+    def token(self, text: str) -> str:
+        """The added token that a text begins with; empty where there is none."""
+        return max((token for token in self.special if text.startswith(token)), key=len, default="")
 
     def _end_of_marker(self, behind: str, kept: int) -> int:
         """Where the end marker ends that `behind` begins with: a token, with EOS behind it; or else the lines that it
         keeps whoever speaks next."""
         start = len(behind) - len(behind.lstrip())
-        token = max((token for token in self.special if behind.startswith(token, start)), key=len, default="")
+        token = self.token(behind[start:])
         tag = _TAG.match(behind, start)
         if not token and not tag:
             return behind.rfind("\n", 0, kept) + 1

@@ -47,7 +47,20 @@ class Finder:
         self.marks = Marks(turns, printer.arguments)
 
     def find(self, place: int) -> Found:
-        """The turn at a place. Raises Unusable where it cannot be told where it begins and ends."""
+        """The turn at a place. Raises Unusable where it cannot be told where it begins and ends, or where something is
+        printed within it that another one says."""
+        found = self._find(place)
+        text = self.printer.tried(self.marks.turns) or ""
+        own = [at for mark in self.marks.all if mark.place == place and (at := text.find(mark.text)) >= 0]
+        for other in self.marks.all:
+            if len(own) > 1 and other.place != place and min(own) < text.find(other.text) < max(own):
+                raise Unusable(REWRITES, f"and prints message {other.place + 1} within message {place + 1}")
+        header = self.printer.around.opener
+        if header and self.whole.startswith(header, found.start) and not self.opening(found):
+            return replace(found, start=found.start + len(header))  # the generation prompt lacks it here
+        return found
+
+    def _find(self, place: int) -> Found:
         before, upto = self.turns[:place], self.turns[: place + 1]
         opened, closed = self.printer(before, open_turn=True), self.printer(upto)
         closed = closed[: len(closed) - self.printer.opens_next(closed)]
@@ -100,7 +113,7 @@ class Finder:
         tail = tail[: len(tail) - (len(self.printer(self.turns[: place + 1])) - len(closed))]
         if begins >= ends or not any(mark.place == place for mark in self.marks.all):
             return None
-        start = begins + common(lead, self.whole[begins:])
+        start = begins + self._not_within_a_token(lead, common(lead, self.whole[begins:]))
         stop = ends + self._end_marker(tail, self.whole[ends:])
         short = len(lead) - (start - begins)
         opening = self.opening(Found(place, start, stop)) if short else ""
@@ -125,16 +138,20 @@ class Finder:
         """Length of the end marker in `after`, which stands behind a turn, where `tail` closes it as the last one.
 
         That is what they have in common, up to a special token that they have not; or else one special token, where
-        another one closes the conversation.
+        another one closes the conversation, unless it is known to be none that closes a turn.
         """
-        end = common(tail.rstrip(), after)
+        end = self._not_within_a_token(tail, common(tail.rstrip(), after))
+        first = [self.printer.token(text) for text in (tail, after)]
+        other = all(first) and self.printer.around.end in (first[1], None)
+        return len(tail[:end].rstrip()) or (len(first[1]) if other else 0)
+
+    def _not_within_a_token(self, text: str, end: int) -> int:
+        """The end of a text's part, moved to the front of a special token that it cuts."""
         for token in self.printer.special:
-            at = tail.find(token, max(0, end - len(token) + 1))
+            at = text.find(token, max(0, end - len(token) + 1))
             if 0 <= at < end < at + len(token):
                 end = at
-        special = self.printer.special
-        first = [max((t for t in special if text.startswith(t)), key=len, default="") for text in (tail, after)]
-        return len(tail[:end].rstrip()) or (len(first[1]) if all(first) else 0)
+        return end
 
 
 class Located(NamedTuple):
