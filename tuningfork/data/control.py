@@ -19,6 +19,7 @@ from typing import Any, cast
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
+from tuningfork.data.turns import says_something
 from tuningfork.data.values import Unusable
 from tuningfork.records import Example, Message, Turns
 
@@ -106,7 +107,7 @@ class ControlTokens:
         def cut(part: str, turn: Message) -> Message:
             words, found = _without_ends(turn.content, self.ends)
             notes.update((f"{CUT}: {token} in {part}", None) for token in found)
-            if found and not words.strip() and not turn.extra.get("tool_calls"):
+            if found and not says_something(replace(turn, content=words)):
                 raise Unusable(
                     "empty message" if part == "prompt" else "empty answer",
                     f"an assistant turn of {part} says only {turn.content.strip()[:80]!r}",

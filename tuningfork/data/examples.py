@@ -23,6 +23,7 @@ from tuningfork.data.turns import (
     is_transcript,
     parted,
     renamed,
+    says_something,
     split_transcripts,
     transcript_turns,
     turns,
@@ -224,9 +225,9 @@ def _checked(parts: Parts, prompt: Turns, answers: list[Turns]) -> tuple[Turns, 
             raise Unusable("last turn not assistant", f"{name!r} ends with a {answer[-1].role} turn")
         if answer[0].role != "assistant":
             raise Unusable("answer starts with another role", f"{name!r} starts with a {answer[0].role} turn")
-    _check_filled(parts, [all(map(_says_something, (m for m in a if m.role == "assistant"))) for a in answers])
+    _check_filled(parts, [all(map(says_something, (m for m in a if m.role == "assistant"))) for a in answers])
     for place, message in enumerate(prompt, 1):
-        if message.role not in OPENING and not _says_something(message):
+        if message.role not in OPENING and not says_something(message):
             raise Unusable("empty message", f"message {place} of the prompt, of role {message.role}")
     if prompt[-1].role == "assistant":
         raise Unusable(
@@ -235,10 +236,6 @@ def _checked(parts: Parts, prompt: Turns, answers: list[Turns]) -> tuple[Turns, 
             "continued as strings with data.template: none",
         )
     return prompt, answers
-
-
-def _says_something(message: Message) -> bool:
-    return bool(message.content.strip() or message.extra.get("tool_calls"))
 
 
 def _check_filled(parts: Parts, full: list[bool]) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
@@ -32,6 +33,27 @@ _ASKED = re.compile(r"""['"](\w+)['"]\s+(?:not\s+)?in\s+(\w+)""")
 _BOUND = re.compile(r"\{%[-+]?\s*(?:for\s+([\w\s,]+?)\s+in|set\s+(\w+)\s*=)\s*(.*?)%\}", re.DOTALL)
 # Of these come objects that are no messages: tools, calls, documents, and what a template keeps for itself.
 _NO_MESSAGES = re.compile(r"\b(?:tools?|tool_calls?|functions?|documents?|properties|parameters|items|namespace)\b")
+
+_WORDS = "xwordsx"  # of a conversation that only shows what the template writes around them
+_TAG = re.compile(r"<[^<>\s]+>")  # a marker that the tokenizer has no token for
+
+
+class Around(NamedTuple):
+    """What a template prints around the turns of a plain conversation.
+
+    `opener` is what the generation prompt adds. `left_open` is the header of a next turn behind a conversation that
+    ends with the assistant, which was not asked for: the assistant's, as a generation prompt has it, or the user's, as
+    it stands where a user speaks first and next. `end` is the token behind an assistant's words where a user speaks
+    next, empty if there is none, and None if that cannot be told.
+    """
+
+    opener: str
+    left_open: str
+    end: str | None
+
+
+# Of a tokenizer: what its template prints around turns, by what else decides about that.
+_around: WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple[Any, ...], Around]] = WeakKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -113,26 +135,52 @@ class Printer:
                 messages.append({"role": turn.role, "content": content, **extra})
             yield messages
 
-    def opens_next(self, turns: Turns, opened: str, closed: str) -> int:
-        """Length of the next turn's header at the end of `closed`, which was not asked for one: 0 for most templates.
+    @property
+    def around(self) -> Around:
+        """What this template prints around turns, whatever they say."""
+        known = _around.setdefault(self.tokenizer, {})
+        arguments = {name: value for name, value in self.arguments.items() if name not in ("tools", "documents")}
+        asked = (str(self.tokenizer.chat_template), repr(arguments), self.silence)
+        if asked not in known:
+            known[asked] = replace(self, arguments=arguments)._printed_around()
+        return known[asked]
 
-        `turns` are those that `closed` prints, and `opened` are those before the last with its generation prompt. A
-        template that opens an assistant turn behind every conversation ends both with the same header, and takes it
-        back where a user speaks next; what it takes back of a closed conversation is an end marker, in no other's lead.
-        """
-        alike = closed[len(closed) - common_end(opened, closed) :]
-        if not alike.strip() or not closed.startswith(opened):
-            return 0
-        followed = self.tried((*turns, Message("user", "0")))
-        if followed is None or followed.startswith(closed.rstrip()):
-            return 0
-        if header := common_end(self.tried(()) or "", alike):  # of no turns: the header alone, and maybe a BOS
-            return header
-        # The end marker is one special token; without any, the header has a line of its own.
-        start, kept = len(closed) - len(alike), common(followed, closed)
-        ends = (closed.find(token, start) + len(token) for token in self.special if token in closed[start:kept])
-        line = max(closed.rfind("\n", start, kept) + 1, start)
-        return len(closed) - min((end for end in ends if end <= kept), default=line)
+    def opens_next(self, closed: str) -> int:
+        """Length of the next turn's header at the end of `closed`, a conversation that ends with the assistant and was
+        not asked to open another turn: 0 for most templates."""
+        return len(self.around.left_open) if closed.endswith(self.around.left_open) else 0
+
+    def _printed_around(self) -> Around:
+        asked, said, more = (Message(role, f"{_WORDS}{i}") for i, role in enumerate(("user", "assistant", "user")))
+        alone, opened = self.tried((asked,)) or "", self.tried((asked,), open_turn=True) or ""
+        opener = opened[common(alone, opened) :]
+        closed, followed = self.tried((asked, said)) or "", self.tried((asked, said, more)) or ""
+        if said.content not in closed or not all(turn.content in followed for turn in (asked, said, more)):
+            return Around(opener, "", None)
+        behind, after = (text.rpartition(said.content)[2] for text in (closed, followed))
+        between, lead = after.partition(more.content)[0], followed.partition(asked.content)[0]
+        end = self._end_of_marker(behind, common(behind, between))
+        header, next_one = behind[end:].lstrip(), between[end:].lstrip()
+        if next_one.startswith(header):  # it is the user's, if it is one
+            opens = lead.endswith(next_one)
+        else:
+            opens = opened.endswith(header) and closed.startswith(opened)
+        return Around(opener, header if opens else "", self.token(between.lstrip()))
+
+    def token(self, text: str) -> str:
+        """The added token that a text begins with; empty where there is none."""
+        return max((token for token in self.special if text.startswith(token)), key=len, default="")
+
+    def _end_of_marker(self, behind: str, kept: int) -> int:
+        """Where the end marker ends that `behind` begins with: a token, with EOS behind it; or else the lines that it
+        keeps whoever speaks next."""
+        start = len(behind) - len(behind.lstrip())
+        token = self.token(behind[start:])
+        tag = _TAG.match(behind, start)
+        if not token and not tag:
+            return behind.rfind("\n", 0, kept) + 1
+        end, eos = start + len(token or tag[0]), str(self.tokenizer.eos_token)  # type: ignore[index]
+        return end + len(eos) if behind.startswith(eos, end) else end
 
 
 def common(one: str, other: str) -> int:

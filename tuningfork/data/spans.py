@@ -47,10 +47,23 @@ class Finder:
         self.marks = Marks(turns, printer.arguments)
 
     def find(self, place: int) -> Found:
-        """The turn at a place. Raises Unusable where it cannot be told where it begins and ends."""
+        """The turn at a place. Raises Unusable where it cannot be told where it begins and ends, or where something is
+        printed within it that another one says."""
+        found = self._find(place)
+        text = self.printer.tried(self.marks.turns) or ""
+        own = [at for mark in self.marks.all if mark.place == place and (at := text.find(mark.text)) >= 0]
+        for other in self.marks.all:
+            if len(own) > 1 and other.place != place and min(own) < text.find(other.text) < max(own):
+                raise Unusable(REWRITES, f"and prints message {other.place + 1} within message {place + 1}")
+        header = self.printer.around.opener
+        if header and self.whole.startswith(header, found.start) and not self.opening(found):
+            return replace(found, start=found.start + len(header))  # the generation prompt lacks it here
+        return found
+
+    def _find(self, place: int) -> Found:
         before, upto = self.turns[:place], self.turns[: place + 1]
         opened, closed = self.printer(before, open_turn=True), self.printer(upto)
-        closed = closed[: len(closed) - self.printer.opens_next(upto, opened, closed)]
+        closed = closed[: len(closed) - self.printer.opens_next(closed)]
         if self.whole.startswith(closed) and closed.startswith(opened):
             piece = closed[len(opened) :]
             return Found(place, len(opened), len(opened) + _counted(piece, self.turns[place].content))
@@ -76,6 +89,16 @@ class Finder:
         opened = self.printer(before, open_turn=True)
         return opened[common(self.printer(before), opened) :]
 
+    def merges(self, found: Found) -> bool:
+        """Whether white space that a turn begins with follows on white space of its header: one token may have both."""
+        return self.whole[found.start - 1 : found.start + 1].isspace() and found.start > 0
+
+    def uncut(self, opening: str, end: int) -> int:
+        """The end of a generation prompt's part, moved to the front of white space behind a special token where the
+        part ends within white space or may: there are tokens that hold more of it."""
+        bare = len(opening[:end].rstrip())
+        return bare if any(opening[:bare].endswith(token) for token in self.printer.special) else end
+
     def _among(self, place: int, marked: Turns, opened: str, closed: str) -> Found | None:
         """The turn at a place, by numbers in place of what turns say; None where they change more than that."""
         begins = self._gap(place, marked)
@@ -90,7 +113,7 @@ class Finder:
         tail = tail[: len(tail) - (len(self.printer(self.turns[: place + 1])) - len(closed))]
         if begins >= ends or not any(mark.place == place for mark in self.marks.all):
             return None
-        start = begins + common(lead, self.whole[begins:])
+        start = begins + self._not_within_a_token(lead, common(lead, self.whole[begins:]))
         stop = ends + self._end_marker(tail, self.whole[ends:])
         short = len(lead) - (start - begins)
         opening = self.opening(Found(place, start, stop)) if short else ""
@@ -115,16 +138,20 @@ class Finder:
         """Length of the end marker in `after`, which stands behind a turn, where `tail` closes it as the last one.
 
         That is what they have in common, up to a special token that they have not; or else one special token, where
-        another one closes the conversation.
+        another one closes the conversation, unless it is known to be none that closes a turn.
         """
-        end = common(tail.rstrip(), after)
+        end = self._not_within_a_token(tail, common(tail.rstrip(), after))
+        first = [self.printer.token(text) for text in (tail, after)]
+        other = all(first) and self.printer.around.end in (first[1], None)
+        return len(tail[:end].rstrip()) or (len(first[1]) if other else 0)
+
+    def _not_within_a_token(self, text: str, end: int) -> int:
+        """The end of a text's part, moved to the front of a special token that it cuts."""
         for token in self.printer.special:
-            at = tail.find(token, max(0, end - len(token) + 1))
+            at = text.find(token, max(0, end - len(token) + 1))
             if 0 <= at < end < at + len(token):
                 end = at
-        special = self.printer.special
-        first = [max((t for t in special if text.startswith(t)), key=len, default="") for text in (tail, after)]
-        return len(tail[:end].rstrip()) or (len(first[1]) if all(first) else 0)
+        return end
 
 
 class Located(NamedTuple):
@@ -140,18 +167,17 @@ def evened(answers: Sequence[Located]) -> list[list[Found]]:
     What a generation prompt forces, such as an opened thought, is a header where every turn begins with it. Where one
     does not, it counts in all of them, for what stands in its place counts there.
     """
-    if not any(turn.short for answer in answers for turn in answer.turns):
+    if not any(turn.short or answer.finder.merges(turn) for answer in answers for turn in answer.turns):
         return [answer.turns for answer in answers]
-    known = [[replace(t, opening=answer.finder.opening(t)) for t in answer.turns] for answer in answers]
-    short: dict[str, int] = {}
-    for turn in (turn for turns in known for turn in turns):
-        short[turn.opening] = max(turn.short, short.get(turn.opening, 0))
-    for opening, missing in short.items():
-        kept = len(opening) - missing
-        while missing and kept > 0 and opening[kept - 1].isspace() and opening[kept].isspace():
-            kept -= 1  # tokens keep white space together
-        short[opening] = len(opening) - kept
-    return [[replace(t, start=t.start - (short[t.opening] - t.short)) for t in turns] for turns in known]
+    known = [(answer.finder, replace(t, opening=answer.finder.opening(t))) for answer in answers for t in answer.turns]
+    kept: dict[str, int] = {}
+    for finder, turn in known:
+        shared = len(turn.opening) - turn.short
+        if turn.short or finder.merges(turn):
+            shared = finder.uncut(turn.opening, shared)
+        kept[turn.opening] = min(shared, kept.get(turn.opening, shared))
+    even = iter(replace(t, start=t.start - (len(t.opening) - t.short - kept[t.opening])) for _, t in known)
+    return [[next(even) for _ in answer.turns] for answer in answers]
 
 
 def _counted(piece: str, content: str) -> int:

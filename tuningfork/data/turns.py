@@ -106,6 +106,12 @@ def _unknown_role(field: str, given: str, roles: Roles) -> str:
     )
 
 
+def says_something(turn: Message) -> bool:
+    """Whether there are words, calls or thoughts: an answer that never comes to its end may be thoughts alone."""
+    thoughts = str(turn.extra.get(THOUGHTS[0], ""))
+    return bool(turn.content.strip() or turn.extra.get("tool_calls") or thoughts.strip())
+
+
 def renamed(value: Any, roles: Roles) -> list[str]:
     """The roles of messages that are read under another name, each with that name; those of ShareGPT go without."""
     messages = value if isinstance(value, list) else [value]

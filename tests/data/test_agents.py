@@ -1,0 +1,206 @@
+"""Conversations of agents, with thoughts, calls and what tools answer, in published templates.
+
+A template may print a turn otherwise once others follow. Whatever it does: what counts of a conversation is what the
+assistant says, each turn from behind its header to its end marker, and nothing that anybody else says.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerBase
+
+from tests.real_tokenizers import DEEPSEEK_V3, GEMMA3, GPT_OSS, LLAMA3, QWEN3, TRL, Unavailable, template, vocabulary
+from tests.real_tokenizers import Package as Vocabulary
+from tuningfork.data.template import LEAVES_OUT, REFUSES, REWRITES, RenderedExample, render
+from tuningfork.data.tokenize import Encoder
+from tuningfork.data.values import Unusable
+from tuningfork.records import Example, Message, Source, Turns
+
+
+class Printed(NamedTuple):
+    """A template, what stands before its assistant turns, and what ends them, by reading it.
+
+    `refuses` are its own words for what it does not take, `within` whether it prints tools' answers within a turn.
+    """
+
+    vocabulary: Vocabulary
+    template: str
+    headers: tuple[str, ...]
+    ends: tuple[str, ...]
+    refuses: str = "^$"
+    within: bool = False
+
+
+CHATML = ("<|im_start|>assistant\n",)
+OPENED = ("<|im_start|>assistant\n<think>", "<|im_start|>assistant\n<think>\n")  # by the generation prompt
+TEMPLATES = {
+    "qwen2_5": Printed(QWEN3, "qwen2_5.jinja", CHATML, ("<|im_end|>",)),
+    "qwen3": Printed(QWEN3, "qwen3.jinja", CHATML, ("<|im_end|>",)),
+    "qwen3_5": Printed(QWEN3, "qwen3_5_think.jinja", CHATML + OPENED, ("<|im_end|>",)),
+    "qwen3_8": Printed(QWEN3, "qwen3_8.jinja", OPENED, ("<|im_end|>",)),
+    "nemotron": Printed(QWEN3, "nemotron_3_ultra.jinja", CHATML + OPENED, ("<|im_end|>",)),
+    "glm4": Printed(QWEN3, "glm4moe.jinja", ("<|assistant|>",), ("</tool_call>", "")),  # the next header ends a turn
+    "lfm2": Printed(QWEN3, "lfm2_2_5.jinja", CHATML, ("<|im_end|>",)),
+    "llama3_1": Printed(
+        LLAMA3,
+        "llama3_1.jinja",
+        ("<|start_header_id|>assistant<|end_header_id|>\n\n",),
+        ("<|eot_id|>",),
+        refuses="only supports single tool-calls",
+    ),
+    "gemma4": Printed(
+        GEMMA3, "gemma4_v5.jinja", ("<|turn>model\n", "<tool_response|>", "qz"), ("<turn|>", "<|tool_response>"),
+        within=True,
+    ),
+    "deepseek_v3": Printed(
+        DEEPSEEK_V3,
+        "deepseekv3.jinja",
+        ("<｜Assistant｜>", "<｜tool▁outputs▁end｜>"),
+        ("<｜end▁of▁sentence｜>", "<｜tool▁call▁end｜>"),
+    ),
+    "gpt_oss": Printed(
+        GPT_OSS,
+        "gptoss.jinja",
+        ("<|start|>assistant",),
+        ("<|return|>", "<|end|>", "<|call|>"),
+        refuses="Cannot pass both content and thinking",
+    ),
+}  # fmt: skip
+MARKERS = re.compile(r"<\|\w+\|>|<\w+\|>|<\|\w+>|</?think>")
+WORD = re.compile(r"zq\d+qz")
+PARAMETERS = {"type": "object", "properties": {"key": {"type": "string", "description": "k"}}, "required": ["key"]}
+TOOLS = [{"type": "function", "function": {"name": "look", "description": "d", "parameters": PARAMETERS}}]
+
+
+@cache
+def loaded(name: str) -> tuple[PreTrainedTokenizerBase, Encoder]:
+    """The template, with a vocabulary that has all of its markers."""
+    printed = TEMPLATES[name]
+    try:
+        tokenizer, text = copy.deepcopy(vocabulary(printed.vocabulary)), template(TRL, printed.template)
+    except Unavailable as error:
+        pytest.skip(str(error))
+    markers = sorted(set(MARKERS.findall(text)) - tokenizer.get_added_vocab().keys())
+    tokenizer.add_tokens([AddedToken(marker, normalized=False, special=True) for marker in markers])
+    tokenizer.chat_template = text
+    return tokenizer, Encoder(tokenizer, "chat")
+
+
+def numbered(turns: list[tuple[str, int, bool, bool]], first: int) -> Turns:
+    """Turns (role, calls, thinks, speaks) -> turns whose every word is another one."""
+    found: list[Message] = []
+    words = (f"zq{n}qz" for n in range(first, first + 1000))
+    for role, calls, thinks, speaks in turns:
+        extra: dict[str, object] = {"reasoning_content": next(words)} if thinks else {}
+        ids = [f"call{first + len(found):04}{i}" for i in range(calls)]
+        if calls:
+            functions = [{"name": "look", "arguments": {"key": next(words)}} for _ in ids]
+            extra["tool_calls"] = [
+                {"id": i, "type": "function", "function": f} for i, f in zip(ids, functions, strict=True)
+            ]
+        found.append(Message(role, next(words) if speaks else "", extra))
+        found.extend(Message("tool", next(words), {"tool_call_id": i, "name": "look"}) for i in ids)
+    return tuple(found)
+
+
+@st.composite
+def answers(draw: st.DrawFn, thinks: bool) -> list[tuple[str, int, bool, bool]]:
+    """An answer: now and then a user's turn, calls with their answers, and words, or thoughts alone."""
+    thoughts = st.booleans() if thinks else st.just(False)
+    found: list[tuple[str, int, bool, bool]] = []
+    for n in range(draw(st.integers(1, 2))):
+        found += [("user", 0, False, True)] * bool(n)
+        for _ in range(draw(st.integers(0, 2))):
+            found.append(("assistant", draw(st.sampled_from([1, 1, 2])), draw(thoughts), draw(st.integers(0, 3)) == 0))
+        speaks = not thinks or draw(st.integers(0, 5)) > 0
+        found.append(("assistant", 0, draw(thoughts) if speaks else True, speaks))
+    return found
+
+
+@st.composite
+def examples(draw: st.DrawFn) -> Example:
+    thinks = draw(st.booleans())
+    system = numbered([("system", 0, False, True)], 9000) if draw(st.booleans()) else ()
+    before = draw(st.one_of(st.just([]), answers(False)))
+    prompt = (*system, *numbered([("user", 0, False, True), *before, *[("user", 0, False, True)] * bool(before)], 1000))
+    pair = (numbered(draw(answers(thinks)), 3000), numbered(draw(answers(thinks)), 5000))
+    called = any(turn.extra.get("tool_calls") for turns in (prompt, *pair) for turn in turns)
+    return Example(Source("pairs.jsonl", 1), prompt, pair, template={"tools": TOOLS} if called else {})
+
+
+def said(turn: Message) -> set[str]:
+    return set(WORD.findall(repr((turn.content, turn.extra))))
+
+
+@pytest.mark.parametrize("train_on", ["all_assistant", "last"])
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(example=examples())
+def test_what_counts_is_what_the_assistant_says_and_nothing_else(name: str, train_on: str, example: Example) -> None:
+    tokenizer, encoder = loaded(name)
+    printed = TEMPLATES[name]
+    other = Example(example.source, example.prompt, example.answers[::-1], template=example.template)
+    try:
+        got = render(example, tokenizer, train_on)  # type: ignore[arg-type]
+    except Unusable as unusable:
+        with pytest.raises(Unusable):
+            render(other, tokenizer, train_on)  # type: ignore[arg-type]
+        assert_lost_for_a_reason(unusable, printed)
+        return
+    swapped = render(other, tokenizer, train_on)  # type: ignore[arg-type]
+    assert (swapped.border, swapped.texts, swapped.spans) == (got.border, got.texts[::-1], got.spans[::-1])
+    assert_spans(got, example, printed, train_on)
+    (tokens,) = encoder([got])
+    for answer, text, spans in zip(tokens.answers, got.texts, got.spans, strict=True):
+        ids = [*tokens.prompt_ids, *answer.ids]
+        assert ids == tokenizer(text, add_special_tokens=False).input_ids
+        counted = [int(i) for i, counts in zip(answer.ids, answer.mask, strict=True) if counts]
+        spelt = WORD.findall(tokenizer.decode(counted))
+        assert spelt == [word for start, stop in spans for word in WORD.findall(text[start:stop])]
+
+
+def assert_lost_for_a_reason(unusable: Unusable, printed: Printed) -> None:
+    if unusable.reason == LEAVES_OUT:
+        what = r"(content|reasoning_content|tool_calls) of message \d+.*, in the (prompt|(chosen|rejected) answer)$"
+        assert re.match(what, unusable.detail) or unusable.detail == "tools"
+    elif unusable.reason == REFUSES:
+        assert re.search(printed.refuses, unusable.detail)
+    else:
+        assert unusable.reason == REWRITES and printed.within and "within message" in unusable.detail
+
+
+def assert_spans(got: RenderedExample, example: Example, printed: Printed, train_on: str) -> None:
+    for turns, text, spans in zip(example.answers, got.texts, got.spans, strict=True):
+        assistant = [turn for turn in turns if turn.role == "assistant"]
+        due = assistant[-1:] if train_on == "last" else assistant
+        assert len(spans) == len(due)
+        for turn, (start, stop) in zip(due, spans, strict=True):
+            assert set(WORD.findall(text[start:stop])) == said(turn)
+            assert text[:start].endswith(printed.headers) or text[start:].startswith("<think>"), text[:start][-40:]
+            tail = WORD.split(text[start:stop])[-1]
+            ends = [end for end in printed.ends if tail.endswith(end)]
+            if printed.within and tail == "":  # the words of a call stand behind what the tool answers
+                continue
+            assert ends and tail.count(ends[0]) in (1, len(tail) + 1), tail
+        assert got.texts[0][: got.border] == got.texts[1][: got.border]
+
+
+@pytest.mark.parametrize("one", ["", "\n", "\n\n", " \n"])
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_8"])
+def test_a_forced_thought_is_cut_off_at_the_same_place_on_both_sides(name: str, one: str) -> None:
+    """By hand: the prompt opens a thought with one line break; two are one token, which has a part of the header."""
+    tokenizer, encoder = loaded(name)
+    thinks = (Message("assistant", "4", {"reasoning_content": f"{one}two"}),)
+    for pair in ((thinks, (Message("assistant", "5"),)), ((Message("assistant", "5"),), thinks)):
+        example = Example(Source("f", 1), (Message("user", "q"),), pair)
+        (tokens,) = encoder([render(example, tokenizer)])
+        assert tokenizer.decode(tokens.prompt_ids).endswith("<|im_start|>assistant\n<think>")
+        assert all(answer.mask.all() for answer in tokens.answers)
