@@ -300,7 +300,10 @@ def test_completions_by_their_ranks(write_as: Any, tmp_path: Path) -> None:
         ({"prompt": "q", "completions": ["a", "b"], "labels": [True, False]}, "labels judge steps of one answer"),
         ({"prompt": "q", "response": "a", "helpfulness": 4}, "each answer is rated by itself"),
         ({"prompt": "q", "response": "a", "is_safe": False}, "response: completion, is_safe: label"),
-        ({"conversation_a": [user("q")], "conversation_b": [user("q")], "winner": "model_a"}, "winner's conversation"),
+        (
+            {"conversation_a": [user("q")], "conversation_b": [user("q")], "winner": "model_a"},
+            "winner names one of two conversations",
+        ),
         ({"query": "q", "answers": '[{"name": "f"}]', "tools": "[{}]"}, "calls to imitate"),
     ],
 )

@@ -33,7 +33,11 @@ UNREAD = {
     "chosen and rejected, or as answers and scores, by the rating that you trust",
     ("prompt", "response", "is_safe"): "each answer is judged by itself (BeaverTails): write those of one prompt as "
     "chosen and rejected, or say data.columns: {response: completion, is_safe: label} for single answers with a label",
-    ("conversation_a", "conversation_b", "winner"): "write the winner's conversation as chosen, the other as rejected",
+    (
+        "conversation_a",
+        "conversation_b",
+        "winner",
+    ): "winner names one of two conversations: write it as chosen, the other as rejected",
     ("query", "answers", "tools"): "answers are calls to imitate (xLAM), not answers to compare: write messages",
     ("conversations", "kto_tag"): "single answers with a label, of LLaMA-Factory, are read with data.columns: "
     "{conversations: messages, kto_tag: label}",
