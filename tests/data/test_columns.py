@@ -104,6 +104,9 @@ def test_a_form_that_is_not_known_is_met_with_the_nearest_two_and_how_to_name_fi
     assert "data.columns names 'beter', which no row has" in said
     assert "Nearest are pairs (prompt, chosen, rejected) lacks chosen and rejected; " in said
     assert said.endswith("say so, such as data.columns: {...: chosen, ...: rejected}.")
+    with pytest.raises(DataError) as caught:
+        read_examples(write(tmp_path, [{name.upper(): value for name, value in PAIR.items()}]), False)
+    assert "Nearest are pairs (prompt, chosen, rejected)" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["input.messages", "input[0]", "input/messages"])

@@ -294,6 +294,19 @@ def test_completions_by_their_ranks(write_as: Any, tmp_path: Path) -> None:
         assert dropped.reason == reason, completions
 
 
+def test_what_stands_beside_an_answer_and_its_rank(tmp_path: Path) -> None:
+    items = [{"answer": text, "rank": rank, "model": "m"} for rank, text in enumerate("ab")]
+    found = read_examples(write(tmp_path, [{"prompt": "q", "answers": items}]), False)
+    assert list(found.notes) == ["fields that are not read: answers[].model"]
+    for key, value in (("system", "s"), ("tools", [{"name": "f"}]), ("images", ["i"]), ("history", [["a", "b"]])):
+        row = {"context": [user("q")], "completions": [{"completion": "a", "rank": 0, key: value}, {**RANKED}]}
+        (dropped,) = read_examples(write(tmp_path, [row]), False).dropped
+        assert dropped.reason == "unsupported field" and f".{key} is filled" in dropped.detail
+
+
+RANKED = {"completion": "b", "rank": 1}
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [

@@ -31,6 +31,7 @@ class Parts:
     label: bool | None = None
     tools: tuple[Named, ...] = ()  # with the places where they stand, beside those that any row may have
     document: bool = False
+    beside: tuple[str, ...] = ()  # names of filled fields beside the answers, within the same objects
     answered: bool = False  # the prompt goes on with the best answer, which is not among the answers
 
     @property
@@ -192,7 +193,7 @@ def _ranking(row: Row) -> Parts:
     if filled(row, "scores"):
         return Parts(("prompt", prompt), _sorted(named, "scores", _scores(row["scores"], len(named))))
     if any(isinstance(answer, dict) and "answer" in answer for answer in answers):
-        return Parts(("prompt", prompt), _by_rank(named, "answer"))
+        return _by_rank(("prompt", prompt), named, "answer")
     return Parts(("prompt", prompt), named)
 
 
@@ -204,19 +205,21 @@ def _completions(row: Row) -> Parts:
         shown = f"a list of {len(found)}" if isinstance(found, list) else kind_of(found)
         raise Unusable("wrong type", f"completions is {shown}, expected a list of at least two, with ranks")
     named = [(f"completions[{i}]", item) for i, item in enumerate(found)]
-    return Parts(("context", context), _by_rank(named, "completion"))
+    return _by_rank(("context", context), named, "completion")
 
 
-def _by_rank(named: list[Named], key: str) -> list[Named]:
-    """The answers, each within an object with its rank, the lowest rank first."""
-    ranked, ranks = [], []
+def _by_rank(prompt: Named, named: list[Named], key: str) -> Parts:
+    """Answers that are each within an object with its rank, the lowest rank first."""
+    ranked, ranks, beside = [], [], dict[str, None]()
     for name, item in named:
         if not isinstance(item, dict):
             raise Unusable("wrong type", f"{name} is {kind_of(item)}, expected an object with {key} and rank")
         answer, rank = fields(item, (key, "rank"), f"{name}.")
         ranked.append((f"{name}.{key}", answer))
         ranks.append(-number(rank, f"{name}.rank"))
-    return _sorted(ranked, "ranks", ranks)
+        others = (other for other in item if other not in (key, "rank") and filled(item, other))
+        beside |= dict.fromkeys(f"{name.partition('[')[0]}[].{other}" for other in others)
+    return Parts(prompt, _sorted(ranked, "ranks", ranks), beside=tuple(beside))
 
 
 def _scores(scores: Any, answers: int) -> list[float]:

@@ -169,8 +169,10 @@ def _unknown(path: str, rows: Rows, given: list[str], columns: Mapping[str, str]
 
 
 def _distance(keys: Sequence[str], there: set[str]) -> tuple[bool, int, int]:
-    """How far a form is from fields that are there: whether it has none of them, how many of its own are missing, one
-    less where as many others are left that may be these; of forms that are alike in this the largest comes first."""
+    """How far a form is from fields that are there, whatever their case: whether it has none of them, how many of its
+    own are missing, one less where as many others are left that may be these; of forms that are alike in this the
+    largest comes first."""
+    there = {name.casefold() for name in there}
     missing, left = sum(key not in there for key in keys), len(there.difference(keys))
     return missing == len(keys), missing - (missing == left), -len(keys)
 
