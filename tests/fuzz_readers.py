@@ -20,7 +20,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,70 @@ def document(rng: random.Random) -> Row:
     return {"text": text(rng), "chat_template_kwargs": rng.choice((None, {}, "{}", odd(rng)))}
 
 
+def after_messages(rng: random.Random) -> Row:
+    """A prompt as messages with two answers, or a whole conversation with another end, or with a label."""
+    start: list[Row] = [turn(rng.choice(OTHERS), rng), turn("user", rng)][rng.randint(0, 1) :]
+    end, written = rng.choice((spoken, dict_parts, called))(rng), rng.choice((list, list, json.dumps))
+    whole = {"messages": written([*start, end]), **rng.choice(({}, {"system": text(rng)}))}
+    return rng.choice(
+        (
+            {"messages": written(start), "chosen": end, "rejected": rng.choice((gpt(rng), text(rng)))},
+            {**whole, "rejected_response": rng.choice((text(rng), answers(rng)))},
+            {**whole, "rejected_messages": [*start, spoken(rng)], "rejected_tools": rng.choice((None, "null", "[]"))},
+            {**whole, "label": rng.choice((True, False, 1))},
+        )
+    )
+
+
+def objects(rng: random.Random) -> Row:
+    """Answers that are objects with messages, as such or as text, and tools that may be nothing in words."""
+    start, key = [turn("user", rng)], rng.choice(("messages", "conversations", "conversation"))
+    tools = {"tools": rng.choice(("null", "[]", "", None, [{"name": "f"}]))}
+    written = rng.choice((json.dumps, str, dict))
+    both = {name: written({key: [*start, called(rng)], **tools}) for name in ("chosen", "rejected")}
+    return {**both, **rng.choice(({}, tools))}
+
+
+def ranked(rng: random.Random) -> Row:
+    """Completions with ranks, or responses under longer names."""
+    items = [{"rank": rng.choice((0, 1, 2, "1", None)), "completion": answers(rng)} for _ in range(rng.randint(1, 3))]
+    context = rng.choice((text(rng), [turn("user", rng)]))
+    both = {"chosen_response": text(rng), "rejected_response": text(rng), "rejected_system": rng.choice((None, "yes"))}
+    asked = rng.choice(({"prompt": text(rng)}, {"instruction": text(rng), "input": text(rng)}))
+    return rng.choice(({"context": context, "completions": items}, {**asked, **both, "system": text(rng)}))
+
+
+def own_names(rng: random.Random) -> Row:
+    """Fields and roles that only data.columns and data.roles tell."""
+    said = {"role": "customer", "content": text(rng)}
+    return {"asked": rng.choice((text(rng), [said])), "better": [turn("agent", rng)], "worse": text(rng)}
+
+
+def spoken(rng: random.Random) -> Row:
+    return turn(rng.choice(("assistant", "gpt", "model", "bot")), rng)
+
+
+def dict_parts(rng: random.Random) -> Row:
+    """An assistant's turn in parts."""
+    kinds = ("reasoning", "thinking", "text", "tool_call")
+    call: Row = {"name": "f", "arguments": rng.choice(({}, "{}", "["))}
+    parts: list[Row] = [
+        {"type": kind, rng.choice((kind, "text", "value")): call if kind == "tool_call" else text(rng)}
+        for kind in (kinds if rng.random() < 0.5 else rng.choices(kinds, k=2))
+    ]
+    return {"role": "assistant", "content": parts}
+
+
+def called(rng: random.Random) -> Row:
+    """A call as a turn of its own, or one within the words of a message."""
+    call = rng.choice(('{"name": "f", "arguments": {}}', {"name": "f", "arguments": "{}"}, '[{"name": "f"}]', "f()"))
+    role = rng.choice(("tool_call", "function_call"))
+    return rng.choice(({"role": role, "content": call}, {"from": role, "value": call}, turn(rng.choice(OTHERS), rng)))
+
+
+OTHERS = ("environment", "function", "developer", "human", "tool", "ipython", "system", "stranger")
+
+
 def other(rng: random.Random) -> Row:
     """Fields of several forms, with values of any kind."""
     names = (
@@ -151,6 +215,10 @@ def other(rng: random.Random) -> Row:
         "input",
         "output_1",
         "tools",
+        "rejected_response",
+        "kto_tag",
+        "completions",
+        "asked",
     )
     return {name: rng.choice([text, answers, odd])(rng) for name in rng.sample(names, 3)}
 
@@ -176,7 +244,7 @@ def text(rng: random.Random) -> str:
 
 FORMS: tuple[Callable[[random.Random], Row], ...] = (
     *(pair, messages, conversations, transcripts, sharegpt, labelled, instruction, message_lists, openai),
-    *(single, ranking, conversation, document, judged, repeated),
+    *(single, ranking, conversation, document, judged, repeated, after_messages, objects, ranked, own_names),
 )
 
 
@@ -306,7 +374,9 @@ def parquet(made: list[Any], rng: random.Random, strange: bool) -> bytes:
     return out.getvalue()
 
 
-NAMES = ("prompt", "chosen", "rejected", "conversations", "", "a.b")
+NAMES = ("prompt", "chosen", "rejected", "conversations", "messages", "meta", "asked", "", "a.b")
+COLUMNS = {"asked": "prompt", "better": "chosen", "worse": "rejected"}
+ROLES = {"customer": "user", "agent": "assistant"}
 
 
 def strange_column(n: int, rng: random.Random) -> pa.Array:
@@ -324,6 +394,13 @@ def strange_column(n: int, rng: random.Random) -> pa.Array:
         ({"role": "assistant", "content": None}, pa.struct([("role", pa.string()), ("content", pa.string())])),
         ([1, 2], pa.list_(pa.int8(), 2)),
         (True, pa.bool_()),
+        (b"yes", pa.binary()),
+        (b"ab", pa.binary(2)),
+        ([b"yes", None], pa.list_(pa.large_binary())),
+        ([("chosen", [("role", "x")])], pa.map_(pa.string(), pa.map_(pa.string(), pa.binary()))),
+        ([(1, None)], pa.map_(pa.int32(), pa.string())),
+        ([("k", "x"), ("k", "y")], pa.map_(pa.string(), pa.string())),
+        ({"bytes": b"\xff", "path": None}, pa.struct([("bytes", pa.binary()), ("path", pa.string())])),
         (1, pa.duration("s")),
     )
     value, kind = rng.choice(kinds)
@@ -385,6 +462,8 @@ def file_of(case: int, seed: int, folder: Path) -> tuple[Path, DataConfig, str]:
     path = folder / f"case-{case}{suffix}{'.gz' if zipped else ''}"
     path.write_bytes(data)
     config = DataConfig(template=rng.choice(("chat", "chat", "none")), max_length=rng.choice((2, 40, 2048, 2048)))
+    if rng.random() < 0.5:
+        config = replace(config, columns=rng.choice((COLUMNS, dict(list(COLUMNS.items())[:1]))), roles=ROLES)
     return path, config, rng.choice((CHATML, INST, REWRITING))
 
 

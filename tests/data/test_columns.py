@@ -104,6 +104,23 @@ def test_a_form_that_is_not_known_is_met_with_the_nearest_two_and_how_to_name_fi
     assert "data.columns names 'beter', which no row has" in said
     assert "Nearest are pairs (prompt, chosen, rejected) lacks chosen and rejected; " in said
     assert said.endswith("say so, such as data.columns: {...: chosen, ...: rejected}.")
+    with pytest.raises(DataError) as caught:
+        read_examples(write(tmp_path, [{name.upper(): value for name, value in PAIR.items()}]), False)
+    assert "Nearest are pairs (prompt, chosen, rejected)" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["input.messages", "input[0]", "input/messages"])
+def test_columns_name_whole_fields_and_say_so(name: str, tmp_path: Path) -> None:
+    row = {"input": {"messages": [user("q")]}, "better": "a", "worse": "b"}
+    words = "it names whole fields such as input, not what is within them"
+    with pytest.raises(DataError, match=words):
+        read_examples(write(tmp_path, [row]), False, columns={name: "prompt"})
+    with pytest.raises(ConfigError, match=words):
+        check_used({name: "prompt"}, {}, row, [], complete=True)
+    with pytest.raises(ConfigError, match="names no field that is read"):
+        check_columns({"asked": name})
+    plain = {name: "q", "chosen": "a", "rejected": "b"}  # a name like any other, where a field has it
+    assert read_examples(write(tmp_path, [plain]), False, columns={name: "prompt"}).form == "pairs"
 
 
 # ---- fields of messages that the chat template reads

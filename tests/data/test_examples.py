@@ -188,7 +188,7 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str, str]] = {
     "implicit differ": ({"chosen": [user("q"), assistant("a")]} | {"rejected": [user("r"), assistant("b")]},
                         "prompts differ", "do not part at an assistant turn"),
     "no prompt": ({"chosen": [assistant("a")], "rejected": [assistant("b")]}, "empty prompt", ""),
-    "not a transcript": ({"chosen": "hello", "rejected": "there"}, "not a transcript", "need a 'prompt' field"),
+    "not a transcript": ({"chosen": "hello", "rejected": "there"}, "not a transcript", "need a 'prompt' beside"),
     "text before": ({"chosen": "x" + HH.format(1, 2), "rejected": HH.format(1, 3)}, "not a transcript", "'chosen'"),
     "transcripts differ": ({"chosen": HH.format(1, 2), "rejected": HH.format(3, 4)}, "prompts differ", "22 characters"),
     "transcript empty": ({"chosen": HH.format(1, 2), "rejected": HH.format(1, "")}, "empty answer", "rejected"),

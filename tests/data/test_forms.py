@@ -260,6 +260,133 @@ def test_pairs_with_what_data_sets_keep_beside_them(tmp_path: Path) -> None:
         assert example.answers == (turns(assistant("a")), turns(assistant("b")))
 
 
+def test_responses_that_are_chosen_and_rejected(tmp_path: Path) -> None:
+    """NeMo-Aligner and distilabel."""
+    row = {"chosen_response": "a", "rejected_response": "b", "system": "s"}
+    system, answers = {"role": "system", "content": "s"}, (turns(assistant("a")), turns(assistant("b")))
+    example = other(tmp_path, {**row, "prompt": "q", "chosen_reward": 4, "rejected_reward": 1}, "responses")
+    assert (example.prompt, example.answers) == (turns(system, user("q")), answers)
+    example = other(tmp_path, {**row, "instruction": "i", "input": "x"}, "instruction_responses")
+    assert (example.prompt, example.answers) == (turns(system, user("i\nx")), answers)
+    marked = {**row, "prompt": "<extra_id_0>System\n\n<extra_id_1>User\nq\n<extra_id_1>Assistant\n"}
+    (dropped,) = read_examples(write(tmp_path, [marked]), False).dropped
+    assert dropped.reason == "turns within a string"
+
+
+@pytest.mark.parametrize("write_as", [list, json.dumps])
+def test_completions_by_their_ranks(write_as: Any, tmp_path: Path) -> None:
+    """NeMo-RL: the lowest rank is the best, wherever it stands."""
+    items: list[Any] = [
+        {"rank": rank, "completion": [assistant(text)]} for rank, text in ((2, "c"), (0, "a"), (1, "b"))
+    ]
+    row = {"context": [user("q")], "completions": write_as(items)}
+    example = other(tmp_path, row, "completions")
+    assert (example.prompt, example.answers) == (turns(user("q")), tuple(turns(assistant(text)) for text in "abc"))
+    for completions, reason in (
+        (items[:1], "wrong type"),
+        ("x", "wrong type"),
+        (["x", "y"], "wrong type"),
+        ([{**items[0], "rank": 1}, items[2]], "answers tie"),
+        ([{**items[0], "rank": None}, items[2]], "null field"),
+        ([{"rank": 0}, items[2]], "missing field"),
+    ):
+        (dropped,) = read_examples(write(tmp_path, [{**row, "completions": completions}]), False).dropped
+        assert dropped.reason == reason, completions
+
+
+def test_what_stands_beside_an_answer_and_its_rank(tmp_path: Path) -> None:
+    items = [{"answer": text, "rank": rank, "model": "m"} for rank, text in enumerate("ab")]
+    found = read_examples(write(tmp_path, [{"prompt": "q", "answers": items}]), False)
+    assert list(found.notes) == ["fields that are not read: answers[].model"]
+    for key, value in (("system", "s"), ("tools", [{"name": "f"}]), ("images", ["i"]), ("history", [["a", "b"]])):
+        row = {"context": [user("q")], "completions": [{"completion": "a", "rank": 0, key: value}, {**RANKED}]}
+        (dropped,) = read_examples(write(tmp_path, [row]), False).dropped
+        assert dropped.reason == "unsupported field" and f".{key} is filled" in dropped.detail
+
+
+RANKED = {"completion": "b", "rank": 1}
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "q", "completions": ["a", "b"], "labels": [True, False]}, "labels judge steps of one answer"),
+        ({"prompt": "q", "response": "a", "helpfulness": 4}, "each answer is rated by itself"),
+        ({"prompt": "q", "response": "a", "is_safe": False}, "response: completion, is_safe: label"),
+        (
+            {"conversation_a": [user("q")], "conversation_b": [user("q")], "winner": "model_a"},
+            "winner names one of two conversations",
+        ),
+        ({"query": "q", "answers": '[{"name": "f"}]', "tools": "[{}]"}, "calls to imitate"),
+    ],
+)
+def test_what_is_in_wide_use_and_compares_no_answers_is_refused_with_what_to_do(
+    row: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match="no known form of data") as caught:
+        read_examples(write(tmp_path, [row]), False)
+    assert words in str(caught.value)
+
+
+SAID = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "form"),
+    [
+        ({"conversations": SAID, "kto_tag": True}, "unpaired_messages"),
+        ({"instruction": "q", "input": "", "output": "a", "kto_tag": True}, "unpaired"),
+        ({"conversations": SAID}, "messages"),
+        ({"instruction": "q", "input": "", "output": "a"}, "completion"),
+    ],
+)
+def test_single_answers_under_other_names_are_read_as_their_refusal_says(
+    row: dict[str, Any], form: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path, [row])
+    try:
+        said = read_examples(path, False)
+    except DataError as error:
+        inner = str(error).partition("data.columns: {")[2].partition("}")[0]
+        said = read_examples(path, False, columns=dict(item.split(": ") for item in inner.split(", ")))
+    assert said.form == form and said.dropped == []
+    (example,) = said.examples
+    assert (example.prompt, example.answers) == (turns(user("q")), (turns(assistant("a")),))
+    assert example.label == row.get("kto_tag")
+
+
+def test_a_label_under_another_name_is_not_passed_over(tmp_path: Path) -> None:
+    path = write(tmp_path, [{"messages": [user("q"), assistant("a")], "kto_tag": False}])
+    (dropped,) = read_examples(path, False).dropped
+    assert (dropped.reason, dropped.detail.split()[0]) == ("unsupported field", "kto_tag")
+    (example,) = read_examples(path, False, columns={"kto_tag": "label"}).examples
+    assert example.label is False
+
+
+def test_answers_without_a_prompt_are_dropped_with_the_fields_that_may_hold_it(tmp_path: Path) -> None:
+    row = {"context_messages": [user("q")], "chosen": assistant("a"), "rejected": assistant("b")}
+    path = write(tmp_path, [row])
+    (dropped,) = read_examples(path, False).dropped
+    assert dropped.reason == "empty prompt" and "(context_messages)" in dropped.detail
+    assert "data.columns: {...: prompt}" in dropped.detail
+    (example,) = read_examples(path, False, columns={"context_messages": "prompt"}).examples
+    assert example.prompt == turns(user("q"))
+
+
+def test_a_system_message_of_the_rejected_answer_is_that_of_the_prompt(tmp_path: Path) -> None:
+    talk, wrong = [user("q"), assistant("a")], [user("q"), assistant("b")]
+    row = {"messages": talk, "rejected_messages": wrong, "rejected_system": "s"}
+    held = {"messages": [SYSTEM, *talk], "rejected_messages": [SYSTEM, *wrong], "rejected_system": "s"}
+    for same in ({**row, "system": "s"}, held):
+        assert other(tmp_path, same, "rejected_messages").prompt == turns(SYSTEM, user("q"))
+    for differs in (row, {**row, "system": "t"}, {**held, "rejected_system": "t"}):
+        (dropped,) = read_examples(write(tmp_path, [differs]), False).dropped
+        assert dropped.reason == "two system messages" and "rejected_system is not" in dropped.detail
+    (dropped,) = read_examples(write(tmp_path, [{**held, "rejected_messages": wrong}]), False).dropped
+    assert dropped.reason == "prompts differ"
+    assert dropped.detail.endswith("they begin system, user, assistant and user, assistant")
+
+
 def test_ratings_that_give_no_order_are_refused_with_what_to_do(tmp_path: Path) -> None:
     """UltraFeedback as it first came: completions rated on several scales."""
     row = {"source": "s", "instruction": "q", "completions": [{"response": "a", "overall_score": 7}], "models": []}

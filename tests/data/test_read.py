@@ -287,7 +287,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
         [
             "Fields found: input, label",
             "Nearest are unpaired_messages (messages, label) lacks messages; ",
-            "{...: messages}",
+            "data.columns: {...: messages}",
         ],
     ),
 }
@@ -397,6 +397,16 @@ def test_a_map_is_an_object(tmp_path: Path) -> None:
     (turn,) = result.examples[0].answers[0]
     assert isinstance(turn, Message)
     assert turn.extra["tool_calls"][0]["function"]["arguments"] == {"x": "1", "y": None}
+
+
+def test_keys_of_a_map_are_text(tmp_path: Path) -> None:
+    said = [("role", "assistant"), ("content", "a"), ("17", "x")]
+    for kind, key in ((pa.int32(), 17), (pa.binary(), b"17"), (pa.float64(), 1.5)):
+        meta = pa.array([[(key, "x")]], pa.map_(kind, pa.string()))
+        text = pa.array([said], pa.map_(pa.string(), pa.string()))
+        pyarrow.parquet.write_table(pa.table({"prompt": ["q"], "meta": meta, "chosen": text}), tmp_path / "t.parquet")
+        ((_, row),) = read_rows(tmp_path / "t.parquet")
+        assert row == {"prompt": "q", "meta": {str(key) if kind != pa.binary() else "17": "x"}, "chosen": dict(said)}
 
 
 # ---- files that are not what their names say

@@ -385,11 +385,18 @@ def test_an_unknown_role_is_named_with_what_to_set(tmp_path: Path) -> None:
 # ---- parts of content
 
 
-@pytest.mark.parametrize("kind", ["reasoning", "thinking"])
-@pytest.mark.parametrize("key", ["reasoning", "thinking", "text", "value"])
+@pytest.mark.parametrize("kind", ["reasoning", "thinking", "think"])
+@pytest.mark.parametrize("key", ["reasoning", "thinking", "think", "text", "value", "content"])
 def test_parts_that_are_thoughts(kind: str, key: str, tmp_path: Path) -> None:
     content = [{"type": kind, key: "h"}, {"type": kind, key: "m"}, {"type": "text", "text": "a"}]
     assert answered(tmp_path, content=content) == Message("assistant", "a", {"reasoning_content": "hm"})
+
+
+@pytest.mark.parametrize("kind", ["text", "input_text", "output_text", None])
+def test_parts_that_are_text(kind: str | None, tmp_path: Path) -> None:
+    """Under any of its names, and twice where both say the same; a column of parts fills up with empty text."""
+    parts = [{"type": kind, "text": "a", "value": "a"}, {"type": kind, "content": "b", "text": "", "reasoning": None}]
+    assert answered(tmp_path, content=parts) == Message("assistant", "ab")
 
 
 @pytest.mark.parametrize(
@@ -399,6 +406,7 @@ def test_parts_that_are_thoughts(kind: str, key: str, tmp_path: Path) -> None:
         {"type": "tool_call", "tool_call": CALLED},
         {"type": "tool_call", **CALLED},
         {"type": "function_call", "function": CALLED},
+        {"type": "tool_use", "name": CALLED["name"], "input": CALLED["arguments"]},
     ],
 )
 def test_parts_that_are_calls(part: Any, tmp_path: Path) -> None:
@@ -410,6 +418,23 @@ def test_parts_that_are_calls(part: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("message", "words"),
     [
+        (
+            {"content": [{"type": "text", "text": "a", "value": "b"}]},
+            "chosen[0].content[0] has text and value filled; a part says one thing",
+        ),
+        (
+            {"content": [{"type": "text", "text": "a", "tool_call": CALLED}]},
+            "chosen[0].content[0] has text and tool_call filled",
+        ),
+        ({"content": [{"type": "tool_call", **CALLED, "text": "a"}]}, "chosen[0].content[0].text is a string that is"),
+        (
+            {"content": [{"type": "tool_call", **CALLED, "reasoning": "h"}]},
+            "chosen[0].content[0] has reasoning filled",
+        ),
+        (
+            {"content": [{"type": "reasoning", "summary": ["h"]}]},
+            "no chosen[0].content[0].reasoning; found type, summary",
+        ),
         ({"content": [{"type": "image_url", "text": "a"}]}, "chosen[0].content[0] is of type 'image_url'; known are "),
         (
             {"content": [{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "h"}]},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from tuningfork.data.examples import ASKED, READ
@@ -58,6 +59,12 @@ def names_of(rows: Iterable[tuple[int, Row]]) -> list[str]:
     return list(found)
 
 
+def within(name: str, there: Iterable[str]) -> str:
+    """What to say of a name for something within a field: objects and messages are read as they are."""
+    field = re.split(r"[.\[/]", name, maxsplit=1)[0]
+    return f"; it names whole fields such as {field}, not what is within them" if field in there else ""
+
+
 def check_used(columns: Names, roles: Names, fields: Iterable[str], notes: Iterable[str], complete: bool) -> None:
     """Raise ConfigError where `data.columns` or `data.roles` name what no row of all tables has.
 
@@ -71,6 +78,7 @@ def check_used(columns: Names, roles: Names, fields: Iterable[str], notes: Itera
         if theirs not in there and len(there) < NAMES_KEPT:
             near = difflib.get_close_matches(theirs, there, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(there)[:40])}."
+            hint = within(theirs, there).removeprefix("; ") + "." if within(theirs, there) else hint
             raise ConfigError(f"data.columns: {{{theirs}: {ours}}}: no row has a field {theirs!r}; {hint}")
     said = list(notes)
     for theirs, ours in roles.items():

@@ -6,15 +6,17 @@ from typing import Any
 
 from tuningfork.data.json_rows import kind_of
 from tuningfork.data.tools import THOUGHTS, spoken_call
-from tuningfork.data.values import SHOWN, Unusable, string
+from tuningfork.data.values import SHOWN, Unusable, filled, string
+from tuningfork.records import same
 
 # Types of parts in the order in which every template prints what they say, with the keys that may hold it.
 PARTS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
-    (("reasoning", "thinking"), ("reasoning", "thinking", "text", "value")),
-    (("text",), ("text", "value")),
-    (("tool_call", "function_call"), ("tool_call", "function_call", "value", "text")),
+    (("reasoning", "thinking", "think"), ("reasoning", "thinking", "think", "text", "value", "content")),
+    (("text", "input_text", "output_text"), ("text", "value", "content")),
+    (("tool_call", "function_call", "tool_use"), ("tool_call", "function_call", "value", "text")),
 )
 THOUGHT, TEXT, CALL = range(3)
+SAID = tuple(dict.fromkeys(key for _, keys in PARTS for key in keys))
 
 
 def content_of(content: Any, field: str) -> tuple[str, dict[str, Any]]:
@@ -39,16 +41,33 @@ def content_of(content: Any, field: str) -> tuple[str, dict[str, Any]]:
             first, second = PARTS[before][0][0], PARTS[kind][0][0]
             raise Unusable("unsupported content", f"{place} is a part of type {second} behind one of type {first}")
         before = kind
-        there = (key for key in PARTS[kind][1] if part.get(key) is not None)
-        key = next(there, None)
+        key = _said_in(part, kind, place)
         if kind == CALL:
-            said = {name: value for name, value in part.items() if name != "type"} if key is None else part[key]
-            calls += spoken_call(said, place if key is None else f"{place}.{key}")
+            calls += spoken_call(_call(part) if key is None else part[key], f"{place}.{key}" if key else place)
+        elif key is None:
+            raise Unusable("missing field", f"no {place}.{PARTS[kind][1][0]}; found {', '.join(part)[:SHOWN]}")
         else:
-            texts[kind].append(string(*((part[key], f"{place}.{key}") if key else (None, place))))
+            texts[kind].append(string(part[key], f"{place}.{key}"))
     thoughts = "".join(texts[THOUGHT])
     found: dict[str, Any] = {THOUGHTS[0]: thoughts} if thoughts else {}
     return "".join(texts[TEXT]), found | ({"tool_calls": calls} if calls else {})
+
+
+def _said_in(part: dict[str, Any], kind: int, place: str) -> str | None:
+    """The field that holds what a part says. Raises Unusable where another one says something else."""
+    own = [key for key in PARTS[kind][1] if part.get(key) is not None]
+    key = next((key for key in own if filled(part, key)), own[0] if own else None)
+    others = [other for other in SAID if filled(part, other) and (key is None or not same(part[other], part[key]))]
+    if others:
+        first = "" if key is None else f"{key} and "
+        raise Unusable("unsupported content", f"{place} has {first}{others[0]} filled; a part says one thing")
+    return key
+
+
+def _call(part: dict[str, Any]) -> dict[str, Any]:
+    """The call that a part itself is; a part of type tool_use calls the arguments its input."""
+    renamed = {"input": "arguments"} if part.get("type") == "tool_use" else {}
+    return {renamed.get(name, name): value for name, value in part.items() if name != "type"}
 
 
 def _kind(part: dict[str, Any], place: str) -> int:

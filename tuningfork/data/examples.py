@@ -30,21 +30,25 @@ from tuningfork.data.turns import (
     unread,
 )
 from tuningfork.data.unpack import SOME_AS_JSON, Unpacked, unpacked_parts, without_repeated_prompt
-from tuningfork.data.values import Unusable, filled, given, number, string, whole
+from tuningfork.data.values import SHOWN, Unusable, filled, given, number, string, whole
 from tuningfork.errors import DataError
 from tuningfork.records import Example, Message, Source, Turns
 
 SYSTEM = ("system", "system_prompt")  # either holds the system message
+REJECTED_SYSTEM = "rejected_system"  # the one of the rejected answer, which has the same prompt
 SCORES = (
     *(("score_chosen", "score_rejected"), ("chosen_score", "rejected_score")),
     *(("rating_chosen", "rating_rejected"), ("chosen_rating", "rejected_rating"), ("chosen-rating", "rejected-rating")),
 )
 # Fields that every form reads.
 READ = {
-    *(*SYSTEM, "history", "tools", "functions", "rejected_tools", "chat_template_kwargs", "weight", "margin"),
+    *(*SYSTEM, REJECTED_SYSTEM, "history", "tools", "functions", "rejected_tools", "chat_template_kwargs"),
+    *("weight", "margin"),
     *(name for pair in SCORES for name in pair),
 }
-ROW_ONLY = frozenset((*SYSTEM, "history", "rejected_tools", "chat_template_kwargs", "weight", "margin"))
+ROW_ONLY = frozenset(
+    (*SYSTEM, REJECTED_SYSTEM, "history", "rejected_tools", "chat_template_kwargs", "weight", "margin")
+)
 ASKED = ("instruction", "input", "question", "query")  # fields that hold what was asked, where no prompt does
 CUT_REPEATED = "answers repeat the prompt: cut off"
 BEGIN_ALIKE = "all answers begin with the whole prompt"
@@ -144,7 +148,7 @@ def _text_parts(source: Source, parts: Parts, row: Row) -> tuple[str, list[str]]
                 f"{source}: field {name!r} holds messages, which need a chat template. Set data.template: chat, "
                 "or give prompts and answers as strings."
             )
-    for key in (*SYSTEM, "history", "tools", "functions", "chat_template_kwargs"):
+    for key in (*SYSTEM, REJECTED_SYSTEM, "history", "tools", "functions", "chat_template_kwargs"):
         if filled(row, key):
             raise Unusable("unsupported field", f"{key} is filled, and there is no chat template to print it")
     if parts.prompt is None:
@@ -176,6 +180,16 @@ def _turn_parts(parts: Parts, row: Row, names: MessageNames) -> tuple[Turns, lis
         one_turn = isinstance(asked, str) and not is_transcript(asked)
         prompt, found = after_prompt(prompt, conversations, one_turn)
     prompt = _with_system(_with_history(prompt, row, names), row)
+    if not prompt and (others := [key for key in row if key not in (*READ, *ASKED) and filled(row, key)]):
+        raise Unusable(
+            "empty prompt",
+            f"the answers have no turn before them. If another field holds the prompt ({', '.join(others)[:SHOWN]}), "
+            "say so, such as data.columns: {...: prompt}",
+        )
+    if filled(row, REJECTED_SYSTEM) and all(turn.content != row[REJECTED_SYSTEM] for turn in parted(prompt)[0]):
+        raise Unusable(
+            "two system messages", f"{REJECTED_SYSTEM} is not the one of the prompt, which both answers have"
+        )
     return _checked(parts, prompt, found)
 
 

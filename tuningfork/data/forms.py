@@ -31,6 +31,7 @@ class Parts:
     label: bool | None = None
     tools: tuple[Named, ...] = ()  # with the places where they stand, beside those that any row may have
     document: bool = False
+    beside: tuple[str, ...] = ()  # names of filled fields beside the answers, within the same objects
     answered: bool = False  # the prompt goes on with the best answer, which is not among the answers
 
     @property
@@ -107,9 +108,13 @@ def _with_input(row: Row) -> Named:
     return "instruction", "\n".join(text for text in texts if text.strip())
 
 
-def _instruction(row: Row) -> Parts:
-    keys = ("instruction", "chosen", "rejected")
-    return Parts(_with_input(row), list(zip(keys, fields(row, keys), strict=True))[1:])
+def _instructed(chosen: str, rejected: str) -> Form:
+    keys = ("instruction", chosen, rejected)
+
+    def parts(row: Row) -> Parts:
+        return Parts(_with_input(row), list(zip(keys, fields(row, keys), strict=True))[1:])
+
+    return Form(keys, parts, more=("input",))
 
 
 def _openai(row: Row) -> Parts:
@@ -188,17 +193,33 @@ def _ranking(row: Row) -> Parts:
     if filled(row, "scores"):
         return Parts(("prompt", prompt), _sorted(named, "scores", _scores(row["scores"], len(named))))
     if any(isinstance(answer, dict) and "answer" in answer for answer in answers):
-        items = [fields(_object(answer, name), ("answer", "rank"), f"{name}.") for name, answer in named]
-        ranks = [number(rank, f"answers[{i}].rank") for i, (_, rank) in enumerate(items)]
-        ranked = [(f"{name}.answer", answer) for (name, _), (answer, _) in zip(named, items, strict=True)]
-        return Parts(("prompt", prompt), _sorted(ranked, "ranks", [-rank for rank in ranks]))
+        return _by_rank(("prompt", prompt), named, "answer")
     return Parts(("prompt", prompt), named)
 
 
-def _object(value: Any, field: str) -> Row:
-    if not isinstance(value, dict):
-        raise Unusable("wrong type", f"{field} is {kind_of(value)}, expected an object with answer and rank")
-    return value
+def _completions(row: Row) -> Parts:
+    """NeMo-RL: messages, and what may follow them, each with its rank."""
+    context, found = fields(row, ("context", "completions"))
+    found = parsed(found, "completions")
+    if not isinstance(found, list) or len(found) < 2:
+        shown = f"a list of {len(found)}" if isinstance(found, list) else kind_of(found)
+        raise Unusable("wrong type", f"completions is {shown}, expected a list of at least two, with ranks")
+    named = [(f"completions[{i}]", item) for i, item in enumerate(found)]
+    return _by_rank(("context", context), named, "completion")
+
+
+def _by_rank(prompt: Named, named: list[Named], key: str) -> Parts:
+    """Answers that are each within an object with its rank, the lowest rank first."""
+    ranked, ranks, beside = [], [], dict[str, None]()
+    for name, item in named:
+        if not isinstance(item, dict):
+            raise Unusable("wrong type", f"{name} is {kind_of(item)}, expected an object with {key} and rank")
+        answer, rank = fields(item, (key, "rank"), f"{name}.")
+        ranked.append((f"{name}.{key}", answer))
+        ranks.append(-number(rank, f"{name}.rank"))
+        others = (other for other in item if other not in (key, "rank") and filled(item, other))
+        beside |= dict.fromkeys(f"{name.partition('[')[0]}[].{other}" for other in others)
+    return Parts(prompt, _sorted(ranked, "ranks", ranks), beside=tuple(beside))
 
 
 def _scores(scores: Any, answers: int) -> list[float]:
@@ -221,27 +242,37 @@ STRENGTH = "from -3, the first answer is much better, to 3, the second is"
 HELPSTEER2 = Form.judged("prompt", "response_1", "response_2", "preference_strength", STRENGTHS, STRENGTH)
 
 
-def _helpsteer2(row: Row) -> Parts:
-    parts = HELPSTEER2.parts(row)
-    if isinstance(row["prompt"], str) and "<extra_id_1>" in row["prompt"]:
-        raise Unusable("turns within a string", "prompt has turns marked by <extra_id_1>; write it as messages")
-    return parts
+RESPONSES = Form.of("prompt", "chosen_response", "rejected_response")
+
+
+def _unmarked(form: Form) -> Form:
+    """The form, for files in which some prompts are whole conversations that NeMo's marks part."""
+
+    def parts(row: Row) -> Parts:
+        found = form.parts(row)
+        if "<extra_id_1>" in found.asked:
+            raise Unusable("turns within a string", "prompt has turns marked by <extra_id_1>; write it as messages")
+        return found
+
+    return Form(form.keys, parts)
 
 
 FORMS: dict[str, Form] = {
     "sharegpt": Form.of("conversations", "chosen", "rejected"),  # messages {from, value}
     "pairs": Form.of("prompt", "chosen", "rejected"),  # strings, messages, or whole conversations as answers
-    "instruction": Form(("instruction", "chosen", "rejected"), _instruction, more=("input",)),
+    "instruction": _instructed("chosen", "rejected"),  # and input
     "question": Form.of("question", "chosen", "rejected"),  # orca_dpo_pairs
     "input": Form.of("input", "chosen", "rejected"),
     "message_lists": Form.of(None, "chosen_messages", "rejected_messages"),  # two whole conversations
     "rejected_messages": Form.of(None, "messages", "rejected_messages"),  # ms-swift: the chosen one first
     "rejected_response": Form(("messages", "rejected_response"), _rejected_response),  # in place of the last turns
     "query": Form.of("query", "response", "rejected_response"),
+    "responses": _unmarked(RESPONSES),  # NeMo-Aligner
+    "instruction_responses": _instructed("chosen_response", "rejected_response"),  # distilabel
     "messages_pairs": Form(("messages", "chosen", "rejected"), _after_messages),  # the prompt as messages
     "openai": Form(("input", "preferred_output", "non_preferred_output"), _openai),  # input: messages and tools
     "labelled": Form(LABELLED.keys, _labelled, _counts_from_zero, more=("instruction",)),  # label: 1 or 2, the better
-    "helpsteer2": Form(HELPSTEER2.keys, _helpsteer2),
+    "helpsteer2": _unmarked(HELPSTEER2),
     "helpsteer3": Form.judged("context", "response1", "response2", "overall_preference", STRENGTHS, STRENGTH),
     "saferlhf": Form.judged("prompt", "response_0", "response_1", "better_response_id", {0: 0, 1: 1},
                             "it names the better response, 0 or 1"),
@@ -249,6 +280,7 @@ FORMS: dict[str, Form] = {
                        "1 means that human_ref_A is better, 0 that human_ref_B is"),
     "conversations": Form.of(None, "chosen", "rejected"),  # two whole conversations or Human/Assistant transcripts
     "ranking": Form(("prompt", "answers"), _ranking, more=("scores",)),  # best first, with scores, or {answer, rank}
+    "completions": Form(("context", "completions"), _completions),  # NeMo-RL: {completion, rank}, the lowest rank best
     "unpaired": Form(("prompt", "completion", "label"), _unpaired),  # true or false: is the completion wanted?
     "unpaired_messages": Form(("messages", "label"), _unpaired_messages),  # one conversation with such a label
     "completion": Form.of("prompt", "completion"),  # one answer to imitate

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from tuningfork.data.columns import names_of, renamed
+from tuningfork.data.columns import names_of, renamed, within
 from tuningfork.data.examples import RowReader
 from tuningfork.data.forms import FORMS, first_form, form_of
 from tuningfork.data.json_rows import Row
@@ -22,10 +22,31 @@ from tuningfork.errors import DataError
 
 REPEATS_TO_TELL = 3  # rows; by fewer it is not told: "Hello" may well be answered by "Hello!"
 
-# What is in wide use and holds no one order of its answers: the fields that tell it, and what to do.
+# What is in wide use and holds no one order of its answers, or none of answers at all: the fields that tell it, the
+# most telling first, and what to do.
 UNREAD = {
     ("instruction", "completions"): "completions are rated in several ways and not ordered (UltraFeedback): "
-    "write chosen and rejected, or answers and scores, by the rating that you trust"
+    "write chosen and rejected, or answers and scores, by the rating that you trust",
+    ("prompt", "completions", "labels"): "labels judge steps of one answer, not answers: write whole answers as chosen "
+    "and rejected",
+    ("prompt", "response", "helpfulness"): "each answer is rated by itself (HelpSteer): write those of one prompt as "
+    "chosen and rejected, or as answers and scores, by the rating that you trust",
+    ("prompt", "response", "is_safe"): "each answer is judged by itself (BeaverTails): write those of one prompt as "
+    "chosen and rejected, or say data.columns: {response: completion, is_safe: label} for single answers with a label",
+    (
+        "conversation_a",
+        "conversation_b",
+        "winner",
+    ): "winner names one of two conversations: write it as chosen, the other as rejected",
+    ("query", "answers", "tools"): "answers are calls to imitate (xLAM), not answers to compare: write messages",
+    ("conversations", "kto_tag"): "single answers with a label, of LLaMA-Factory, are read with data.columns: "
+    "{conversations: messages, kto_tag: label}",
+    ("instruction", "output", "kto_tag"): "single answers with a label, of LLaMA-Factory, are read with data.columns: "
+    "{instruction: prompt, output: completion, kto_tag: label}",
+    ("conversations",): "conversations to imitate, without others to compare, are read with data.columns: "
+    "{conversations: messages}",
+    ("instruction", "output"): "answers to imitate, without others to compare, are read with data.columns: "
+    "{instruction: prompt, output: completion}",
 }
 
 
@@ -129,11 +150,13 @@ def _not_as_asked(path: str, rows: Rows, asked: str) -> str:
 
 def _unknown(path: str, rows: Rows, given: list[str], columns: Mapping[str, str]) -> str:
     """What was found, the two nearest forms, and how to name fields as ours."""
-    said = [text for keys, text in UNREAD.items() if any(all(filled(row, key) for key in keys) for _, row in rows)]
-    if said:
-        return f"{path}: no known form of data. {_fields_found(rows)} {said[0]}."
     there = {columns.get(name, name) for name in given}
-    wrong = [f"data.columns names {name!r}, which no row has. " for name in columns if name not in given]
+    wrong = [
+        f"data.columns names {name!r}, which no row has{within(name, given)}. " for name in columns if name not in given
+    ]
+    said = [text for keys, text in UNREAD.items() if any(all(filled(row, key) for key in keys) for _, row in rows)]
+    if said and not wrong:
+        return f"{path}: no known form of data. {_fields_found(rows)} {said[0]}."
     forms = sorted(FORMS, key=lambda name: _distance(FORMS[name].keys, there))[:2]
     near = [f"{name} ({', '.join(FORMS[name].keys)}) lacks {_listed(FORMS[name].keys, there)}" for name in forms]
     unused = sorted(name for name in there if name not in FORMS[forms[0]].keys)
@@ -146,8 +169,10 @@ def _unknown(path: str, rows: Rows, given: list[str], columns: Mapping[str, str]
 
 
 def _distance(keys: Sequence[str], there: set[str]) -> tuple[bool, int, int]:
-    """How far a form is from fields that are there: whether it has none of them, how many of its own are missing, one
-    less where as many others are left that may be these; of forms that are alike in this the largest comes first."""
+    """How far a form is from fields that are there, whatever their case: whether it has none of them, how many of its
+    own are missing, one less where as many others are left that may be these; of forms that are alike in this the
+    largest comes first."""
+    there = {name.casefold() for name in there}
     missing, left = sum(key not in there for key in keys), len(there.difference(keys))
     return missing == len(keys), missing - (missing == left), -len(keys)
 

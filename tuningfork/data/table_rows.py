@@ -88,14 +88,14 @@ def _decodes(kind: Any) -> bool:
 def _plain(value: Any, kind: pa.DataType) -> Any:
     """A value without the nulls that fill up the objects of a column, and with bytes as the text that they are.
 
-    Items of a list are no fill, nor are values of a map, whose keys are the file's own.
+    Items of a list are no fill, nor are values of a map, whose keys are the file's own; they are text, as in JSON.
     """
     if isinstance(value, dict) and pa.types.is_struct(kind):
         if {field.name for field in kind} == FILE:
             return value
         return {key: _plain(inner, kind.field(key).type) for key, inner in value.items() if inner is not None}
     if isinstance(value, dict) and pa.types.is_map(kind):
-        return {_plain(key, kind.key_type): _plain(inner, kind.item_type) for key, inner in value.items()}
+        return {str(_plain(key, kind.key_type)): _plain(inner, kind.item_type) for key, inner in value.items()}
     if isinstance(value, list) and _is_list(kind):
         inner = kind.value_type
         return [_plain(item, inner) for item in value] if _is_nested(inner) or _is_binary(inner) else value

@@ -155,7 +155,8 @@ def fork(conversations: Sequence[Turns]) -> tuple[Turns, list[Turns]]:
     while same >= 0 and not all(len(c) > same and c[same].role == "assistant" for c in conversations):
         same -= 1
     if same < 0:
-        raise Unusable("prompts differ", "the conversations do not part at an assistant turn")
+        begin = " and ".join(", ".join(turn.role for turn in c[:3]) for c in conversations)
+        raise Unusable("prompts differ", f"the conversations do not part at an assistant turn; they begin {begin}")
     return conversations[0][:same], [c[same:] for c in conversations]
 
 
@@ -202,7 +203,7 @@ def split_transcripts(transcripts: Sequence[tuple[str, Any]]) -> tuple[str, list
         text = string(value, name)
         prompt, mark, answer = text.rpartition(ANSWER_MARK)
         if not text.lstrip().startswith(TURN_START.strip()) or not mark:
-            hint = "plain strings need a 'prompt' field beside them"
+            hint = "plain strings need a 'prompt' beside them, or data.columns to say which field it is"
             raise Unusable("not a transcript", f"{name!r} is no '\\n\\nHuman: ...\\n\\nAssistant: ...'; {hint}")
         if TURN_MARK.search(answer):
             raise Unusable("last turn not assistant", f"{name!r} ends with a Human turn")

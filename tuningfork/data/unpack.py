@@ -54,7 +54,9 @@ def unpacked_parts(parts: Parts, roles: Roles, row_fields: frozenset[str]) -> Un
     if any(not same([value for _, value in side], [value for _, value in sides[0]]) for side in sides):
         raise Unusable("unsupported field", "the answers have different tools; all of a row have the same ones")
     tools = (*parts.tools, *(opened[prompt[0]].tools if prompt else ()), *sides[0])
-    not_read = tuple(name for found in opened.values() for name in found.not_read)
+    if wrong := [name for name in parts.beside if name.rpartition(".")[2] in row_fields.union(TOOLS)]:
+        raise Unusable("unsupported field", f"{wrong[0]} is filled; all answers have the row's own: write it there")
+    not_read = (*parts.beside, *(name for found in opened.values() for name in found.not_read))
     if prompt is not None:
         prompt = prompt[0], opened[prompt[0]].messages
     answers = [(name, opened[name].messages) for name, _ in answers]

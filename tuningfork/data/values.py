@@ -19,6 +19,7 @@ from tuningfork.data.json_rows import Row, kind_of
 UNSUPPORTED = (
     *("images", "image", "videos", "video", "audios", "audio", "documents"),
     *("rejected_images", "rejected_videos", "rejected_audios"),
+    "kto_tag",  # a label where none is read: data.columns can say that it is one
 )
 SHOWN = 300  # characters of a row's own names in a message, which may be of any length
 DIGITS = 40  # of a number in a message
