@@ -47,6 +47,21 @@ def coarsely(plain_attend, q, k, v, **how):
     return plain_attend(q * scale**0.5, k * scale**0.5, v, scale=1.0, **how)
 
 
+def test_a_model_that_scales_its_embedded_tokens_in_place_is_checked(monkeypatch):
+    """As CTRL does."""
+    policy = Policy(tiny_model("llama", torch.float32), attention_of(finely), torch.float32)
+    inner = policy.model.model.layers[0]
+    before = type(inner).forward
+
+    def scaling(self, hidden, *args, **how):
+        if self is inner:
+            hidden *= 2.0
+        return before(self, hidden, *args, **how)
+
+    monkeypatch.setattr(type(inner), "forward", scaling)
+    KernelCheck.begin(policy, head_of(policy), "here", True, compiling=False).compare(policy)
+
+
 @pytest.mark.parametrize("right", [finely, coarsely])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
