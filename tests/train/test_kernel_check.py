@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.tiny import FAMILIES, head_of, tiny_model
 from tuningfork.errors import ModelError
@@ -49,17 +50,15 @@ def coarsely(plain_attend, q, k, v, **how):
 
 def test_a_model_that_scales_its_embedded_tokens_in_place_is_checked(monkeypatch):
     """As CTRL does."""
-    policy = Policy(tiny_model("llama", torch.float32), attention_of(finely), torch.float32)
-    inner = policy.model.model.layers[0]
-    before = type(inner).forward
+    forward = LlamaRotaryEmbedding.forward
 
-    def scaling(self, hidden, *args, **how):
-        if self is inner:
-            hidden *= 2.0
-        return before(self, hidden, *args, **how)
+    def scaling(self, embedded, *args, **how):
+        embedded *= 2.0
+        return forward(self, embedded, *args, **how)
 
-    monkeypatch.setattr(type(inner), "forward", scaling)
-    KernelCheck.begin(policy, head_of(policy), "here", True, compiling=False).compare(policy)
+    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", scaling)
+    policy, check = begun(attention_of(finely))
+    check.compare(policy)
 
 
 @pytest.mark.parametrize("right", [finely, coarsely])
