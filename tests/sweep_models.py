@@ -1,10 +1,12 @@
 """Every causal language model of transformers, made small and taken the way of a run: trained, or refused, and why.
 
     python -m tests.sweep_models --out docs/models.md      # about a minute on a CPU
+    python -m tests.sweep_models --device cuda             # the same, and the GPU's kernels beside the plain ones
 
 Each class gets its own default config with small sizes and random weights, and goes through the checks that a model
-folder goes through. What passes is compared with its own attention on sequences far longer than its window: log-probs,
-and the gradient of every weight. Where they differ, or a class cannot be built, the sweep stops with an error.
+folder goes through, and those at the start of a run. What passes is compared with its own attention on sequences far
+longer than its window: log-probs, and the gradient of every weight. Where they differ, or a class cannot be built, the
+sweep stops with an error.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from tuningfork.errors import ModelError
 from tuningfork.models import attention
 from tuningfork.models.policy import Policy
 from tuningfork.models.support import check_config, check_modules
+from tuningfork.train.kernel_check import KernelCheck
 from tuningfork.train.self_check import check_packed_equals_alone
 
 WINDOW = 24
@@ -137,7 +140,7 @@ def small_model(config: Any) -> Any:
     return model.train()
 
 
-def judge(kind: str) -> Verdict:
+def judge(kind: str, device: str = "cpu") -> Verdict:
     """Build one kind of model and take it the way of a run.
 
     Raises:
@@ -150,13 +153,21 @@ def judge(kind: str) -> Verdict:
             check_config(default_config(kind), kind)
             config = small_config(kind)
             check_config(config, kind)
-            model = small_model(config)
+            model = small_model(config).to(device)
             check_modules(model, kind)
             check_packed_equals_alone(model, kind)
+            _check_kernels(model, kind)
             _compare(model)
     except ModelError as error:
         return Verdict(kind, name, _in_words(error, kind))
     return Verdict(kind, name)
+
+
+def _check_kernels(model: Any, kind: str) -> None:
+    """As training starts, in the dtype that it has on a GPU. On a CPU the kernels are the plain ones themselves."""
+    policy = Policy.fast(model, torch.bfloat16)
+    check = KernelCheck.begin(policy, head_of(policy), kind, share_prompt=True, compiling=False)
+    check.compare(policy)
 
 
 def _compare(model: Any) -> None:
@@ -167,11 +178,11 @@ def _compare(model: Any) -> None:
     alone.sum().backward()
     truth = {name: weight.grad for name, weight in model.named_parameters()}
     model.zero_grad()
-    batch = build(examples, sum(e.rows(True) for e in examples), share_prompt=True)
+    batch = build(examples, sum(e.rows(True) for e in examples), share_prompt=True).to(model.device)
     _, packed = head_of(policy).backward(
         policy.hidden_rows(batch), policy.head_weight, batch, lambda a, b, logps: logps.sum(), policy.head_bias
     )
-    worst = float((packed - alone.detach()).abs().max() / alone.detach().abs().max())
+    worst = float((packed - alone).detach().abs().max() / alone.detach().abs().max())
     assert worst < LOGPS_AGREE, f"log-probs differ by {worst:.1e}"
     largest = max(float(grad.norm()) for grad in truth.values() if grad is not None)
     for name, weight in model.named_parameters():
@@ -244,6 +255,7 @@ def row(verdict: Verdict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the page here; otherwise only say what is found")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where the models run")
     parser.add_argument("kinds", nargs="*", help="model types to look at; all without any")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -253,7 +265,7 @@ def main() -> None:
     verdicts, broken = [], []
     for kind in args.kinds or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         try:
-            verdicts.append(judge(kind))
+            verdicts.append(judge(kind, args.device))
             print(f"{kind}: {verdicts[-1].refused or 'trained'}", flush=True)
         except Exception as error:  # all of them are named before the sweep fails
             broken.append(f"{kind}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")

@@ -48,4 +48,7 @@ def test_any_other_error_stays_what_it_is():
 
 def test_the_first_line_of_an_error_without_a_word_is_its_type():
     assert first_line(ValueError(" one\ntwo")) == "one"
+    assert first_line(ValueError("for one:\n  two:\n three\nfour")) == "for one: two: three"
+    assert first_line(ValueError("one:")) == "one:"
+    assert (first_line(KeyError("one")), first_line(KeyError("one 'two'"))) == ("'one'", "one 'two'")
     assert first_line(EOFError()) == "EOFError"

@@ -88,7 +88,7 @@ def data(config: RunConfig, strict: bool) -> int:
     config = _dated_as_its_run(config)
     folder = Path(config.output.dir) / data_files.FOLDER
     data_files.check(folder)  # before minutes of reading
-    tokenizer, model = load_tokenizer(config.model.path), load_config(config.model.path)
+    model, tokenizer = load_config(config.model.path), load_tokenizer(config.model.path)
     objective = PreferenceObjective(config.objective)
 
     reports = []
@@ -232,6 +232,7 @@ def _prepare(config: RunConfig, console: Console) -> tuple[Data, Start]:
     device = choose_device(config.train.device)
     compiled = choose_compile(config.model.compile, device)
     with console.startup.time("data"):
+        load_config(config.model.path)  # what cannot be trained is said before what its tokenizer lacks
         tokenizer = load_tokenizer(config.model.path)
         objective = PreferenceObjective(config.objective)
         data = read_data(config.model, config.data, config.pack, objective, tokenizer, compiled, console)

@@ -83,8 +83,13 @@ def enough_memory(doing: str) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says, on one line; the name of its type if it says nothing."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """What an exception says, on one line; the name of its type if it says nothing. A line that ends in a colon goes
+    on in the next."""
+    # The text of a KeyError is its key as Python writes it; a sentence given as the key is meant to be read.
+    sentence = isinstance(error, KeyError) and len(error.args) == 1 and " " in str(error.args[0])
+    lines = (str(error.args[0] if sentence else error).strip() or type(error).__name__).splitlines()
+    last = next((i for i, line in enumerate(lines) if not line.rstrip().endswith(":")), len(lines) - 1)
+    return " ".join(line.strip() for line in lines[: last + 1])
 
 
 def counted(n: int, one: str, many: str = "") -> str:

@@ -57,7 +57,7 @@ def test_queries_and_keys_take_the_dtype_of_the_values():
 
 @pytest.mark.parametrize("keyword", ["position_bias", "never_heard_of"])
 def test_a_keyword_that_attention_does_not_know_is_refused(keyword):
-    with pytest.raises(ModelError, match=f"Identity passes '{keyword}' to its attention"):
+    with pytest.raises(ModelError, match=rf" \(Identity\) takes '{keyword}' into account"):
         call(Spy(), **{keyword: torch.ones(4)})
 
 

@@ -8,6 +8,7 @@ import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.sweep_models import small_config, small_model
 from tests.tiny import VOCAB, one_pack, random_examples, tiny_policy
 from tuningfork.kernels.select import plain
 from tuningfork.models import attention
@@ -132,6 +133,21 @@ def test_block_products_are_those_that_really_run(family):
     with torch.no_grad(), Products() as products:
         policy.hidden_rows(batch)
     assert products.flops == 2 * policy.flops().block_weights * 64  # padding runs, though it is not counted
+
+
+@pytest.mark.parametrize("kind", ["hrm_text", "gemma3n_text", "gemma4_text"])
+def test_products_are_counted_as_often_as_they_run_forward_and_backward(kind):
+    """HRM runs its blocks in cycles and trains the last of them only; Gemma's layers are not alike."""
+    policy = Policy.plain(small_model(small_config(kind)), torch.float32)
+    batch = one_pack([PAIR], share_prompt=True, tokens=64)
+    with Products() as forward:
+        hidden = policy.hidden_rows(batch)
+    with Products() as backward:
+        hidden.sum().backward()
+    counter = policy.flops()
+    assert forward.flops == 2 * counter.block_weights * 64
+    assert backward.flops == 4 * (counter.block_weights - counter.forward_only_weights) * 64
+    assert (counter.forward_only_weights > 0) == (kind == "hrm_text")
 
 
 def test_a_pack_with_shared_prompts_counts_as_many_model_flops_as_one_without():

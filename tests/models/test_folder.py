@@ -79,12 +79,79 @@ def test_a_folder_that_holds_no_model(tmp_path):
     (tmp_path / "config.json").write_text("{ not json")
     refused(tmp_path, r"config\.json cannot be read")
     (tmp_path / "config.json").write_text('{"model_type": "never-heard-of"}')
-    refused(tmp_path, r"config\.json cannot be read")
+    refused(tmp_path, r"transformers \S+ knows no model of type 'never-heard-of'")
+    for missing in ("{}", '{"model_type": null}', '{"model_type": 7}'):
+        (tmp_path / "config.json").write_text(missing)
+        refused(tmp_path, r"config\.json names no model_type")
 
 
 def test_no_weights(tmp_path):
     (folder_of(tmp_path) / "model.safetensors").unlink()
     refused(tmp_path, r"no weights found \(looked for model\.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [("model-Q4_K_M.gguf", "GGUF, which llama.cpp reads"), ("tf_model.h5", "the format of TensorFlow"),
+     ("consolidated.00.pth", "the layout of its authors' own code")],
+)  # fmt: skip
+def test_weights_in_a_format_that_is_not_read_are_named(tmp_path, name, format):
+    (folder_of(tmp_path) / "model.safetensors").rename(tmp_path / name)
+    refused(tmp_path, rf"no weights found .* {name} is in {format}; get the model as it is published for transformers")
+    refused(tmp_path / name, rf"is not a folder\. {name} is in {format}")
+    (tmp_path / "config.json").unlink()
+    refused(tmp_path, rf"no config\.json, .* {name} is in {format}")
+
+
+@pytest.mark.parametrize("with_config", [True, False])
+def test_an_adapter_without_its_model(tmp_path, with_config):
+    (folder_of(tmp_path) / "model.safetensors").rename(tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
+    if not with_config:
+        (tmp_path / "config.json").unlink()
+    refused(tmp_path, r"an adapter \(adapter_config\.json\) without its model, some/base\. Merge it into that")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_pointer_into_git_lfs_is_no_weights(tmp_path, name):
+    (folder_of(tmp_path) / "model.safetensors").unlink()
+    (tmp_path / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 4096\n")
+    refused(tmp_path, rf"the model cannot be loaded: .* {name} is no more than a pointer into Git LFS")
+    (tmp_path / name).rename(tmp_path / "tokenizer.json")
+    with pytest.raises(ModelError, match=r"tokenizer\.json is no more than a pointer into Git LFS"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"hidden_act": "magic"}, r"config\.json sets hidden_act to 'magic', which transformers \S+ does not know\.$"),
+        ({"rope_parameters": {"rope_type": "magic", "rope_theta": 1e4}},
+         r"config\.json sets rope_parameters\.rope_type to 'magic', which transformers \S+ does not know\.$"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, r"config\.json cannot be read: Missing .*f"),
+        ({"num_hidden_layers": "two"}, r"config\.json cannot be read: .*num_hidden_layers.* expected int, got str"),
+        ({"num_attention_heads": 5, "num_key_value_heads": 5}, r"config\.json cannot be read: .* not a multiple of "),
+        ({"num_attention_heads": 0}, r"config\.json sets num_attention_heads to 0; there is no such model"),
+        ({"dtype": "float99"}, r"config\.json sets dtype to 'float99'\. Get the model in float32"),
+        ({"torch_dtype": "int8"}, r"config\.json sets torch_dtype to 'int8'\. Get the model in float32"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_a_setting_that_no_model_can_have_is_named(tmp_path, settings, why):
+    edit(folder_of(tmp_path) / "config.json", **settings)
+    refused(tmp_path, why)
+
+
+def test_what_is_wrong_with_the_config_is_not_blamed_on_the_tokenizer(tmp_path):
+    edit(folder_of(tmp_path) / "config.json", num_hidden_layers="two")
+    with pytest.raises(ModelError, match=r"config\.json cannot be read: .*num_hidden_layers"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_kind_of_attention_that_is_not_installed_here_is_not_needed(tmp_path):
+    """config.json may name the one that the model was made with; ours takes its place."""
+    edit(folder_of(tmp_path) / "config.json", _attn_implementation="flash_attention_2")
+    load(str(tmp_path))
 
 
 def test_missing_tensors_are_counted_and_never_drawn_at_random(tmp_path):
@@ -94,7 +161,7 @@ def test_missing_tensors_are_counted_and_never_drawn_at_random(tmp_path):
 
 def test_a_missing_head_is_missing_unless_it_is_tied(tmp_path):
     rewrite(folder_of(tmp_path), lambda weights: weights.pop("lm_head.weight"))
-    refused(tmp_path, r"lack 1 tensors of the model, first lm_head\.weight")
+    refused(tmp_path, r"lack 1 tensor of the model, first lm_head\.weight\. That is its output head: this is a base")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -107,11 +174,11 @@ def test_weights_that_are_no_numbers(tmp_path, bad):
 
 
 def test_weights_of_another_shape(tmp_path):
-    config = json.loads((folder_of(tmp_path) / "config.json").read_text())
-    config["intermediate_size"] = 48
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError):
-        load(str(tmp_path))
+    edit(folder_of(tmp_path) / "config.json", intermediate_size=48)
+    refused(
+        tmp_path,
+        r"12 tensors have another .* first model\.layers\.0\.mlp\.down_proj\.weight: \(32, 64\) and not \(32, 48\)",
+    )
 
 
 def test_half_a_weight_file(tmp_path):
@@ -122,7 +189,7 @@ def test_half_a_weight_file(tmp_path):
 
 def test_no_tokenizer(tmp_path):
     folder_of(tmp_path)
-    with pytest.raises(ModelError, match="the tokenizer cannot be loaded"):
+    with pytest.raises(ModelError, match=r"the tokenizer cannot be loaded: there is none \(looked for tokenizer\.json"):
         load_tokenizer(str(tmp_path))
 
 
@@ -137,7 +204,7 @@ def test_a_tokenizer_that_loses_spaces(tmp_path):
 def test_nothing_is_read_of_weights_that_do_not_fit(tmp_path, monkeypatch):
     rewrite(folder_of(tmp_path), lambda weights: weights.pop("model.norm.weight"))
     monkeypatch.setattr("tuningfork.models.weights._Piece.read", never)
-    refused(tmp_path, "the weights lack 1 tensors")
+    refused(tmp_path, "the weights lack 1 tensor of the model")
 
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
@@ -198,7 +265,7 @@ def test_a_missing_tensor_that_the_index_forgot(tmp_path):
     _, _, file_of = in_shards(tmp_path)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {k: v for k, v in file_of.items() if k != EMBEDDING}}))
     refused(
-        tmp_path, rf"lack 1 tensors .*first {EMBEDDING}; {file_of[EMBEDDING]} holds it, but {INDEX} does not name it"
+        tmp_path, rf"lack 1 tensor .*first {EMBEDDING}; {file_of[EMBEDDING]} holds it, but {INDEX} does not name it"
     )
 
 
@@ -265,7 +332,7 @@ def test_an_adapter_beside_the_model(tmp_path):
         with pytest.raises(ModelError, match=r"an adapter lies beside the model \(adapter_config\.json\).*Merge it"):
             loader(str(tmp_path))
     (tmp_path / "config.json").unlink()
-    refused(tmp_path, r"no config\.json.* an adapter: merge it into its model first")
+    refused(tmp_path, "an adapter lies beside the model")
 
 
 @pytest.mark.parametrize("content", ["{not json", "[]", '"x"', "", '{"max_new_tokens": "many"}', '{"top_k": [}'])

@@ -14,6 +14,7 @@ from tests.tiny import FAMILIES, tiny_model
 from tuningfork.errors import ModelError
 from tuningfork.models import attention
 from tuningfork.models.load import load, load_config
+from tuningfork.models.policy import Policy
 from tuningfork.models.support import check_config, check_modules
 from tuningfork.train.self_check import check_packed_equals_alone
 
@@ -172,8 +173,69 @@ DROPOUT = {
     "family",
     ["llama", "gpt2", "gpt2 attention", "opt"],
 )
-def test_dropout_is_refused(tmp_path, family):
-    refused(saved(tmp_path, DROPOUT[family]()), r"has dropout 0\.1")
+def test_dropout_is_refused_by_the_name_of_its_setting(tmp_path, family):
+    rate = {"llama": "attention_dropout", "gpt2": "resid_pdrop", "gpt2 attention": "attn_pdrop", "opt": "dropout"}
+    refused(saved(tmp_path, DROPOUT[family]()), rf"config\.json sets {rate[family]} to 0\.1\. .* Set it to 0\.$")
+
+
+def test_all_rates_are_named_at_once(tmp_path):
+    config = transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
+    path = saved(tmp_path, config)
+    refused(
+        path, r"sets (?=.*resid_pdrop to 0\.1)(?=.*embd_pdrop to 0\.1)(?=.*attn_pdrop to 0\.1).*Set each of them to 0"
+    )
+    with pytest.raises(ModelError) as caught:
+        load(path)
+    assert "summary_first_dropout" not in str(caught.value)  # which no language model reads
+
+
+def test_layers_that_are_left_out_by_chance_are_refused_by_the_name_of_their_setting(tmp_path):
+    """OPT and BioGPT draw a number for each block, and no module of theirs says so."""
+    opt = DROPOUT["opt"]()
+    opt.dropout, opt.layerdrop = 0.0, 0.1
+    refused(saved(tmp_path / "opt", opt), r"config\.json sets layerdrop to 0\.1\. .* Set it to 0\.$")
+    biogpt = transformers.BioGptConfig(
+        **{name: value for name, value in TINY.items() if name != "num_key_value_heads"},
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, layerdrop=0.2,
+    )  # fmt: skip
+    refused(saved(tmp_path / "biogpt", biogpt), r"config\.json sets layerdrop to 0\.2\. .* Set it to 0\.$")
+
+
+def test_dropout_that_no_setting_turns_off_is_refused():
+    model = tiny_model("llama", torch.float32)
+    model.model.layers[1].mlp.drop = nn.Dropout(0.3)
+    match = (
+        r"here: model\.layers\.1\.mlp\.drop \(Dropout\) has dropout 0\.3, which no setting of config\.json turns off"
+    )
+    with pytest.raises(ModelError, match=match):
+        check_modules(model, "here")
+
+
+def test_models_whose_tokens_see_later_ones_are_refused(tmp_path):
+    """Whatever the weights: those of a new model are so small that hardly a number would tell."""
+    without_kv = {name: value for name, value in TINY.items() if name != "num_key_value_heads"}
+    encoder = transformers.BertGenerationConfig(
+        **without_kv, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, is_decoder=False
+    )
+    embedder = transformers.Gemma3TextConfig(**TINY, head_dim=8, use_bidirectional_attention=True, sliding_window=8)
+    for config in (encoder, embedder):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
+        check_config(config, "here")
+        with pytest.raises(ModelError, match=r"attention of this model \(\w+\) looks both ways: its tokens see those"):
+            Policy.plain(model, torch.float32)
+    config = transformers.LlamaConfig(**TINY)
+    config.is_causal = False
+    config_refused(tmp_path, config, "has is_causal set to false: its tokens see those that come after them")
+
+
+@pytest.mark.parametrize("window", [0, -1])
+def test_a_window_that_shows_nothing_is_refused(window):
+    config = transformers.MistralConfig(**TINY, sliding_window=window)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
+    with pytest.raises(
+        ModelError, match=rf"has a window of {window} tokens\. Set sliding_window in config\.json to null"
+    ):
+        Policy.plain(model, torch.float32)
 
 
 def test_dropout_of_zero_is_accepted(tmp_path):
@@ -185,9 +247,9 @@ def test_dropout_of_zero_is_accepted(tmp_path):
 def test_weights_behind_the_hidden_states_other_than_the_heads_own_are_refused(tmp_path):
     bert = transformers.BertConfig(
         **{name: value for name, value in TINY.items() if name != "num_key_value_heads"},
-        is_decoder=True, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        is_decoder=True,  # and with dropout, which it would be in vain to turn off
     )  # fmt: skip
-    refused(saved(tmp_path, bert), r"has weights \(cls\.predictions\.\S+\) between its last hidden states and")
+    refused(saved(tmp_path, bert), r"by more than a linear output head \(cls\.predictions\.")
 
 
 def test_a_config_that_is_no_language_model_s_is_refused(tmp_path):
@@ -324,5 +386,5 @@ def test_an_attention_that_does_not_hand_its_keywords_on_is_refused(monkeypatch)
     monkeypatch.setattr(attention, "_ONLY_HAND_ON_MASKS", set())
     config = transformers.NemotronConfig(**TINY)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
-    with pytest.raises(ModelError, match="NemotronAttention is not told which rows belong together"):
+    with pytest.raises(ModelError, match=r"\(NemotronAttention\) is not told which tokens belong to one example"):
         check_packed_equals_alone(model.train(), "here")

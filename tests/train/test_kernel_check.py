@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.tiny import FAMILIES, head_of, tiny_model
 from tuningfork.errors import ModelError
@@ -45,6 +46,19 @@ def coarsely(plain_attend, q, k, v, **how):
     """Keys and values read in another order of heads, and scaled in front of the product: rounded at other places."""
     scale = how.pop("scale")
     return plain_attend(q * scale**0.5, k * scale**0.5, v, scale=1.0, **how)
+
+
+def test_a_model_that_scales_its_embedded_tokens_in_place_is_checked(monkeypatch):
+    """As CTRL does."""
+    forward = LlamaRotaryEmbedding.forward
+
+    def scaling(self, embedded, *args, **how):
+        embedded *= 2.0
+        return forward(self, embedded, *args, **how)
+
+    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", scaling)
+    policy, check = begun(attention_of(finely))
+    check.compare(policy)
 
 
 @pytest.mark.parametrize("right", [finely, coarsely])

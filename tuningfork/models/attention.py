@@ -14,6 +14,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tuningfork.errors import ModelError
 
 NAME = "tuningfork"
+AHEAD = (
+    "its tokens see those that come after them, as in an encoder, so it cannot be trained to predict them. Not "
+    "supported."
+)
 
 # Keywords of the model call that attention may ignore: they say nothing that the fork layout does not.
 _HARMLESS = {"position_ids", "use_cache", "cache_position", "past_key_values", "output_attentions", "is_causal"}
@@ -43,20 +47,27 @@ def _attention(
     for name, given in other.items():
         if given is not None and given is not False and name not in _HARMLESS:
             raise ModelError(
-                f"{type(module).__name__} passes {name!r} to its attention, which packed attention does not know. "
-                "This model family is not supported."
+                f"attention of this model ({type(module).__name__}) takes {name!r} into account, which packed "
+                "attention does not know. Not supported."
             )
     if fork is None:  # see hand_down
         fork = attention_mask
     if not hasattr(fork, "attend"):
         raise ModelError(
-            f"{type(module).__name__} is not told which rows belong together: its decoder block does not hand on what "
-            "it is given. This model family is not supported."
+            f"attention of this model ({type(module).__name__}) is not told which tokens belong to one example: its "
+            "layers do not hand on what the model is given. Not supported."
         )
     if isinstance(attention_mask, Tensor):  # none is made for us, see below
         raise ModelError(
-            f"{type(module).__name__} makes an attention mask of its own, which packed attention does not know. "
-            "This model family is not supported."
+            f"attention of this model ({type(module).__name__}) makes a mask of its own, which packed attention does "
+            "not know. Not supported."
+        )
+    if getattr(module, "is_causal", True) is False:
+        raise ModelError(f"attention of this model ({type(module).__name__}) looks both ways: {AHEAD}")
+    if sliding_window is not None and sliding_window < 1:
+        raise ModelError(
+            f"attention of this model ({type(module).__name__}) has a window of {sliding_window} tokens. Set "
+            "sliding_window in config.json to null if it has none, else to the right number."
         )
     if dropout:
         raise ModelError(f"{type(module).__name__} uses attention dropout {dropout}; set it to 0 in config.json.")

@@ -95,14 +95,12 @@ def _write_weights(loaded: Loaded, folder: Path, dtype: torch.dtype | None) -> N
 
 
 def _of_this_model(start: Mapping[str, Any], loaded: Any) -> dict[str, Any]:
-    """What the starting config.json says of the model that was loaded: all of it, or its section on the text model.
-
-    A model that was built and not loaded has none, and the library's words stand for it.
-    """
-    if start.get("model_type") == loaded.model_type:
-        return copy.deepcopy(dict(start))
-    section = start.get("text_config")
-    return {**json.loads(loaded.to_json_string()), **copy.deepcopy(section if isinstance(section, dict) else {})}
+    """What the starting config.json says; of a model that was built and not loaded, what the library says."""
+    return (
+        copy.deepcopy(dict(start))
+        if start.get("model_type") == loaded.model_type
+        else json.loads(loaded.to_json_string())
+    )
 
 
 def _known_to_older_readers(config: Mapping[str, Any], model: PreTrainedModel) -> Iterator[tuple[str, Any]]:

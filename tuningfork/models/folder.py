@@ -4,19 +4,42 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers import GenerationConfig
 
 from tuningfork.errors import ModelError, first_line
+from tuningfork.models import weights
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer_config.json"
 _ADAPTER = "adapter_config.json"
+_POINTER = b"version https://git-lfs.github.com/spec/"  # how the file begins that stands for one in Git LFS
+_OTHER_FORMATS = {
+    "*.gguf": "GGUF, which llama.cpp reads",
+    "tf_model.h5": "the format of TensorFlow",
+    "flax_model.msgpack": "the format of Flax",
+    "consolidated*": "the layout of its authors' own code",
+    "*.nemo": "the format of NeMo",
+    "*.onnx": "ONNX",
+}
+_AT_LEAST_ONE = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+_TOKENIZERS = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+_DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 _TRAVELS = (  # tokenizers of all makes, their chat templates, how to generate, and the licence
     *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken"),
@@ -43,22 +66,107 @@ def check(path: str) -> None:
         parent = folder.parent if folder.parent.is_dir() else Path()
         near = difflib.get_close_matches(folder.name, [p.name for p in parent.iterdir() if p.is_dir()], n=1)
         hint = f" Did you mean {parent / near[0]}?" if near else ""
+        if folder.is_file():
+            hint += _named_format(folder)
+        elif not near and re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not folder.parent.exists():
+            hint += f" If it is the name of a published model, get it first: hf download {path} --local-dir FOLDER."
         raise ModelError(f"model.path: {path} is not a folder.{hint} Give a Hugging Face model folder on this machine.")
-    if not (folder / CONFIG).exists():
-        adapter = f" {_ADAPTER} makes it an adapter: merge it into its model first." if _has_adapter(folder) else ""
-        raise ModelError(f"{path}: no config.json, so this is not a Hugging Face model folder.{adapter}")
+    if _has_adapter(folder) and not has_weights(path):
+        base = read_json(path, _ADAPTER).get("base_model_name_or_path")
+        raise ModelError(
+            f"{path}: an adapter ({_ADAPTER}) without its model{f', {base}' if base else ''}. Merge it into that "
+            "(peft's merge_and_unload), save the whole with its tokenizer, and train it."
+        )
     if _has_adapter(folder):
         raise ModelError(
             f"{path}: an adapter lies beside the model ({_ADAPTER}), which transformers adds to it where peft is "
             "installed and leaves out where it is not. Merge it into the weights (peft's merge_and_unload) or remove "
             "its files."
         )
+    if not (folder / CONFIG).exists():
+        raise ModelError(f"{path}: no config.json, so this is not a Hugging Face model folder.{other_formats(folder)}")
     if (folder / GENERATION).exists():
         read_json(path, GENERATION)
         try:
             GenerationConfig.from_pretrained(path, local_files_only=True)
         except Exception as error:
             raise _broken(path, GENERATION, error) from error
+
+
+def has_weights(path: str) -> bool:
+    """Whether a folder has weights of a whole model, in a format that is read."""
+    return any((Path(path) / name).exists() for name in weights.FILES)
+
+
+def other_formats(folder: Path) -> str:
+    """A sentence on a file of the folder that holds weights in a format that is not read; none if there is none."""
+    found = sorted(file for pattern in _OTHER_FORMATS for file in folder.glob(pattern))
+    return _named_format(found[0]) if found else ""
+
+
+def _named_format(file: Path) -> str:
+    for pattern, name in _OTHER_FORMATS.items():
+        if file.match(pattern):
+            return (
+                f" {file.name} is in {name}; get the model as it is published for transformers, in safetensors files."
+            )
+    return ""
+
+
+def no_tokenizer(path: str) -> str:
+    """A sentence on a folder that has no tokenizer; none if it has one."""
+    if any(file.is_file() for pattern in _TOKENIZERS for file in Path(path).glob(pattern)):
+        return ""
+    return f"there is none (looked for {', '.join(_TOKENIZERS)}). Copy the files of the model's own tokenizer there."
+
+
+def unknown_value(path: str, error: Exception) -> str:
+    """A sentence on the setting whose value is a key that a table of the library lacks; none for other errors."""
+    if not isinstance(error, KeyError) or len(error.args) != 1:
+        return ""
+    for name, value in _flat(read_json(path, CONFIG)):
+        if value == error.args[0]:
+            return f"config.json sets {name} to {error}, which transformers {transformers.__version__} does not know."
+    return ""
+
+
+def _flat(settings: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{within}{name}.")
+        else:
+            yield within + name, value
+
+
+def pointers(path: str) -> str:
+    """A sentence on the folder's files that only stand for the real ones, as a checkout without Git LFS leaves them."""
+    for file in sorted(Path(path).iterdir()):
+        with suppress(OSError):  # such as a folder's
+            if file.stat().st_size < 1024 and file.read_bytes().startswith(_POINTER):
+                return f" {file.name} is no more than a pointer into Git LFS: fetch the file itself (git lfs pull)."
+    return ""
+
+
+def settings(path: str) -> dict[str, Any]:
+    """What config.json holds, with what no reader of it can do without. Raises ModelError."""
+    config = read_json(path, CONFIG)
+    if not isinstance(config.get("model_type"), str):
+        raise ModelError(
+            f"{path}: config.json names no model_type, so it is not known what model this is. Get it anew."
+        )
+    for key in ("dtype", "torch_dtype"):
+        if config.get(key) not in (None, "auto", *_DTYPES, *(f"torch.{name}" for name in _DTYPES)):
+            raise ModelError(
+                f"{path}: config.json sets {key} to {config[key]!r}. Get the model in float32, float16 or bfloat16, or "
+                "correct config.json if its weights are."
+            )
+    for key in _AT_LEAST_ONE:
+        value = config.get(key)
+        if isinstance(value, int) and value < 1:
+            raise ModelError(
+                f"{path}: config.json sets {key} to {value}; there is no such model. Get config.json anew."
+            )
+    return config
 
 
 def read(path: str) -> tuple[Origin, tuple[str, ...]]:

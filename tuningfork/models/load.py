@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -22,15 +23,13 @@ from transformers import (
 from transformers.core_model_loading import WeightRenaming
 
 from tuningfork.errors import ModelError, first_line
-from tuningfork.models import attention, folder, weights
+from tuningfork.models import attention, checks, folder, weights
 from tuningfork.models.folder import Origin
 from tuningfork.models.support import check_config, check_modules
 from tuningfork.models.weights import Found, Stored
 
-_WEIGHT_FILES = (weights.ONE_FILE, weights.INDEX, weights.PICKLE, weights.PICKLE_INDEX)
 _CPU = torch.device("cpu")
 _LEAST_IN_8_BITS = 4096
-_TRAINABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 _NUMBERS_DO_NOT_DEPEND_ON = (
     *("_name_or_path", "transformers_version", "dtype", "architectures", "use_cache"),
@@ -64,12 +63,13 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     Some versions of transformers put another way of cutting texts in place of the folder's own (5.17 does so for
     DeepSeek-V3): what comes of it looks like tokens and trains a model to write without spaces.
     """
-    folder.check(path)
+    _config(path)  # which it reads, too: what is wrong there is not the tokenizer's
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         again = tokenizer.decode(tokenizer("one two", add_special_tokens=False)["input_ids"])
     except Exception as error:
-        raise ModelError(f"{path}: the tokenizer cannot be loaded: {first_line(error)}") from error
+        why = folder.no_tokenizer(path) or f"{first_line(error).rstrip('.')}.{folder.pointers(path)}"
+        raise ModelError(f"{path}: the tokenizer cannot be loaded: {why}") from error
     if "onetwo" in again:
         raise ModelError(
             f"{path}: as transformers {transformers.__version__} loads the tokenizer, it reads 'one two' and gives "
@@ -80,17 +80,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 def load_config(path: str) -> Any:
     """The folder's config, of a model that can be trained as far as a config shows. Raises ModelError."""
-    folder.check(path)
-    try:
-        # Without a word on code of the folder's own the library asks on the terminal whether to run it.
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        if folder.read_json(path, folder.CONFIG).get("auto_map"):
-            raise ModelError(
-                f"{path}: config.json names code of its own for this model (auto_map), which is not run here, and "
-                f"transformers {transformers.__version__} has no class for it. Train a model that transformers knows."
-            ) from error
-        raise ModelError(f"{path}: config.json cannot be read: {first_line(error)}") from error
+    config = _config(path)
     if getattr(config, "transformers_weights", None):
         raise ModelError(
             f"{path}: config.json names a file of its own for the weights (transformers_weights). Rename that file to "
@@ -103,6 +93,28 @@ def load_config(path: str) -> Any:
         )
     check_config(config, path)
     return config
+
+
+def _config(path: str) -> Any:
+    """The folder's config of whatever model. Raises ModelError."""
+    folder.check(path)
+    settings = folder.settings(path)
+    kind, library = settings["model_type"], f"transformers {transformers.__version__}"
+    try:
+        # Without a word on code of the folder's own the library asks on the terminal whether to run it.
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        if settings.get("auto_map"):
+            raise ModelError(
+                f"{path}: config.json names code of its own for this model (auto_map), which is not run here, and "
+                f"{library} has no class for it. Train a model that transformers knows."
+            ) from error
+        if kind not in CONFIG_MAPPING:
+            raise ModelError(
+                f"{path}: {library} knows no model of type {kind!r}, which config.json names. If the model is newer, "
+                "use a transformers that is newer, too."
+            ) from error
+        raise ModelError(f"{path}: config.json cannot be read: {first_line(error)}") from error
 
 
 def load(
@@ -159,18 +171,20 @@ def _opened(path: str, progress: Callable[[int, int], None] = lambda done, total
     """What a folder holds, the weights of its model or some of them yet to be read. Raises ModelError."""
     config = load_config(path)
     origin, notes = folder.read(path)
-    if not any((Path(path) / name).exists() for name in _WEIGHT_FILES):
-        raise ModelError(f"{path}: no weights found (looked for {', '.join(_WEIGHT_FILES)}).")
+    if not folder.has_weights(path):
+        looked = f"looked for {', '.join(weights.FILES)}"
+        raise ModelError(f"{path}: no weights found ({looked}).{folder.other_formats(Path(path))}")
     try:
         found = weights.stored_tensors(Path(path))
         draft = None if found is None else _draft(config, path, found.tensors)
         draft = draft or _whole(config, path, found, progress)
     except Exception as error:
-        raise ModelError(f"{path}: the model cannot be loaded: {first_line(error)}") from error
+        why = folder.unknown_value(path, error) or f"{first_line(error).rstrip('.')}.{folder.pointers(path)}"
+        raise ModelError(f"{path}: the model cannot be loaded: {why}") from error
     model = draft.model
-    _check_names(model, draft.info, found, path)
-    _check_ties(model, path)
-    _check_stored(draft, path)
+    checks.check_names(model, draft.info, found, path)
+    checks.check_ties(model, path)
+    checks.check_dtypes(model, draft.dtypes, path)
     check_modules(model, path)
     size = sum(there.bytes for there in found.tensors.values()) if found else 0
     notes += found.notes if found else ()
@@ -183,7 +197,7 @@ def _read(draft: _Draft, path: str, progress: Callable[[int, int], None] = lambd
         weights.read(((weight.detach(), there) for weight, there in draft.unread), progress)
     except OSError as error:
         raise ModelError(f"{path}: the weights cannot be read: {first_line(error)}") from error
-    _check_finite(draft.model, path)
+    checks.check_finite(draft.model, path)
 
 
 @dataclass(frozen=True)
@@ -257,7 +271,10 @@ def _traced(
 def _from_state(config: Any, path: str, state: dict[str, Tensor]) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The library's model with these tensors as its weights, and what it says of them."""
     with torch.device("meta"):
-        kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+        # A kind of attention that config.json asks for need not be installed: ours takes its place.
+        kind = type(
+            AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, trust_remote_code=False)
+        )
     model, info = kind.from_pretrained(None, config=config, state_dict=state, **_AS_WE_NEED_IT)
     model.name_or_path = model.config.name_or_path = path
     try:
@@ -301,62 +318,6 @@ def comparable(config: Any) -> dict[str, Any]:
     for key in _NUMBERS_DO_NOT_DEPEND_ON:
         values.pop(key, None)
     return values
-
-
-def _check_names(model: PreTrainedModel, info: dict[str, Any], found: Found | None, path: str) -> None:
-    missing = sorted(info["missing_keys"])
-    if missing:
-        elsewhere = found.unnamed.get(missing[0]) if found else None
-        hint = f"; {elsewhere.name} holds it, but {weights.INDEX} does not name it" if elsewhere else ""
-        raise ModelError(f"{path}: the weights lack {len(missing)} tensors of the model, first {missing[0]}{hint}.")
-    # Buffers that older versions stored, and the copy of a tied head, are in nobody's way.
-    tied = getattr(model.config, "tie_word_embeddings", False)
-    extra = [
-        key
-        for key in sorted(info["unexpected_keys"])
-        if not (key.endswith("rotary_emb.inv_freq") or (tied and key == "lm_head.weight"))
-    ]
-    if extra:
-        raise ModelError(
-            f"{path}: the weights hold {len(extra)} tensors that config.json has no place for, first {extra[0]}. "
-            "Training would leave them out; get config.json and weights that belong together."
-        )
-    wrong = sorted(str(key) for key in info.get("mismatched_keys", ()))
-    if wrong:
-        raise ModelError(f"{path}: {len(wrong)} tensors have another shape than config.json says, first {wrong[0]}.")
-
-
-def _check_ties(model: PreTrainedModel, path: str) -> None:
-    """Weights that config.json ties and the files hold apart are two models: some readers tie them, others do not."""
-    for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
-        if model.get_parameter_or_buffer(target) is not model.get_parameter_or_buffer(source):
-            raise ModelError(
-                f"{path}: config.json ties {target} to {source}, but the weights hold both, and they differ. Readers "
-                f"disagree on which is meant. Set tie_word_embeddings to false in config.json to train them apart, or "
-                f"remove {target} from the weights to train them as one."
-            )
-
-
-def _check_stored(draft: _Draft, path: str) -> None:
-    """Weights stored as whole numbers, or in 8 bits, are a quantized model's; training needs the model itself."""
-    buffers = {name for name, _ in draft.model.named_buffers()}
-    for name, dtype in draft.dtypes.items():
-        if dtype not in _TRAINABLE and name not in buffers:
-            kind = str(dtype).removeprefix("torch.")
-            raise ModelError(
-                f"{path}: weights are stored in {kind}, such as {name}: a quantized model. Get the model in float32, "
-                "float16 or bfloat16."
-            )
-
-
-def _check_finite(model: PreTrainedModel, path: str) -> None:
-    """Least and greatest of a tensor are finite exactly if all of it is; they take one pass, no memory, one wait."""
-    names = [name for name, weight in model.named_parameters() if weight.numel()]
-    ends = [torch.stack(weight.detach().aminmax()) for weight in model.parameters() if weight.numel()]
-    finite = torch.stack([end.isfinite().all() for end in ends]).tolist()
-    bad = [name for name, is_finite in zip(names, finite, strict=True) if not is_finite]
-    if bad:
-        raise ModelError(f"{path}: NaN or infinite weights in {len(bad)} tensors, first {bad[0]}. Get the model anew.")
 
 
 def _stored_dtype(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype], config: Any) -> torch.dtype:

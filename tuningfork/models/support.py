@@ -14,6 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from tuningfork.errors import ModelError
+from tuningfork.models.attention import AHEAD
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 _RECURRENT_WORDS = (
@@ -44,13 +45,15 @@ def check_config(config: Any, path: str) -> None:
     inner = _text_config(config)
     if inner is not config:
         raise ModelError(
-            f"{where} holds a language model ({inner.model_type}) among other parts, for inputs other than text. "
-            "Export its language model as a text-only checkpoint and train that."
+            f"{where} holds a language model ({inner.model_type}) as one of its parts, and the others are not "
+            "supported. Export its language model as a text-only checkpoint and train that."
         )
     if not isinstance(getattr(config, "vocab_size", None), int):
         raise ModelError(f"{where} says no vocab_size: it is not known to be a language model over one vocabulary.")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(f"{where} is no causal language model that transformers {transformers.__version__} knows.")
+    if getattr(config, "is_causal", True) is False:
+        raise ModelError(f"{where} has is_causal set to false: {AHEAD}")
     other = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS)
     if other:
         raise ModelError(
@@ -82,33 +85,49 @@ def _check_code(kind: Any, where: str) -> None:
 
 
 def check_modules(model: PreTrainedModel, path: str) -> None:
-    """Refuse what only the built model shows: chance, recurrence, attention of its own. Raises ModelError."""
+    """Refuse what only the built model shows: weights in front of the head, recurrence, chance. Raises ModelError.
+
+    What no setting changes comes first: nobody should set rates of dropout to 0 in vain.
+    """
+    _check_head(model, path)
     for name, module in model.named_modules():
-        name, kind = name or "the model", type(module).__name__
-        for what, value in _left_to_chance(module):
-            raise ModelError(
-                f"{path}: {name} ({kind}) has {what} {value}. With dropout, or whatever else is left to chance, the "
-                "policy differs from its own reference before the first step. Set it to 0 in config.json."
-            )
+        kind = type(module).__name__
         if isinstance(module, nn.Conv1d | nn.RNNBase) or any(word in kind for word in _RECURRENT_WORDS):
-            raise ModelError(f"{path}: {name} ({kind}) carries {_STATE}")
-    for field, value, reader in _chance_in_config(model):
-        raise ModelError(
-            f"{path}: config.json sets {field} to {value}, and {reader} reads it. Whatever is left to chance makes the "
-            "policy differ from its own reference before the first step. Set it to 0."
-        )
+            raise ModelError(f"{path}: {name or 'the model'} ({kind}) carries {_STATE}")
+    _check_chance(model, path)
+
+
+def _check_head(model: PreTrainedModel, path: str) -> None:
+    """Refuse a model that does more to its last hidden states than multiply them by the head."""
     kind = type(model).__name__
     head: Any = model.get_output_embeddings()
-    if head is None or getattr(head, "weight", None) is None:
-        raise ModelError(f"{path}: {kind} has no output head that turns hidden states into logits; not supported.")
+    if head is None or getattr(head, "weight", None) is None or model.base_model is model:
+        raise ModelError(
+            f"{path}: {kind} has no output head of its own that turns hidden states into logits; not supported."
+        )
     known = {id(weight) for weight in (*model.base_model.parameters(), head.weight, getattr(head, "bias", None))}
     between = [name for name, weight in model.named_parameters() if id(weight) not in known]
-    if between or model.base_model is model:
-        what = f"weights ({between[0]})" if between else "no border"
+    if between:
         raise ModelError(
-            f"{path}: {kind} has {what} between its last hidden states and the product that makes them logits; not "
-            "supported."
+            f"{path}: {kind} makes logits of its last hidden states by more than a linear output head ({between[0]} "
+            "besides), as masked language models do. Only a linear head is supported."
         )
+
+
+def _check_chance(model: PreTrainedModel, path: str) -> None:
+    """Refuse rates of dropout and the like, all of the config at once, and what has one in its code alone."""
+    why = "What is left to chance makes the policy differ from its own reference before the first step."
+    if settings := _chance_in_config(model):
+        found = ", ".join(f"{field} to {value}" for field, value in settings.items())
+        raise ModelError(
+            f"{path}: config.json sets {found}. {why} Set {'each of them' if len(settings) > 1 else 'it'} to 0."
+        )
+    for name, module in model.named_modules():
+        for what, value in _left_to_chance(module):
+            raise ModelError(
+                f"{path}: {name or 'the model'} ({type(module).__name__}) has {what} {value}, which no setting of "
+                f"config.json turns off. {why} Not supported."
+            )
 
 
 def _text_config(config: Any) -> Any:
@@ -137,29 +156,37 @@ def _rope_types(config: Any) -> set[str]:
     return {str(group.get("rope_type", group.get("type"))) for group in groups}
 
 
-def _left_to_chance(module: nn.Module) -> Iterator[tuple[str, float]]:
+def _left_to_chance(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """What a module itself does by chance in training, with its rate: as a layer, or as a number that its code uses."""
     if isinstance(module, _DropoutNd) and module.p > 0:
         yield "dropout", module.p
     if isinstance(module, nn.RReLU) and module.lower != module.upper:
         yield "slopes drawn up to", module.upper
     for name, value in vars(module).items():
-        rates = value if isinstance(value, list | tuple) else [value]
-        if _CHANCE.search(name) and any(type(rate) in (int, float) and rate > 0 for rate in rates):
-            yield "dropout" if "dropout" in name else name, max(rate for rate in rates if rate)
+        if _CHANCE.search(name) and _is_rate(value):
+            yield "dropout" if "dropout" in name else name, value
 
 
-def _chance_in_config(model: PreTrainedModel) -> Iterator[tuple[str, float, str]]:
-    """Rates in the config that code of this model reads: (field, rate, the class that reads it).
+def _chance_in_config(model: PreTrainedModel) -> dict[str, Any]:
+    """Rates above 0 that the config sets and code of this model reads.
 
     Configs also set rates of parts that a language model has not, such as a classifier's; no class of it reads those.
     """
     config = model.config
-    rates = {field: value for field, value in config.to_dict().items() if type(value) in (int, float) and value > 0}
-    for field in filter(_CHANCE.search, rates):
+    kinds = {type(module) for module in model.modules()}
+    code = [inspect.getsource(kind) for kind in kinds if not kind.__module__.startswith("torch.")]
+    found = {}
+    for field, value in config.to_dict().items():
+        if not _CHANCE.search(field) or not _is_rate(value):
+            continue
         spellings = "|".join([field, *(alias for alias, real in config.attribute_map.items() if real == field)])
-        for kind in {type(module) for module in model.modules()}:
-            if kind.__module__.startswith("torch."):
-                continue
-            if re.search(rf"""(config\.|["'])({spellings})\b""", inspect.getsource(kind)):
-                yield field, rates[field], kind.__name__
+        if any(re.search(rf"""(config\.|["'])({spellings})\b""", source) for source in code):
+            found[field] = value
+    return found
+
+
+def _is_rate(value: Any) -> bool:
+    """Whether it is a number above 0, or a list with one, such as a rate for each layer."""
+    return any(
+        type(rate) in (int, float) and rate > 0 for rate in (value if isinstance(value, list | tuple) else [value])
+    )

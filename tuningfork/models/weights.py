@@ -19,6 +19,7 @@ ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"
 PICKLE_INDEX = "pytorch_model.bin.index.json"
+FILES = (ONE_FILE, INDEX, PICKLE, PICKLE_INDEX)
 
 _THREADS = min(8, os.cpu_count() or 1)  # eight keep a fast disk, or the copies out of the page cache, busy
 _PIECE = 16 << 20  # bytes read at once, a multiple of every element's size

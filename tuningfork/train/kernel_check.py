@@ -112,7 +112,7 @@ def _embedded(policy: Policy) -> Iterator[list[Tensor]]:
 
     def cut(module: Any, args: Any, output: Tensor) -> Tensor:
         seen.append(output.detach().requires_grad_())
-        return seen[-1]
+        return seen[-1].clone()  # some models scale it in place, which a leaf does not allow
 
     hook = policy.model.get_input_embeddings().register_forward_hook(cut)
     try:

@@ -73,8 +73,8 @@ def _compare(model: PreTrainedModel, path: str) -> None:
     if not worst <= _TOLERANCE:
         raise ModelError(
             f"{path}: {type(model).__name__} gives packed examples other log-probs than the same examples alone "
-            f"(relative difference {worst:.1e}). Some layer of it looks across examples, or changes its logits in a "
-            "way that is not known here. Training it would be wrong, so it is not supported."
+            f"(relative difference {worst:.1e}). Some layer of it looks across examples or ahead, or changes its "
+            "logits in a way that is not known here. Training it would be wrong, so it is not supported."
         )
 
 

@@ -1,0 +1,83 @@
+"""Whether the weights of a folder are whole, and those of the model that its config.json describes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from tuningfork.errors import ModelError, counted
+from tuningfork.models import weights
+from tuningfork.models.weights import Found
+
+_TRAINABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_names(model: PreTrainedModel, info: dict[str, Any], found: Found | None, path: str) -> None:
+    missing = sorted(info["missing_keys"])
+    if missing:
+        elsewhere = found.unnamed.get(missing[0]) if found else None
+        hint = f"; {elsewhere.name} holds it, but {weights.INDEX} does not name it" if elsewhere else ""
+        lacking = f"{path}: the weights lack {counted(len(missing), 'tensor')} of the model, first {missing[0]}{hint}."
+        head: Any = model.get_output_embeddings()
+        of_head = {id(weight) for weight in head.parameters()} if head is not None else set()
+        if all(id(model.get_parameter_or_buffer(name)) in of_head for name in missing):
+            lacking += (
+                " That is its output head: this is a base model or a classifier. Get the model that generates text, or "
+                "set tie_word_embeddings to true in config.json if its head is its input embedding."
+            )
+        raise ModelError(lacking)
+    # Buffers that older versions stored, and the copy of a tied head, are in nobody's way.
+    tied = getattr(model.config, "tie_word_embeddings", False)
+    extra = [
+        key
+        for key in sorted(info["unexpected_keys"])
+        if not (key.endswith("rotary_emb.inv_freq") or (tied and key == "lm_head.weight"))
+    ]
+    if extra:
+        raise ModelError(
+            f"{path}: the weights hold {counted(len(extra), 'tensor')} that config.json has no place for, first "
+            f"{extra[0]}. Training would leave them out; get config.json and weights that belong together."
+        )
+    wrong = sorted((name, tuple(stored), tuple(expected)) for name, stored, expected in info.get("mismatched_keys", ()))
+    if wrong:
+        name, stored, expected = wrong[0]
+        raise ModelError(
+            f"{path}: {counted(len(wrong), 'tensor has', 'tensors have')} another shape than config.json says, first "
+            f"{name}: {stored} and not {expected}. Get config.json and weights that belong together."
+        )
+
+
+def check_ties(model: PreTrainedModel, path: str) -> None:
+    """Weights that config.json ties and the files hold apart are two models: some readers tie them, others do not."""
+    for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if model.get_parameter_or_buffer(target) is not model.get_parameter_or_buffer(source):
+            raise ModelError(
+                f"{path}: config.json ties {target} to {source}, but the weights hold both, and they differ. Readers "
+                f"disagree on which is meant. Set tie_word_embeddings to false in config.json to train them apart, or "
+                f"remove {target} from the weights to train them as one."
+            )
+
+
+def check_dtypes(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype], path: str) -> None:
+    """Weights stored as whole numbers, or in 8 bits, are a quantized model's; training needs the model itself."""
+    buffers = {name for name, _ in model.named_buffers()}
+    for name, dtype in dtypes.items():
+        if dtype not in _TRAINABLE and name not in buffers:
+            kind = str(dtype).removeprefix("torch.")
+            raise ModelError(
+                f"{path}: weights are stored in {kind}, such as {name}: a quantized model. Get the model in float32, "
+                "float16 or bfloat16."
+            )
+
+
+def check_finite(model: PreTrainedModel, path: str) -> None:
+    """Least and greatest of a tensor are finite exactly if all of it is; they take one pass, no memory, one wait."""
+    names = [name for name, weight in model.named_parameters() if weight.numel()]
+    ends = [torch.stack(weight.detach().aminmax()) for weight in model.parameters() if weight.numel()]
+    finite = torch.stack([end.isfinite().all() for end in ends]).tolist()
+    bad = [name for name, is_finite in zip(names, finite, strict=True) if not is_finite]
+    if bad:
+        raise ModelError(f"{path}: NaN or infinite weights in {len(bad)} tensors, first {bad[0]}. Get the model anew.")
