@@ -183,7 +183,7 @@ def spoken(rng: random.Random) -> Row:
 
 def dict_parts(rng: random.Random) -> Row:
     """An assistant's turn in parts."""
-    kinds = ("reasoning", "thinking", "text", "tool_call")
+    kinds = ("reasoning", "thinking", "text", "tool_call", "think", "tool_use", "output_text")
     call: Row = {"name": "f", "arguments": rng.choice(({}, "{}", "["))}
     parts: list[Row] = [
         {"type": kind, rng.choice((kind, "text", "value")): call if kind == "tool_call" else text(rng)}
