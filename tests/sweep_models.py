@@ -230,7 +230,7 @@ def page(verdicts: Iterable[Verdict]) -> str:
         "",
         "A packed example has the log-probs and gradients that it has alone, also beyond the model's window. Rates of "
         "dropout and the like must be 0 in config.json. A checkpoint with settings other than the default ones, such "
-        "as experts or rotary scaling by length, may still be refused; the program says why.",
+        "as experts, may still be refused; the program says why.",
         "",
         "| model_type | class |",
         "| --- | --- |",

@@ -20,6 +20,7 @@ from tuningfork.errors import ConfigError, ModelError, RunFolderError, counted
 from tuningfork.files import exclusive
 from tuningfork.models.config import ModelConfig
 from tuningfork.models.load import comparable, load_config, load_tokenizer, replace_weights
+from tuningfork.models.support import positions
 from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import DataReport
 from tuningfork.report import data_files
@@ -112,6 +113,7 @@ def data(config: RunConfig, strict: bool) -> int:
         held_out,
         tokenizer,
         model,
+        positions(model),
         config.data,
         config.pack,
         EpochOrder.plan(len(train.examples), per_step, config.train.seed, epochs, most),

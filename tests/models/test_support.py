@@ -15,7 +15,8 @@ from tuningfork.errors import ModelError
 from tuningfork.models import attention
 from tuningfork.models.load import load, load_config
 from tuningfork.models.policy import Policy
-from tuningfork.models.support import check_config, check_modules
+from tuningfork.models.support import check_config, check_modules, positions
+from tuningfork.train import self_check
 from tuningfork.train.self_check import check_packed_equals_alone
 
 TINY = {
@@ -133,12 +134,36 @@ def rotary(kind: str) -> dict:
     return {"rope_type": kind, "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 16}
 
 
-def test_rotary_embeddings_that_depend_on_the_longest_neighbour_are_refused(tmp_path):
-    config = transformers.LlamaConfig(**TINY, rope_parameters=rotary("dynamic"))
-    config_refused(tmp_path / "dynamic", config, "rotary scaling of type 'dynamic'")
-    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    config = transformers.Phi3Config(**TINY, rope_parameters={**rotary("longrope"), **factors})
-    config_refused(tmp_path / "longrope", config, "rotary scaling of type 'longrope'")
+def scaled_by_length(kind: str):
+    """A model whose rotary embedding depends on the longest sequence of a batch where that is longer than 16."""
+    if kind == "dynamic":
+        return transformers.LlamaConfig(**{**TINY, "max_position_embeddings": 16}, rope_parameters=rotary(kind))
+    factors = {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [9.0] * 4}
+    scaling = {**rotary(kind), **factors}
+    return transformers.Phi3Config(**TINY, rope_parameters=scaling, original_max_position_embeddings=16)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_scaling_by_length_is_exact_as_far_as_it_leaves_sequences_alone(monkeypatch, kind):
+    config = scaled_by_length(kind)
+    check_config(config, "here")
+    assert positions(config) == 16
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32).train()
+    for weight in model.parameters():
+        if weight.ndim == 2:
+            nn.init.normal_(weight, std=0.5)
+    check_packed_equals_alone(model, "here")
+    monkeypatch.setattr(self_check, "positions", lambda config: 64)
+    with pytest.raises(ModelError, match="other log-probs"):  # the short example, beside one that is too long
+        check_packed_equals_alone(model, "here")
+
+
+def test_rotary_scaling_by_length_that_does_not_say_where_it_begins_is_refused():
+    config = transformers.LlamaConfig(**TINY)
+    config.rope_parameters = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    with pytest.raises(ModelError, match="rotary scaling of type 'longrope', which depends on the longest sequence"):
+        check_config(config, "here")
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn", "llama3"])
@@ -147,11 +172,11 @@ def test_rotary_scaling_that_is_the_same_for_every_sequence_is_accepted(kind):
     check_config(transformers.LlamaConfig(**TINY, rope_parameters=parameters), "here")
 
 
-def test_dynamic_rotary_of_one_kind_of_layer_is_refused():
+def test_dynamic_rotary_of_one_kind_of_layer_counts():
     parameters = {"full_attention": rotary("dynamic"), "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
     config = transformers.Gemma3TextConfig(**TINY, head_dim=8, rope_parameters=parameters)
-    with pytest.raises(ModelError, match="dynamic"):
-        check_config(config, "here")
+    check_config(config, "here")
+    assert positions(config) == 16
 
 
 DROPOUT = {

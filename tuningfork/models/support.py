@@ -62,13 +62,24 @@ def check_config(config: Any, path: str) -> None:
         )
     if _has_experts(config.to_dict()):
         raise ModelError(f"{where} is a mixture of experts; only dense models are supported.")
-    for scaling in _rope_types(config) & {"dynamic", "longrope"}:
-        raise ModelError(
-            f"{where} uses rotary scaling of type {scaling!r}, which depends on the longest sequence of a batch: "
-            "an example's numbers would depend on its neighbours in the pack. Remove the scaling in config.json if "
-            "your sequences fit the original length."
-        )
+    for scaling, group in _rope_by_length(config):
+        if not _length_left_alone(config, group):
+            raise ModelError(
+                f"{where} uses rotary scaling of type {scaling!r}, which depends on the longest sequence of a batch, "
+                "and config.json does not say up to which length it does not (original_max_position_embeddings)."
+            )
     _check_code(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], where)
+
+
+def positions(config: Any) -> int | None:
+    """Tokens of the longest sequence that a model can be trained on; None where there is no such limit.
+
+    Rotary scaling by length leaves sequences up to some length alone. Of longer ones it makes all numbers of a batch
+    depend on the longest, so that an example's would depend on its neighbours in the pack.
+    """
+    limits = [getattr(config, "max_position_embeddings", None)]
+    limits += [_length_left_alone(config, group) for _, group in _rope_by_length(config)]
+    return min((limit for limit in limits if limit), default=None)
 
 
 def _check_code(kind: Any, where: str) -> None:
@@ -149,11 +160,22 @@ def _has_experts(config: dict[str, Any]) -> bool:
     )
 
 
-def _rope_types(config: Any) -> set[str]:
-    """The kinds of rotary scaling in use: one, or one for each kind of layer."""
+def _rope_by_length(config: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rotary settings that scale by the length of sequences, by type: one, or one for each kind of layer."""
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    groups = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
-    return {str(group.get("rope_type", group.get("type"))) for group in groups}
+    for group in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+        kind = group.get("rope_type", group.get("type"))
+        if kind in ("dynamic", "longrope"):
+            yield kind, group
+
+
+def _length_left_alone(config: Any, group: dict[str, Any]) -> int | None:
+    original = group.get("original_max_position_embeddings") or getattr(
+        config, "original_max_position_embeddings", None
+    )
+    if group.get("rope_type", group.get("type")) == "longrope":
+        return original
+    return original or getattr(config, "max_position_embeddings", None)
 
 
 def _left_to_chance(module: nn.Module) -> Iterator[tuple[str, Any]]:

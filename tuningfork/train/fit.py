@@ -19,6 +19,7 @@ from tuningfork.data.layout import build
 from tuningfork.data.pack import PackLimits
 from tuningfork.errors import ConfigError, OutOfMemory, enough_memory
 from tuningfork.models.policy import Policy
+from tuningfork.models.support import positions
 from tuningfork.objective.head import Head
 from tuningfork.records import PackedBatch, Source, TokenAnswer, TokenExample
 from tuningfork.report.console import Console
@@ -129,8 +130,8 @@ class DryRun:
     def _pack(self, rows: int) -> PackedBatch:
         rows = self.limits.rows(rows)
         config = self.policy.config
-        positions = getattr(config, "max_position_embeddings", None) or rows
-        return build(list(_pairs(rows, config.vocab_size, positions)), rows, self.limits.share_prompt)
+        longest = positions(config) or rows
+        return build(list(_pairs(rows, config.vocab_size, longest)), rows, self.limits.share_prompt)
 
 
 def _pairs(rows: int, vocabulary: int, positions: int) -> Iterator[TokenExample]:

@@ -19,6 +19,7 @@ from tuningfork.data.pack import SMALLEST_COMPILED, PackLimits
 from tuningfork.errors import ModelError, OutOfMemory, enough_memory
 from tuningfork.models import attention
 from tuningfork.models.policy import Policy
+from tuningfork.models.support import positions
 from tuningfork.records import PackedBatch, Source, TokenAnswer, TokenExample
 
 _TILE = 64  # rows that a kernel works on at once
@@ -101,7 +102,7 @@ def probes(policy: Policy) -> list[TokenExample]:
     """Two examples of random tokens: one with a prompt longer than a tile and than the shortest window, and an answer
     longer than a tile, as far as the device's limit and the model's positions go; and a short one."""
     limit = _LONGEST.get(policy.device.type, _LONGEST["cpu"])
-    limit = min(limit, getattr(policy.config, "max_position_embeddings", None) or limit)
+    limit = min(limit, positions(policy.config) or limit)
     answer = min(_TILE + 3, limit // 2)
     prompt = min(max(_TILE, _shortest_window(policy)) + 8, limit - answer)
     shapes = ((prompt, (answer, 9 * answer // _TILE)), (5, (4, 7)))

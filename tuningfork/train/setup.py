@@ -25,6 +25,7 @@ from tuningfork.models import activations
 from tuningfork.models.config import ModelConfig
 from tuningfork.models.load import Loaded, comparable, load, load_config
 from tuningfork.models.policy import Policy
+from tuningfork.models.support import positions
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.objective.head import Head
 from tuningfork.objective.objectives import PreferenceObjective
@@ -141,12 +142,14 @@ def read_data(
             data.eval, tokenizer, data, pack, config.vocab_size, console, use="eval"
         )
     check_names_used(data, *(report for report in (train_report, held_out_report) if report is not None))
-    examples, positions = Selection([train, held_out]), getattr(config, "max_position_embeddings", None)
+    examples, longest = Selection([train, held_out]), positions(config)
     lengths = column(examples, "longest")
-    if positions and lengths.max() > positions:
+    if longest and lengths.max() > longest:
+        scaled = longest < (getattr(config, "max_position_embeddings", None) or longest)
+        why = " before its rotary scaling makes examples depend on their neighbours in a pack" if scaled else ""
         raise DataError(
-            f"{examples[int(lengths.argmax())].id} has {lengths.max()} tokens, but {model.path} knows {positions} "
-            f"positions. Set data.max_length to {positions} or less."
+            f"{examples[int(lengths.argmax())].id} has {lengths.max()} tokens, but {model.path} knows {longest} "
+            f"positions{why}. Set data.max_length to {longest} or less."
         )
     for part in (train, held_out):
         objective.check(part)

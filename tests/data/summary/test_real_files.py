@@ -34,7 +34,17 @@ def summary_of(path: Path, max_length: int) -> DataSummary:
     model = SimpleNamespace(vocab_size=len(tokenizer), max_position_embeddings=8192)
     order = EpochOrder.plan(len(examples), 32, 0, 1.0, None)
     limits = PackLimits.plan(2 * max_length, True, compiled=True)
-    return summarize(data, None, tokenizer, model, config, PackConfig(tokens=2 * max_length), order, limits)
+    return summarize(
+        data,
+        None,
+        tokenizer,
+        model,
+        model.max_position_embeddings,
+        config,
+        PackConfig(tokens=2 * max_length),
+        order,
+        limits,
+    )
 
 
 def published(summary: DataSummary) -> dict[str, list[int]]:

@@ -58,6 +58,7 @@ def summarize(
     held_out: SetData | None,
     tokenizer: PreTrainedTokenizerBase,
     config: Any,
+    positions: int | None,
     data: DataConfig,
     pack: PackConfig,
     order: EpochOrder,
@@ -66,11 +67,11 @@ def summarize(
     """Count everything.
 
     Args:
-        config: of the model; its vocab_size and max_position_embeddings are looked at.
+        config: of the model; its vocab_size is looked at.
+        positions: of the longest sequence that the model can be trained on.
         order: of the run.
         limits: how large the run's packs are.
     """
-    positions = getattr(config, "max_position_embeddings", None)
     facts = tokenizer_facts(tokenizer, train.examples, data, config.vocab_size, positions)
     train_set = summarize_set("training", train, data, positions)
     eval_set = None if held_out is None else summarize_set("held-out", held_out, data, positions)
