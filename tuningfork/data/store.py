@@ -121,9 +121,19 @@ class Selection(Sequence[TokenExample]):
             yield self._parts[part][place]
 
     def column(self, name: str) -> np.ndarray:
-        """What `records.column` says of the examples, without making them."""
-        parts = [column(part, name) for part in self._parts if len(part)]
-        return np.concatenate(parts)[self._places] if parts else column([], name)
+        """What `records.column` says of the examples, without making them; of a few, without looking at all others."""
+        found = column([], name)
+        owners = np.searchsorted(self._ends, self._places, side="right")
+        order = np.argsort(owners, kind="stable")
+        used, first = np.unique(owners[order], return_index=True)
+        for owner, here in zip(used.tolist(), np.split(order, first[1:]), strict=False):
+            part = self._parts[owner]
+            places = self._places[here] - (self._ends[owner] - len(part))
+            of_part = part.take(places).column(name) if isinstance(part, Selection) else column(part, name)[places]
+            if not len(found):
+                found = np.empty(len(self), of_part.dtype)
+            found[here] = of_part
+        return found
 
     def take(self, places: np.ndarray | Sequence[int]) -> Selection:
         """The examples at these places of this selection, in this order."""
