@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -17,6 +18,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
+from tests.data.rows import assistant, drop, user
+from tests.data.rows import one as read_one
+from tests.data.tiny_tokenizers import byte_bpe
 from tests.real_tokenizers import DEEPSEEK_V3, GEMMA3, GPT_OSS, LLAMA3, QWEN3, TRL, Unavailable, template, vocabulary
 from tests.real_tokenizers import Package as Vocabulary
 from tuningfork.data.template import LEAVES_OUT, REFUSES, REWRITES, RenderedExample, render
@@ -204,3 +208,77 @@ def test_a_forced_thought_is_cut_off_at_the_same_place_on_both_sides(name: str, 
         (tokens,) = encoder([render(example, tokenizer)])
         assert tokenizer.decode(tokens.prompt_ids).endswith("<|im_start|>assistant\n<think>")
         assert all(answer.mask.all() for answer in tokens.answers)
+
+
+BODY = (
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments.key }}</tool_call>{% endfor %}"
+)
+BOT = "{{ 'BOT' if m.role == 'assistant' else m.role }}"
+LAST = "{% if m.role == 'assistant' and loop.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+# Templates that leave a header open, drop thoughts, or lack a header where one is asked for: what counts of the turns
+# of `CALLED`, by hand. White space behind a header that is left open is no part of it where templates strip it.
+OPENERS = {
+    "always": (f"{{% for m in messages %}}<|im_start|>{BOT}\n{BODY}<|im_end|>{{% endfor %}}<|im_start|>BOT\n", "\n"),
+    "always, with a default system": (
+        "<|im_start|>system\nBe.<|im_end|>\n"
+        f"{{% for m in messages %}}<|im_start|>{BOT}\n{BODY}<|im_end|>\n{{% endfor %}}<|im_start|>BOT\n",
+        "\n",
+    ),
+    "behind the assistant": (
+        f"{{% for m in messages %}}<|im_start|>{BOT}\n{BODY}<|im_end|>\n{{% endfor %}}"
+        "{% if add_generation_prompt or messages[-1].role == 'assistant' %}{{ '<|im_start|>BOT\n' }}{% endif %}",
+        "",
+    ),
+    "the user's": (
+        "{% for m in messages %}{% if m.role == 'assistant' %}" + BODY + "{{ '<|im_end|>\n<|im_start|>user\n' }}"
+        "{% else %}{{ '<|im_start|>user\n' if loop.first }}{{ m.content }}{{ '<|im_end|>\n<|im_start|>BOT\n' }}"
+        "{% endif %}{% endfor %}",
+        "",
+    ),
+    "the role's beginning": (
+        "<|im_start|>{% for m in messages %}" + BOT + "{{ '\n' }}" + BODY + "{{ '<|im_end|>\n<|im_start|>' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ 'BOT\n' }}{% endif %}",
+        "",
+    ),
+    "none": (
+        f"{{% for m in messages %}}<|im_start|>{BOT}\n{BODY}<|im_end|>\n{{% endfor %}}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>BOT\n' }}{% endif %}",
+        "",
+    ),
+}
+CALLED = (
+    Message("assistant", "", {"tool_calls": [{"function": {"name": "f", "arguments": {"key": "k"}}}]}),
+    Message("user", "more"),
+    Message("assistant", "end"),
+)
+
+
+@pytest.mark.parametrize("name", OPENERS)
+def test_the_next_turns_header_never_counts(name: str) -> None:
+    text, space = OPENERS[name]
+    tokenizer = byte_bpe(chat_template=text)
+    got = render(Example(Source("f", 1), (Message("user", "q"),), (CALLED, CALLED[-1:])), tokenizer)
+    counted = [[text[start:stop] for start, stop in spans] for text, spans in zip(got.texts, got.spans, strict=True)]
+    end = f"{space}end<|im_end|>"
+    assert counted == [[f"{space}<tool_call>k</tool_call><|im_end|>", end], [end]]
+
+
+def test_a_header_that_is_left_open_is_found_beside_thoughts_that_are_dropped() -> None:
+    text = (
+        f"{{% for m in messages %}}<|im_start|>{BOT}\n{LAST}{BODY}<|im_end|>{{% endfor %}}{{{{ '<|im_start|>BOT\n' }}}}"
+    )
+    tokenizer = byte_bpe(chat_template=text)
+    thinks = (*CALLED[:2], Message("assistant", "end", {"reasoning_content": "hm"}))
+    got = render(Example(Source("f", 1), (Message("user", "q"),), (thinks, thinks[-1:])), tokenizer)
+    counted = [[text[start:stop] for start, stop in spans] for text, spans in zip(got.texts, got.spans, strict=True)]
+    end = "<think>hm</think>end<|im_end|>"
+    assert counted == [["<tool_call>k</tool_call><|im_end|>", end], [end]]
+
+
+def test_thoughts_alone_are_an_answer(tmp_path: Path) -> None:
+    never = {"role": "assistant", "content": "", "reasoning_content": "endless"}
+    got = read_one(tmp_path, {"prompt": [user("q")], "chosen": [assistant("4")], "rejected": [never]})
+    assert got.answers[1] == (Message("assistant", "", {"reasoning_content": "endless"}),)
+    blank = {**never, "reasoning_content": " \n"}
+    reason, detail = drop(tmp_path, {"prompt": [user("q")], "chosen": [assistant("4")], "rejected": [blank]})
+    assert (reason, detail) == ("empty answer", "rejected")

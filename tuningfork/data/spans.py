@@ -50,10 +50,11 @@ class Finder:
         """The turn at a place. Raises Unusable where it cannot be told where it begins and ends, or where something is
         printed within it that another one says."""
         found = self._find(place)
-        text = self.printer.tried(self.marks.turns) or ""
-        own = [at for mark in self.marks.all if mark.place == place and (at := text.find(mark.text)) >= 0]
+        own = [mark.text for mark in self.marks.all if mark.place == place]
+        text = (self.printer.tried(self.marks.turns) or "") if len(own) > 1 else ""  # nothing is within a single word
+        places = [text.find(mark) for mark in own if mark in text]
         for other in self.marks.all:
-            if len(own) > 1 and other.place != place and min(own) < text.find(other.text) < max(own):
+            if places and other.place != place and min(places) < text.find(other.text) < max(places):
                 raise Unusable(REWRITES, f"and prints message {other.place + 1} within message {place + 1}")
         header = self.printer.around.opener
         if header and self.whole.startswith(header, found.start) and not self.opening(found):
