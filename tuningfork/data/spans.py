@@ -28,7 +28,8 @@ REOPENS = "the generation prompt is not how the turn is printed"
 @dataclass(frozen=True, slots=True)
 class Found:
     """Where an assistant turn lies. `short` are the characters at the end of its generation prompt, `opening`, that the
-    whole printing does not have there."""
+    whole printing does not have there. `others` are those within the turn that say what tools answered, if there are
+    any: some templates print the words beside a call behind that."""
 
     place: int
     start: int
@@ -36,6 +37,14 @@ class Found:
     short: int = 0
     opening: str = ""
     note: str = ""
+    others: Span | None = None
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The characters that the turn says."""
+        if self.others is None:
+            return ((self.start, self.stop),)
+        return (self.start, self.others[0]), (self.others[1], self.stop)
 
 
 class Finder:
@@ -47,19 +56,54 @@ class Finder:
         self.marks = Marks(turns, printer.arguments)
 
     def find(self, place: int) -> Found:
-        """The turn at a place. Raises Unusable where it cannot be told where it begins and ends, or where something is
-        printed within it that another one says."""
+        """The turn at a place. Raises Unusable where it cannot be told where it begins and ends, or which of what is
+        printed within it another one says."""
         found = self._find(place)
-        own = [mark.text for mark in self.marks.all if mark.place == place]
-        text = (self.printer.tried(self.marks.turns) or "") if len(own) > 1 else ""  # nothing is within a single word
-        places = [text.find(mark) for mark in own if mark in text]
-        for other in self.marks.all:
-            if places and other.place != place and min(places) < text.find(other.text) < max(places):
-                raise Unusable(REWRITES, f"and prints message {other.place + 1} within message {place + 1}")
+        within = self._printed_within(place)
+        if within:
+            others = self._answered_within(found) if all(self.turns[q].role == "tool" for q in within) else None
+            if others is None:
+                raise Unusable(REWRITES, f"and prints message {within[0] + 1} within message {place + 1}")
+            found = replace(found, others=others)
         header = self.printer.around.opener
         if header and self.whole.startswith(header, found.start) and not self.opening(found):
             return replace(found, start=found.start + len(header))  # the generation prompt lacks it here
         return found
+
+    def _printed_within(self, place: int) -> list[int]:
+        """The places of other turns of which something is printed within the turn at a place."""
+        own = [mark.text for mark in self.marks.all if mark.place == place]
+        text = (self.printer.tried(self.marks.turns) or "") if len(own) > 1 else ""  # nothing is within a single word
+        at = [text.find(mark) for mark in own if mark in text]
+        if not at:
+            return []
+        others = [mark for mark in self.marks.all if mark.place != place]
+        return sorted({mark.place for mark in others if min(at) < text.find(mark.text) < max(at)})
+
+    def _answered_within(self, found: Found) -> Span | None:
+        """What tools say between a turn's calls and its words. None where the turn lies otherwise."""
+        place, turn, marked = found.place, self.turns[found.place], self.marks.turns[found.place]
+        word = marked.content.strip()
+        if [mark.text for mark in self.marks.all if mark.place == place and mark.text in marked.content] != [word]:
+            return None
+        worded, before = replace(turn, content=word), self.turns[:place]
+        rest = self.marks.only([p for p, other in enumerate(self.turns) if other.role == "assistant"])[place + 1 :]
+        every, later = self.printer.tried((*before, marked, *rest)), self.printer.tried((*before, worded, *rest))
+        alone = self.printer.tried((*before, worded))
+        if every is None or later is None or alone is None or word not in later or word not in alone:
+            return None
+        called = len(later) - common_end(later, every)  # the calls' last words end here
+        words, words_alone = later.index(word), alone.index(word)
+        if not called <= words or not self.whole.startswith(later[:words]) or not alone.startswith(later[:called]):
+            return None
+        start = called + self._not_within_a_token(
+            self.whole[called:], common(alone[called:words_alone], self.whole[called:])
+        )
+        stop = words - common_end(alone[start:words_alone], self.whole[start:words])
+        end_marker = alone[words_alone + len(word) :].rstrip()
+        if end_marker and self.whole.startswith(end_marker, start):
+            start += len(end_marker)
+        return (start, stop) if found.start <= called <= start < stop <= found.stop else None
 
     def _find(self, place: int) -> Found:
         before, upto = self.turns[:place], self.turns[: place + 1]

@@ -99,7 +99,7 @@ def _rendered(
         located.append(Located(finder, [found[place] for place in wanted]))
         said = {turn.note for turn in found.values() if turn.note}
         notes |= said or ({REOPENS} if borders[-1] < len(opened) else set())
-    spans = tuple(tuple((turn.start, turn.stop) for turn in turns) for turns in evened(located))
+    spans = tuple(tuple(span for turn in turns for span in turn.spans) for turns in evened(located))
     return RenderedExample(source, min(borders), tuple(texts), spans, notes=tuple(sorted(notes)))
 
 
