@@ -38,9 +38,10 @@ examples:
 # What a command takes beside a recipe and settings: option -> meaning.
 _OWN: dict[str, dict[str, str]] = {
     "data": {
-        "--strict": "exit with status 1 if rows are dropped, repeat each other or contradict each other, if held-out "
-        "rows have a prompt that is trained on, if a row is longer than the model's positions, or if a sequence "
-        "begins with BOS twice; not for rows that a mix or their own weight of 0 leaves out, nor for rows that are cut"
+        "--strict": "exit with status 1 if the objective refuses rows, if rows are dropped, repeat each other or "
+        "contradict each other, if held-out rows have a prompt that is trained on, if words of a row spell control "
+        "tokens, if a row is longer than the model's positions, or if a sequence begins with BOS twice; not for rows "
+        "that a mix or their own weight of 0 leaves out, nor for rows that are cut"
     },
     "train": {"--resume": "continue the run in output.dir, which must be there"},
     "reference": {},

@@ -61,7 +61,10 @@ TEMPLATES = {
         refuses="only supports single tool-calls",
     ),
     "gemma4": Printed(
-        GEMMA3, "gemma4_v5.jinja", ("<|turn>model\n", "<tool_response|>", "qz"), ("<turn|>", "<|tool_response>"),
+        GEMMA3,
+        "gemma4_v5.jinja",
+        ("<|turn>model\n", "<tool_response|>", "qz", " 11", " 4", " 17"),  # or the words before
+        ("<turn|>", "<|tool_response>"),
         within=True,
     ),
     "deepseek_v3": Printed(
@@ -99,14 +102,18 @@ def loaded(name: str) -> tuple[PreTrainedTokenizerBase, Encoder]:
 
 
 def numbered(turns: list[tuple[str, int, bool, bool]], first: int) -> Turns:
-    """Turns (role, calls, thinks, speaks) -> turns whose every word is another one."""
+    """Turns (role, calls, thinks, speaks) -> turns whose every word is another one, some with a number behind it; some
+    calls have no arguments."""
     found: list[Message] = []
-    words = (f"zq{n}qz" for n in range(first, first + 1000))
+    words = (f"zq{n}qz" + ("", " 11", " 4", " 17")[n % 4] for n in range(first, first + 1000))
     for role, calls, thinks, speaks in turns:
         extra: dict[str, object] = {"reasoning_content": next(words)} if thinks else {}
         ids = [f"call{first + len(found):04}{i}" for i in range(calls)]
         if calls:
-            functions = [{"name": "look", "arguments": {"key": next(words)}} for _ in ids]
+            functions = [
+                {"name": "look", "arguments": {} if (first + len(found) + n) % 5 == 2 else {"key": next(words)}}
+                for n in range(calls)
+            ]
             extra["tool_calls"] = [
                 {"id": i, "type": "function", "function": f} for i, f in zip(ids, functions, strict=True)
             ]
@@ -197,9 +204,10 @@ def assert_spans(got: RenderedExample, example: Example, printed: Printed, train
             assert text[:start].endswith(printed.headers) or text[start:].startswith("<think>"), text[:start][-40:]
             tail = WORD.split(text[start:stop])[-1]
             ends = [end for end in printed.ends if tail.endswith(end)]
-            if printed.within and tail == "":  # the next call, or words, follow without a marker
+            if printed.within and not tail.strip(" 0123456789"):  # the next call, or words, follow without a marker
                 continue
-            assert ends and tail.count(ends[0]) in (1, len(tail) + 1), tail
+            once = range(1, 1 + max(1, len(turn.extra.get("tool_calls", ()))))  # or once for each call
+            assert ends and (not ends[0] or tail.count(ends[0]) in once), tail
         assert not left and got.texts[0][: got.border] == got.texts[1][: got.border]
 
 

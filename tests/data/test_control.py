@@ -212,6 +212,15 @@ def test_plain_text_has_one_eos_behind_each_answer(tmp_path: Any, end: str) -> N
     assert list(report.notes) == ([ONE_END] if end not in ("", "</s>") else [])
 
 
+@pytest.mark.parametrize("said", ["</s>", " </s></s>\n"])
+def test_plain_text_of_an_end_marker_alone_is_an_empty_answer(tmp_path: Any, said: str) -> None:
+    examples, report = prepared(tmp_path, [pair("q ", said), pair("q ", "good")], template="none")
+    assert len(examples) == 1
+    assert [(row.reason, row.detail) for row in report.dropped_rows] == [
+        ("empty answer", "chosen says only " + repr(said.strip()))
+    ]
+
+
 def test_plain_text_has_the_control_tokens_that_it_writes(tmp_path: Any) -> None:
     """A file that was rendered before is right as it is, and needs no note of that."""
     rendered = pair(f"{START}user\nq{END}\n{START}assistant\n", f"good{END}", f"bad{END}")

@@ -79,7 +79,7 @@ def test_what_becomes_of_a_row_does_not_depend_on_the_rows_before_it() -> None:
     one, two = (Message("assistant", "words", {"tool_calls": [{"name": "f"}] * calls}) for calls in (1, 2))
     rows = [((one, *turns("q")), True), ((two, *turns("q")), False)]
     unsaid = KNOWN.replace("ROLES", "('user', 'assistant')")
-    said = f"{731552}{0:06}"  # what stands for the words of the first message, were it not in the row itself
+    said = f"{731552}{0:07}7"  # what stands for the words of the first message, were it not in the row itself
     unprinted = [((Message("system", text), *turns(f"q{said}")), False) for text in ("s", said)]
     for template, cases in ((calling, rows), (unsaid, unprinted)):
         for order in (cases, cases[::-1], cases * 2):
@@ -91,6 +91,19 @@ def test_what_becomes_of_a_row_does_not_depend_on_the_rows_before_it() -> None:
                 else:
                     with pytest.raises(Unusable, match=r"leaves out a field.*content of message 1"):
                         render(example, tokenizer)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_thoughts_that_are_cut_out_are_seen_whatever_the_rows_before_it_lack(first: int) -> None:
+    """Empty thoughts that a template cuts out are no loss, in whichever row; thoughts are one in every row."""
+    tokenizer = byte_bpe(chat_template=REOPENING)
+    for said in ("<think>\n\n</think>\n\nyes", "<think>why</think>yes")[:: 1 if first else -1] * 2:
+        example = Example(SOURCE, turns("q"), (answer(said), answer("no")))
+        if "why" in said:
+            with pytest.raises(Unusable, match="thoughts of message 2, before its </think>, in the chosen answer"):
+                render(example, tokenizer)
+        else:
+            assert render(example, tokenizer).texts[0].endswith("yes<E>")
 
 
 def test_a_template_that_is_exchanged_is_looked_at_anew() -> None:

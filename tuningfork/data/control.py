@@ -123,6 +123,9 @@ class ControlTokens:
             return example, []
         answers = tuple(map(str, example.answers))
         cut = tuple(_without_ends(text, [self.eos])[0] for text in answers)
+        for place, (text, words) in enumerate(zip(answers, cut, strict=True)):
+            if not words.strip() and text.strip():
+                raise Unusable("empty answer", f"{answer_name(example, place)} says only {text.strip()[:80]!r}")
         more = any(text not in (words, words + self.eos) for text, words in zip(answers, cut, strict=True))
         return (example if cut == answers else replace(example, answers=cut)), [ONE_END] if more else []
 

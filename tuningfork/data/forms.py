@@ -216,10 +216,10 @@ def _by_rank(prompt: Named, named: list[Named], key: str) -> Parts:
             raise Unusable("wrong type", f"{name} is {kind_of(item)}, expected an object with {key} and rank")
         answer, rank = fields(item, (key, "rank"), f"{name}.")
         ranked.append((f"{name}.{key}", answer))
-        ranks.append(-number(rank, f"{name}.rank"))
+        ranks.append(number(rank, f"{name}.rank"))
         others = (other for other in item if other not in (key, "rank") and filled(item, other))
         beside |= dict.fromkeys(f"{name.partition('[')[0]}[].{other}" for other in others)
-    return Parts(prompt, _sorted(ranked, "ranks", ranks), beside=tuple(beside))
+    return Parts(prompt, _sorted(ranked, "ranks", ranks, lowest_first=True), beside=tuple(beside))
 
 
 def _scores(scores: Any, answers: int) -> list[float]:
@@ -230,11 +230,11 @@ def _scores(scores: Any, answers: int) -> list[float]:
     return [number(score, f"scores[{i}]") for i, score in enumerate(scores)]
 
 
-def _sorted(named: list[Named], field: str, scores: list[float]) -> list[Named]:
-    """The answers by their scores, the highest first."""
+def _sorted(named: list[Named], field: str, scores: list[float], lowest_first: bool = False) -> list[Named]:
+    """The answers by their scores, the best first."""
     if len(set(scores)) < len(scores):
-        raise Unusable("answers tie", f"{field} {[f'{abs(score):g}' for score in scores]} put two answers on one rank")
-    return [named[i] for i in sorted(range(len(named)), key=lambda i: -scores[i])]
+        raise Unusable("answers tie", f"{field} {[f'{score:g}' for score in scores]} put two answers on one rank")
+    return [named[i] for i in sorted(range(len(named)), key=lambda i: scores[i], reverse=not lowest_first)]
 
 
 STRENGTHS = {strength: None if strength == 0 else int(strength > 0) for strength in range(-3, 4)}

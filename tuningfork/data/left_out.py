@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 
-from tuningfork.data.marks import END_OF_THOUGHTS, WITHIN, Mark, Marks
+from tuningfork.data.marks import CALL, END_OF_THOUGHTS, WITHIN, Mark, Marks, content_parts
 from tuningfork.data.printing import Printer
 from tuningfork.data.values import Unusable
 from tuningfork.records import Message, Turns
@@ -56,7 +56,7 @@ def _check_said(turns: Turns, wanted: Sequence[int], sides: Sequence[str], print
     known = _printed.setdefault(printer.tokenizer, set())
     alike: tuple[Any, ...] = ()
     if plain:
-        kinds = tuple((turn.role, bool(turn.content.strip()), END_OF_THOUGHTS in turn.content) for turn in turns)
+        kinds = tuple((turn.role, *(bool(part.strip()) for part in content_parts(turn))) for turn in turns)
         alike = (str(printer.tokenizer.chat_template), kinds, repr(printer.arguments), printer.silence)
     if alike in known:
         return []
@@ -66,6 +66,7 @@ def _check_said(turns: Turns, wanted: Sequence[int], sides: Sequence[str], print
     suspects = marks.all if text is None else marks.missing(text)
     if plain and not suspects:
         known.add(alike)
+    suspects = [mark for mark in suspects if mark.field != CALL]  # of which _with_arguments tells
     gone = [mark for mark in suspects if _is_gone(mark, marks, mark.place in wanted, printer, sides)]
     return [EARLIER_THOUGHTS] if gone else []
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from tuningfork.data.marks import Marks
@@ -53,35 +54,44 @@ class Finder:
     def __init__(self, turns: Turns, printer: Printer) -> None:
         self.turns, self.printer = turns, printer
         self.whole = printer(turns)
-        self.marks = Marks(turns, printer.arguments)
+
+    @cached_property
+    def marks(self) -> Marks:
+        """Numbers in place of what turns say."""
+        return Marks(self.turns, self.printer.arguments)
 
     def find(self, place: int) -> Found:
         """The turn at a place. Raises Unusable where it cannot be told where it begins and ends, or which of what is
         printed within it another one says."""
         found = self._find(place)
-        within = self._printed_within(place)
-        if within:
-            others = self._answered_within(found) if all(self.turns[q].role == "tool" for q in within) else None
-            if others is None:
-                raise Unusable(REWRITES, f"and prints message {within[0] + 1} within message {place + 1}")
-            found = replace(found, others=others)
+        if self._calls_and_speaks(place):
+            found = self._without_others(found)
         header = self.printer.around.opener
         if header and self.whole.startswith(header, found.start) and not self.opening(found):
             return replace(found, start=found.start + len(header))  # the generation prompt lacks it here
         return found
 
-    def _printed_within(self, place: int) -> list[int]:
-        """The places of other turns of which something is printed within the turn at a place."""
-        own = [mark.text for mark in self.marks.all if mark.place == place]
-        text = (self.printer.tried(self.marks.turns) or "") if len(own) > 1 else ""  # nothing is within a single word
-        at = [text.find(mark) for mark in own if mark in text]
-        if not at:
-            return []
-        others = [mark for mark in self.marks.all if mark.place != place]
-        return sorted({mark.place for mark in others if min(at) < text.find(mark.text) < max(at)})
+    def _calls_and_speaks(self, place: int) -> bool:
+        """Whether a turn has words beside calls, with more behind it, which may be printed between the two."""
+        turn = self.turns[place]
+        return bool(turn.extra.get("tool_calls") and turn.content.strip()) and place + 1 < len(self.turns)
+
+    def _without_others(self, found: Found) -> Found:
+        """The turn without what tools answer within it. Raises Unusable where something else may be within."""
+        place = found.place
+        others = self._answered_within(found) if self.turns[place + 1].role == "tool" else None
+        if others is not None:
+            return replace(found, others=others) if others[0] < others[1] else found
+        text = self.printer.tried(self.marks.turns) or ""
+        at = [text.find(mark.text) for mark in self.marks.all if mark.place == place and mark.text in text]
+        for other in self.marks.all:
+            if at and other.place != place and min(at) < text.find(other.text) < max(at):
+                raise Unusable(REWRITES, f"and prints message {other.place + 1} within message {place + 1}")
+        return found
 
     def _answered_within(self, found: Found) -> Span | None:
-        """What tools say between a turn's calls and its words. None where the turn lies otherwise."""
+        """What tools say between a turn's calls and its words, which may be nothing. None where that cannot be told,
+        as where the words stand before the calls."""
         place, turn, marked = found.place, self.turns[found.place], self.marks.turns[found.place]
         word = marked.content.strip()
         if [mark.text for mark in self.marks.all if mark.place == place and mark.text in marked.content] != [word]:
@@ -103,7 +113,7 @@ class Finder:
         end_marker = alone[words_alone + len(word) :].rstrip()
         if end_marker and self.whole.startswith(end_marker, start):
             start += len(end_marker)
-        return (start, stop) if found.start <= called <= start < stop <= found.stop else None
+        return (start, stop) if found.start <= called <= start <= stop <= found.stop else None
 
     def _find(self, place: int) -> Found:
         before, upto = self.turns[:place], self.turns[: place + 1]
