@@ -482,8 +482,7 @@ def test_resume_with_an_edited_config_json_is_refused(job: Job, shelf: Path, obj
         job = job.but({"reference.cache": None})
     crash(job, step=3)
     edit_json(model / "config.json", lambda config: config["rope_parameters"].update(rope_theta=500.0))
-    shutil.rmtree(job.folder / "cache", ignore_errors=True)
-    message = job.refused("train", "--resume")
+    message = job.refused("train", "--resume")  # before the cache of the other model is looked at, or made anew
     assert "step-2 belongs to a run that started from another model" in message and "config.json" in message
     edit_json(model / "config.json", lambda config: config["rope_parameters"].update(rope_theta=10000.0))
     shutil.rmtree(job.folder / "cache", ignore_errors=True)

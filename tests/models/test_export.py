@@ -232,6 +232,8 @@ def test_code_of_its_own_is_not_left_dangling(tmp_path):
     assert not list((tmp_path / "export").glob("*.py"))
     for file in (tmp_path / "export").glob("*.json"):
         assert "auto_map" not in content(file), file.name
+    # which makes it no other architecture: its weights may be scored against its start
+    assert comparable(load_config(str(tmp_path / "export"))) == comparable(load_config(str(original)))
     assert content(tmp_path / "export" / "tokenizer_config.json")["mine"] == 1
     AutoModelForCausalLM.from_pretrained(tmp_path / "export", trust_remote_code=True)
     AutoTokenizer.from_pretrained(tmp_path / "export", trust_remote_code=True)

@@ -219,6 +219,11 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
     refused(tmp_path, r"the weights cannot be read: .*model\.safetensors ends too early")
 
 
+def test_a_file_that_is_cut_short(tmp_path):
+    os.truncate(folder_of(tmp_path) / "model.safetensors", 5000)
+    refused(tmp_path, r"cannot be loaded: .*\. A file of its weights is damaged or cut short: get it anew\.$")
+
+
 # --- which file a tensor comes from -----------------------------------------------------------------------------------
 
 INDEX, EMBEDDING = "model.safetensors.index.json", "model.embed_tokens.weight"

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import Chunk, ConversionOps, Transpose, WeightConverter
 from transformers.models.llama.modeling_llama import LlamaModel
@@ -104,6 +105,32 @@ def test_what_the_library_computes_itself_may_be_stored(tmp_path):
     )
     loaded = load(str(tmp_path))
     assert loaded.stored_bytes > 0
+    same_model(loaded.model, plain_load(tmp_path))
+
+
+OLD_MASKS = {
+    "GPTNeoXConfig": ("gpt_neox.layers.0.attention.bias", "gpt_neox.layers.0.attention.masked_bias"),
+    "GPT2Config": ("transformer.h.0.attn.bias", "transformer.h.0.attn.masked_bias"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", OLD_MASKS)
+def test_masks_that_older_versions_stored_are_passed_over(tmp_path, kind, dtype):
+    """As bits or numbers, beside the number that fills them: they are no weights, so nothing here is quantized."""
+    sizes = {"vocab_size": 97, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+    config = getattr(transformers, kind)(**sizes, max_position_embeddings=64)
+    for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout", "attention_dropout"):
+        if hasattr(config, name):
+            setattr(config, name, 0.0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    mask, fill = OLD_MASKS[kind]
+    old = {mask: torch.ones(1, 1, 64, 64).tril().to(dtype), fill: torch.tensor(-1e9)}
+    rewrite(tmp_path, lambda weights: weights.update(old))
+    loaded = load(str(tmp_path))
+    assert loaded.stored_bytes > 0
+    assert set(loaded.dtypes.values()) == {torch.float32} and not loaded.dtypes.keys() & old.keys()
+    assert {name for name, _ in loaded.model.named_parameters()} <= loaded.dtypes.keys() | {"lm_head.weight"}
     same_model(loaded.model, plain_load(tmp_path))
 
 

@@ -149,6 +149,15 @@ def test_compiled_blocks_that_are_right_pass():
     assert len(check.batch.input_ids) == 1024  # rows as compiled packs have them
 
 
+def test_probes_stay_within_a_models_positions() -> None:
+    model = tiny_model("llama", torch.float32)
+    for most in range(2, 80):
+        model.config.max_position_embeddings = most
+        found = probes(Policy.plain(model, torch.float32))
+        assert all(len(example.prompt_ids) and example.longest <= most for example in found), most
+        assert all(len(answer.ids) for example in found for answer in example.answers), most
+
+
 @pytest.mark.parametrize(
     "window, positions, longest, reached",
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,8 @@ from tuningfork.errors import ModelError, counted
 from tuningfork.models import weights
 from tuningfork.models.weights import Found
 
+CONSTANT = r"(rotary_emb\.inv_freq|\.masked_bias)$"
+"""Names of buffers that older versions of the library stored, and that have one value for all models of a config."""
 _TRAINABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -23,7 +26,7 @@ def check_names(model: PreTrainedModel, info: dict[str, Any], found: Found | Non
         lacking = f"{path}: the weights lack {counted(len(missing), 'tensor')} of the model, first {missing[0]}{hint}."
         head: Any = model.get_output_embeddings()
         of_head = {id(weight) for weight in head.parameters()} if head is not None else set()
-        if all(id(model.get_parameter_or_buffer(name)) in of_head for name in missing):
+        if not hint and all(id(model.get_parameter_or_buffer(name)) in of_head for name in missing):
             lacking += (
                 " That is its output head: this is a base model or a classifier. Get the model that generates text, or "
                 "set tie_word_embeddings to true in config.json if its head is its input embedding."
@@ -34,7 +37,7 @@ def check_names(model: PreTrainedModel, info: dict[str, Any], found: Found | Non
     extra = [
         key
         for key in sorted(info["unexpected_keys"])
-        if not (key.endswith("rotary_emb.inv_freq") or (tied and key == "lm_head.weight"))
+        if not (re.search(CONSTANT, key) or (tied and key == "lm_head.weight"))
     ]
     if extra:
         raise ModelError(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 import transformers
 from torch import Tensor, nn
@@ -33,7 +35,8 @@ _LEAST_IN_8_BITS = 4096
 
 _NUMBERS_DO_NOT_DEPEND_ON = (
     *("_name_or_path", "transformers_version", "dtype", "architectures", "use_cache"),
-    *("pad_token_id", "bos_token_id", "eos_token_id", "output_attentions", "output_hidden_states", "return_dict"),
+    *("auto_map", "pad_token_id", "bos_token_id", "eos_token_id"),
+    *("output_attentions", "output_hidden_states", "return_dict"),
 )
 
 
@@ -180,6 +183,8 @@ def _opened(path: str, progress: Callable[[int, int], None] = lambda done, total
         draft = draft or _whole(config, path, found, progress)
     except Exception as error:
         why = folder.unknown_value(path, error) or f"{first_line(error).rstrip('.')}.{folder.pointers(path)}"
+        if isinstance(error, safetensors.SafetensorError):
+            why += " A file of its weights is damaged or cut short: get it anew."
         raise ModelError(f"{path}: the model cannot be loaded: {why}") from error
     model = draft.model
     checks.check_names(model, draft.info, found, path)
@@ -228,9 +233,7 @@ def _draft(config: Any, path: str, stored: dict[str, Stored]) -> _Draft | None:
     if conversions is None or not all(isinstance(conversion, WeightRenaming) for conversion in conversions):
         return None
     refused = {*info["unexpected_keys"], *(str(key[0]) for key in info["mismatched_keys"])}
-    # What older versions stored and the library computes itself is neither: it is passed over without a word.
-    computed = {name for name in stored if name.endswith("rotary_emb.inv_freq")}
-    if len(unread) + len(refused | computed) != len(stored):
+    if len(unread) + len(refused | _computed(model, stored.keys() - unread.keys())) != len(stored):
         return None
     return _Draft(model, info, list(unread.values()), dtypes)
 
@@ -244,9 +247,17 @@ def _whole(config: Any, path: str, found: Found | None, progress: Callable[[int,
         weights.read(((state[name], there) for name, there in found.tensors.items()), progress)
     _, _, traced = _traced(config, path, state)
     dtypes = {own: state[name].dtype for own, (name, _) in traced.items()}
-    converted = state.keys() - {name for name, _ in traced.values()}
     model, info = _from_state(config, path, state)
+    converted = state.keys() - {name for name, _ in traced.values()}
+    converted -= _computed(model, converted)
     return _Draft(model, info, [], dtypes | {name: state[name].dtype for name in converted})
+
+
+def _computed(model: PreTrainedModel, left: Iterable[str]) -> set[str]:
+    """Of stored tensors that became no weight as they are: what older versions stored, such as masks, and the library
+    computes itself. It is passed over without a word."""
+    ignored = [checks.CONSTANT, *(model._keys_to_ignore_on_load_unexpected or ())]
+    return {name for name in left if any(re.search(pattern, name) for pattern in ignored)}
 
 
 def _traced(

@@ -34,7 +34,7 @@ from tuningfork.train.config import OutputConfig, TrainConfig
 from tuningfork.train.evaluate import Evaluation, check_start, evaluate
 from tuningfork.train.folder import CONFIG
 from tuningfork.train.optimizer import build_optimizer, learning_rate, set_learning_rate
-from tuningfork.train.setup import Data, Start, dtype_name, model_digest, open_reference
+from tuningfork.train.setup import Data, Start, dtype_name, model_digest, open_reference, starting_weights
 from tuningfork.train.step import train_step
 
 
@@ -78,19 +78,23 @@ def run(
     loader = PackLoader(data.train, order, data.limits, pin_memory=start.policy.device.type == "cuda")
     last = checkpoint.newest(folder / "checkpoints")
 
+    weights = starting_weights(start.policy, console)
+    dtype, mode = dtype_name(start.policy.dtype), start.policy.activation_memory
+    start_model, held_out = model_digest(start.policy, weights), dataset_digest(data.held_out)
+    begun = Progress(0, dataset_digest(data.train), start_model, dtype, mode, held_out, None)
+    saved = None if last is None else checkpoint.progress(last)
+    if last is not None and saved is not None:
+        _check_same_run(last, saved, begun)  # another model has another reference, which is not worth scoring
+
     # Whatever compares with the starting model happens before a checkpoint is loaded into it.
     reference = None
     result = RunResult(folder, False, 0, order.total_steps)
     if start.objective.needs_reference:
         used, cache = Selection([data.train], order.used_indices()), reference_config.cache
-        reference = open_reference(start, pack.share_prompt, cache, used, data.limits, console, data.held_out)
+        reference = open_reference(start, pack.share_prompt, cache, used, data.limits, console, data.held_out, weights)
         with console.startup.time("step-0 check"):
             result.pairs_checked = check_start(start, loader.step(0), reference)
         console.print(f"step-0 check: margin exactly 0 for {result.pairs_checked} of {result.pairs_checked} pairs")
-    start_model = model_digest(start.policy, reference, console)
-    dtype, mode = dtype_name(start.policy.dtype), start.policy.activation_memory
-    begun = Progress(0, dataset_digest(data.train), start_model, dtype, mode, dataset_digest(data.held_out), None)
-    saved = None if last is None else checkpoint.progress(last)
     evaluated = saved is not None and saved.before is not None and saved.held_out_digest == begun.held_out_digest
     if not evaluated:
         if saved is not None and data.held_out:
@@ -104,7 +108,6 @@ def run(
     if last is not None:
         with console.startup.time("checkpoint"):
             saved = checkpoint.restore(last, start.policy.model, optimizer)
-        _check_same_run(last, saved, begun)
         result.steps_done = saved.step
         if evaluated and saved.before is not None:
             result.before = Evaluation.from_saved(saved.before)

@@ -105,7 +105,8 @@ def probes(policy: Policy) -> list[TokenExample]:
     limit = min(limit, positions(policy.config) or limit)
     answer = min(_TILE + 3, limit // 2)
     prompt = min(max(_TILE, _shortest_window(policy)) + 8, limit - answer)
-    shapes = ((prompt, (answer, 9 * answer // _TILE)), (5, (4, 7)))
+    short = min(5, limit // 2)
+    shapes = ((prompt, (answer, max(1, 9 * answer // _TILE))), (short, (min(4, limit - short), min(7, limit - short))))
     vocab_size = policy.config.vocab_size
     rng = np.random.default_rng(0)
 

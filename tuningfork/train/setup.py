@@ -88,7 +88,7 @@ class Start:
 def check_one_process() -> None:
     """Refuse to be one process of several: each would do all of the work, in the same folders. Raises ConfigError."""
     for name, launcher in LAUNCHERS.items():
-        started = os.environ.get(name, "")
+        started = os.environ.get(name, "").strip()
         if started.isdecimal() and int(started) > 1:
             raise ConfigError(
                 f"{name} is {started}: {launcher} has started several processes, and each would do the whole of the "
@@ -288,16 +288,16 @@ def open_reference(
     limits: PackLimits,
     console: Console,
     held_out: Sequence[TokenExample] = (),
+    weights: str | None = None,
 ) -> ReferenceStore:
     """The reference cache of the *starting* model, filled for these examples and the held-out ones.
 
-    Some of what it had before is scored again, and must come to the same bits. Raises ReferenceMismatch.
+    `weights` is the hash of its weights, where that is known already. Some of what the cache had before is scored
+    again, and must come to the same bits. Raises ReferenceMismatch.
     """
     policy = start.policy
-    with console.startup.time("weights digest"):
-        weights = weights_digest(tensors_of(policy.model))
     facts = fingerprint(
-        weights,
+        weights or starting_weights(policy, console),
         config=_config_digest(policy),
         dtype=dtype_name(policy.dtype),
         **{f"{kind} kernel": name for kind, name in policy.kernels.names.items()},
@@ -322,16 +322,14 @@ def open_reference(
     return store
 
 
-def model_digest(policy: Policy, reference: ReferenceStore | None, console: Console) -> str:
-    """A content hash of the model as it is: its weights, and what of its config decides its numbers.
+def starting_weights(policy: Policy, console: Console) -> str:
+    """The hash of the weights as they are: to be asked for before they move."""
+    with console.startup.time("weights digest"):
+        return weights_digest(tensors_of(policy.model))
 
-    The reference of that very model, where there is one, has seen all weights already.
-    """
-    if reference is not None:
-        weights = reference.fingerprint["weights"]
-    else:
-        with console.startup.time("weights digest"):
-            weights = weights_digest(tensors_of(policy.model))
+
+def model_digest(policy: Policy, weights: str) -> str:
+    """A content hash of a model: of its weights, by their own hash, and of what its config decides of its numbers."""
     return text_digest(f"{weights} {_config_digest(policy)}")
 
 
