@@ -38,6 +38,7 @@ from tuningfork.report.console import Console, Phase
 from tuningfork.train import checkpoint
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.fit import settle
+from tuningfork.train.head_check import check_head
 from tuningfork.train.kernel_check import KernelCheck
 from tuningfork.train.optimizer import hold_gradients, optimizer_bytes
 from tuningfork.train.score import score
@@ -217,6 +218,8 @@ def start_model(
     hold_gradients(loaded.model, train)
     policy = Policy.fast(loaded.model, dtype)
     head = Head(policy.kernels, policy.transform, objective.head_chunk_rows)
+    with console.startup.time("kernel check"):
+        check_head(policy, head, model.path)
     check = None
     if compiled or not policy.has_plain_kernels:
         with console.startup.time("kernel check"):
