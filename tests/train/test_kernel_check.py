@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph
+from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from tests.tiny import FAMILIES, head_of, tiny_model
+from tests.tiny import FAMILIES, VOCAB, head_of, limits_of, tiny_model
 from tuningfork.errors import ModelError
 from tuningfork.kernels.attention.plain import PlainAttention
 from tuningfork.kernels.row_logps import plain as plain_rows
 from tuningfork.kernels.select import Kernels, plain
+from tuningfork.models import activations, attention, compiler
+from tuningfork.models.load import Loaded
 from tuningfork.models.policy import Policy
+from tuningfork.objective.config import ObjectiveConfig
+from tuningfork.objective.objectives import PreferenceObjective
+from tuningfork.report.console import Console
+from tuningfork.train import checkpoint, kernel_check
+from tuningfork.train.config import TrainConfig
 from tuningfork.train.kernel_check import KernelCheck
+from tuningfork.train.optimizer import hold_gradients
 from tuningfork.train.self_check import probes, window_not_reached
+from tuningfork.train.setup import Start, settle_activations
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -118,9 +132,22 @@ def without_transform(logits, targets, lse, grad, transform, out):
     return plain_rows.logits_gradient(logits, targets, lse, grad, replace(transform, scale=1.0), out)
 
 
+def behind_the_weights(logits, targets, lse, grad, transform, out):
+    """Wrong by what no hidden state's gradient shows: numbers that the output embedding takes to 0."""
+    plain_rows.logits_gradient(logits, targets, lse, grad, transform, out)
+    unseen = torch.linalg.svd(tiny_model("granite", torch.float32).get_output_embeddings().weight.detach())[0][:, -40:]
+    out += (0.1 * out.float().norm() / len(out) ** 0.5) * unseen.sum(1).to(out.dtype)
+    return out
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "change, said", [({"row_logps": off}, "log-probs are"), ({"logits_gradient": without_transform}, "gradients are")]
+    "change, said",
+    [
+        ({"row_logps": off}, "log-probs are"),
+        ({"logits_gradient": without_transform}, "gradients of hidden states are"),
+        ({"logits_gradient": behind_the_weights}, "gradients of the weight are"),
+    ],
 )
 def test_a_wrong_kernel_of_the_head_is_named(change, said, dtype):
     with pytest.raises(ModelError, match=f"here: row_logps kernel plain: {said}"):
@@ -136,7 +163,157 @@ def test_a_block_that_was_compiled_wrongly_is_found(where, share, dtype):
     forward = policy.blocks[2].forward
     change = (lambda x: 1.1 * x) if where == "forward" else _HalfGradient.apply
     policy.blocks[2].forward = lambda x, *args, **how: forward(change(x), *args, **how)
-    with pytest.raises(ModelError, match=f"the blocks: {'hidden states' if where == 'forward' else 'gradients'} are"):
+    said = "hidden states" if where == "forward" else "gradients of embedded tokens"
+    with pytest.raises(ModelError, match=f"the blocks: {said} are"):
+        check.compare(policy)
+
+
+def without_its_weight(linear: torch.nn.Linear) -> None:
+    linear.forward = lambda x: torch.nn.functional.linear(x, linear.weight.detach(), linear.bias)
+
+
+def with_half_of_it(linear: torch.nn.Linear) -> None:
+    linear.forward = lambda x: torch.nn.functional.linear(x, _HalfGradient.apply(linear.weight), linear.bias)
+
+
+def gpt_oss() -> PreTrainedModel:
+    """Experts, and attention sinks."""
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=6,
+        pad_token_id=0, eos_token_id=2, initializer_range=0.2,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
+    for block in model.model.layers:
+        torch.nn.init.normal_(block.self_attn.sinks)
+    return model.train()
+
+
+@pytest.mark.parametrize("mode", ["none", "block", "offload"])
+@pytest.mark.parametrize("wrong", [without_its_weight, with_half_of_it])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_weights_that_are_wrong_are_named(dtype, wrong, mode):
+    """Those of one block alone, while what it hands on, forward and backward, is right."""
+    policy, check = begun(plain(), "qwen3", dtype)
+    wrong(policy.blocks[2].mlp.down_proj)
+    policy.keep_activations(mode)
+    with pytest.raises(ModelError, match=r"the blocks: gradients of model\.layers\.\*\.mlp\.down_proj\.weight are"):
+        check.compare(policy)
+    assert all(weight.grad is None for weight in policy.model.parameters())
+
+
+def test_gradients_that_a_run_adds_up_in_float32_are_compared_as_they_are_added_up():
+    policy = Policy(tiny_model("llama", torch.bfloat16), plain(), torch.bfloat16)
+    hold_gradients(policy.model, TrainConfig(gradient_dtype="float32"))
+    check = KernelCheck.begin(policy, head_of(policy), "here", True, compiling=False)
+    check.compare(policy)
+    weights = list(policy.model.parameters())
+    assert all(w.dtype == torch.bfloat16 and w.grad_dtype == torch.float32 and w.grad is None for w in weights)
+    assert not any(w._post_accumulate_grad_hooks for w in weights)
+    with_half_of_it(policy.blocks[0].self_attn.k_proj)
+    with pytest.raises(ModelError, match=r"gradients of model\.layers\.\*\.self_attn\.k_proj\.weight are"):
+        check.compare(policy)
+
+
+def test_no_more_than_a_gradient_is_held_at_a_time(monkeypatch):
+    policy, check = begun(attention_of(finely))
+    most, sketch = [0], kernel_check._sketch
+
+    def counting(gradient):
+        most.append(sum(weight.grad is not None for weight in policy.model.parameters()))
+        return sketch(gradient)
+
+    monkeypatch.setattr(kernel_check, "_sketch", counting)
+    check.compare(policy)
+    assert max(most) == 1
+
+
+def test_a_pass_that_fails_leaves_no_gradient_behind(monkeypatch):
+    policy, check = begun(attention_of(finely))
+    monkeypatch.setattr(kernel_check, "_sketch", lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        check.compare(policy)
+    assert all(w.grad is None and not w._post_accumulate_grad_hooks for w in policy.model.parameters())
+
+
+@pytest.mark.parametrize("shape", [(300, 70), (4, 30, 200), (1, 5000), (5000, 1), (64,), ()])
+@pytest.mark.parametrize("rank", ["one", "full"])
+def test_a_sketch_is_about_as_large_as_the_gradient(shape, rank):
+    """Within five standard deviations of the size that 16 directions give a gradient of rank one."""
+    torch.manual_seed(1)
+    gradient = torch.randn(shape)
+    if rank == "one" and len(shape) > 1:
+        gradient = torch.randn(*shape[:-1], 1) * torch.randn(shape[-1])
+    assert 1 / 2 < kernel_check._sketch(gradient).norm() / gradient.norm() < 2
+
+
+@pytest.mark.parametrize("right", [finely, coarsely])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sinks_and_experts_that_only_round_otherwise_pass(dtype, right):
+    policy = Policy(gpt_oss(), attention_of(right), dtype)
+    KernelCheck.begin(policy, head_of(policy), "here", True, compiling=False).compare(policy)
+
+
+@pytest.mark.parametrize("wrong", [torch.Tensor.detach, _HalfGradient.apply], ids=["none", "half"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_wrong_gradients_of_sinks_are_named(dtype, wrong):
+    kernels = attention_of(lambda attend, q, k, v, *, sinks, **how: attend(q, k, v, sinks=wrong(sinks), **how))
+    policy = Policy(gpt_oss(), kernels, dtype)
+    with pytest.raises(ModelError, match="attention kernel other, call 1: gradients of sinks are"):
+        KernelCheck.begin(policy, head_of(policy), "here", True, compiling=False)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_blocks_are_compared_in_the_mode_that_auto_has_found(monkeypatch, tmp_path, resumed):
+    """A budget has the compiler make other graphs for the backward pass than those of the start."""
+    policy, check = begun(attention_of(finely))
+    objective = PreferenceObjective(ObjectiveConfig())
+    start = Start(policy, head_of(policy), objective, Loaded(policy.model, torch.float32), False, check)
+    monkeypatch.setattr(checkpoint, "progress", lambda last: SimpleNamespace(activation_memory="none"))
+
+    def settled():
+        policy.keep_activations("block")
+        last = tmp_path if resumed else None
+        settle_activations(start, TrainConfig(activation_memory="auto"), limits_of(), last, Console(io.StringIO()))
+
+    settled()
+    assert policy.activation_memory == "none"
+    keeping = activations.keeping
+
+    def wrong(mode, forwards):
+        if mode == "none":
+            without_its_weight(policy.blocks[1].mlp.gate_proj)
+        return keeping(mode, forwards)
+
+    monkeypatch.setattr(activations, "keeping", wrong)
+    with pytest.raises(ModelError, match="gate_proj"):
+        settled()
+
+
+class Spoiling(CustomGraphPass):
+    """Takes the products that are gradients of weights for twice what they are."""
+
+    def __call__(self, graph: Graph) -> None:
+        [output] = graph.find_nodes(op="output")
+        for product in graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default):
+            if list(product.users) == [output]:
+                with graph.inserting_after(product):
+                    twice = graph.call_function(torch.ops.aten.mul.Scalar, (product, 2.0))
+                twice.meta = dict(product.meta)
+                output.replace_input_with(product, twice)
+
+    def uuid(self) -> str:
+        return "spoiling"
+
+
+@pytest.mark.filterwarnings("default")  # the compiler's own
+def test_a_pass_over_compiled_graphs_that_spoils_gradients_of_weights_is_found(monkeypatch):
+    policy = Policy(tiny_model("llama", torch.float32), plain(), torch.float32)
+    check = KernelCheck.begin(policy, head_of(policy), "here", True, compiling=True)
+    monkeypatch.setattr(compiler, "options", lambda device: {"post_grad_custom_pre_pass": Spoiling()})
+    policy.compile()
+    with pytest.raises(ModelError, match=r"the compiled blocks: gradients of model\.layers\.\*\.\S+_proj\.weight are"):
         check.compare(policy)
 
 

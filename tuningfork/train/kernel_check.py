@@ -10,13 +10,15 @@ one size, and one that is several times the other is no rounding.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tuningfork.errors import ModelError, enough_memory
 from tuningfork.models.policy import Policy
@@ -28,6 +30,7 @@ from tuningfork.train.self_check import in_float32, probe_pack, probes
 _TIMES = 3.0
 # Of a quantity's size: a thousand roundings of float32, for where the plain kernels are the measure itself.
 _FLOOR = 1e-4
+_DIRECTIONS = 16  # of a sketch: the size of a gradient of rank one is then met within a fifth, of others much closer
 
 
 @dataclass(frozen=True)
@@ -36,10 +39,12 @@ class _Numbers:
 
     hidden: [R, D], final hidden states of the logit rows.
     d_embedded: [1, T, D], gradient of a fixed sum of them by the embedded tokens: it has come through every block.
+    d_weights: by name, `_sketch` of that sum's gradient by each weight on the way.
     """
 
     hidden: Tensor
     d_embedded: Tensor
+    d_weights: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,15 @@ class KernelCheck:
             found = _through(policy, self.batch)
         what = f"{self.path}: the {'compiled ' if policy.compiled else ''}blocks"
         _check(what, "hidden states", found.hidden, self.usual.hidden, self.exact.hidden)
-        _check(what, "gradients", found.d_embedded, self.usual.d_embedded, self.exact.d_embedded)
+        _check(what, "gradients of embedded tokens", found.d_embedded, self.usual.d_embedded, self.exact.d_embedded)
+        kinds = _by_kind(found.d_weights, self.usual.d_weights, self.exact.d_weights)
+        sizes = {kind: float(exact.double().norm()) for kind, (_, _, exact) in kinds.items()}
+        # A gradient that is 0 but for rounding, such as that of a bias of keys, has no size to go by.
+        floor = _FLOOR * 1e-2 * max(sizes.values(), default=0.0)
+        for kind, (f, u, e) in kinds.items():
+            # Of few numbers, such as a norm's, the plain kernels' rounding may be little by chance.
+            few = torch.finfo(policy.dtype).eps * sizes[kind]
+            _check(what, f"gradients of {kind}", f, u, e, floor + few)
 
 
 def _check(what: str, quantity: str, found: Tensor, usual: Tensor, exact: Tensor, floor: float = 0.0) -> None:
@@ -99,10 +112,67 @@ def _check(what: str, quantity: str, found: Tensor, usual: Tensor, exact: Tensor
 
 
 def _through(policy: Policy, batch: PackedBatch) -> _Numbers:
-    with torch.enable_grad(), _embedded(policy) as embedded:
+    with torch.enable_grad(), _embedded(policy) as embedded, _weight_gradients(policy.model) as d_weights:
         hidden = policy.hidden_rows(batch)
-        (gradient,) = torch.autograd.grad(hidden, embedded[0], _noise(hidden, seed=0))
-    return _Numbers(hidden.detach().float().cpu(), gradient.float().cpu())
+        hidden.backward(_noise(hidden, seed=0))
+    gradient = embedded[0].grad
+    assert gradient is not None
+    return _Numbers(hidden.detach().float().cpu(), gradient.float().cpu(), d_weights)
+
+
+@contextmanager
+def _weight_gradients(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Sketches of the gradients that a backward pass brings to the weights, by name.
+
+    It is the way that gradients take in training, `train.gradient_dtype` included, but that each of them goes as soon
+    as it is there: no more than one block's are held at a time, and none is left.
+    """
+    sketches: dict[str, Tensor] = {}
+    weights = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+
+    def take(name: str, weight: Tensor) -> None:
+        assert weight.grad is not None
+        sketches[name], weight.grad = _sketch(weight.grad), None
+
+    hooks = [weight.register_post_accumulate_grad_hook(partial(take, name)) for name, weight in weights]
+    try:
+        yield sketches
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for _, weight in weights:
+            weight.grad = None  # of a pass that failed
+
+
+def _sketch(gradient: Tensor) -> Tensor:
+    """A gradient [..., n] multiplied with a few random vectors, float32 [..., 16] on the CPU; as it is if that is less.
+
+    All of it is in there, and the sketch of a difference, which is the difference of the sketches, is about as large
+    as the difference itself (Johnson and Lindenstrauss 1984). Whole gradients of a large model would be 4 bytes a
+    weight, in three copies.
+    """
+    exact = gradient.detach().float()
+    if exact.ndim < 2 or exact.shape[-1] <= _DIRECTIONS:
+        return exact.cpu()
+    directions = _noise(exact.new_empty(exact.shape[-1], _DIRECTIONS), seed=2)
+    return (exact @ directions / _DIRECTIONS**0.5).cpu()
+
+
+def _by_kind(*ways: dict[str, Tensor]) -> dict[str, list[Tensor]]:
+    """The sketches of each way, those of one kind of weight as one: of all blocks, and of all experts.
+
+    They run the same code, and some have too few numbers, or saw too few tokens, for their errors to say much alone.
+    """
+    shapes = {name: sketch.shape for way in ways for name, sketch in way.items()}
+    kinds: dict[str, list[str]] = {}
+    for name in shapes:
+        kinds.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
+
+    def joined(way: dict[str, Tensor], names: list[str]) -> Tensor:
+        # A weight that a pass does not depend on is given no gradient: it is 0.
+        return torch.cat([way[name].flatten() if name in way else torch.zeros(shapes[name].numel()) for name in names])
+
+    return {kind: [joined(way, names) for way in ways] for kind, names in kinds.items()}
 
 
 @contextmanager
@@ -150,49 +220,59 @@ class _Beside:
         self._plain, self._other = (kind.prepare(layout) for kind in self._kinds)
         return self
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None, **how: Any) -> Tensor:
         self._calls += 1
-        given = (query, key, value)
+        given = [query, key, value, *([] if sinks is None else [sinks])]
+        in_float32 = [t.float() for t in given]
         exact, usual, found = (
-            _attended(kind, [t.to(dtype) for t in given], how)
-            for kind, dtype in ((self._plain, torch.float32), (self._plain, query.dtype), (self._other, query.dtype))
+            _attended(kind, leaves, how)
+            for kind, leaves in ((self._plain, in_float32), (self._plain, given), (self._other, given))
         )
+        sizes = [float(t.double().norm()) for t in exact]
         # A gradient that is 0 but for rounding, such as that of scores of a single key, has no size to go by.
-        floor = _FLOOR * 1e-2 * max(float(t.double().norm()) for t in exact[1:])
-        names = ("outputs", "gradients of queries", "gradients of keys", "gradients of values")
-        for name, f, u, e in zip(names, found, usual, exact, strict=True):
-            _check(f"{self._what}, call {self._calls}", name, f, u, e, floor)
+        floor = _FLOOR * 1e-2 * max(sizes[1:])
+        # A sink is one number for each head: so few that the plain kernels' rounding may be little by chance.
+        few = torch.finfo(query.dtype).eps * sizes[-1]
+        names = ("outputs", *(f"gradients of {name}" for name in ("queries", "keys", "values", "sinks")))
+        for name, f, u, e in zip(names, found, usual, exact, strict=False):
+            more = few if name == "gradients of sinks" else 0.0
+            _check(f"{self._what}, call {self._calls}", name, f, u, e, floor + more)
         return usual[0].to(query.dtype)
 
 
 def _attended(attention: Any, given: Sequence[Tensor], how: dict[str, Any]) -> list[Tensor]:
-    """Its output, and the gradients of a fixed sum of it by query, key and value; float32."""
-    leaves = [t.detach().requires_grad_() for t in given]
+    """Its output, and the gradients of a fixed sum of it by query, key, value and sinks, if there are; float32."""
+    query, key, value, *sinks = leaves = [t.detach().requires_grad_() for t in given]
+    more = {"sinks": sinks[0]} if sinks else {}
     # Autocast, under which the model runs, would take float32 for bfloat16 here.
-    with torch.enable_grad(), torch.autocast(given[0].device.type, enabled=False):
-        out = attention.attend(*leaves, **how)
-        gradients = torch.autograd.grad(out, leaves, _noise(out, seed=1))
+    with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
+        out = attention.attend(query, key, value, **how, **more)
+        # What it does not depend on has a gradient of 0, which the others' then say is wrong.
+        gradients = torch.autograd.grad(out, leaves, _noise(out, seed=1), materialize_grads=True)
     return [t.detach().float() for t in (out, *gradients)]
 
 
 def _check_head(policy: Policy, head: Head, batch: PackedBatch, path: str) -> None:
-    """Log-probs and their gradient from the same hidden states: the logits, with their rounding, are the same."""
+    """Log-probs and their gradients from the same hidden states: the logits, with their rounding, are the same."""
     with torch.no_grad():
         hidden = policy.hidden_rows(batch)
     what = f"{path}: row_logps kernel {head.kernels.names['row_logps']}"
-    (exact, d_exact), (found, d_found) = (
+    (exact, *d_exact), (found, *d_found) = (
         _scored(policy, replace(head, kernels=kernels), hidden, batch) for kernels in (policy.kernels, head.kernels)
     )
     _check(what, "log-probs", found, exact, exact)
-    # Both are rounded to the dtype at the end; a difference before that may tip them to neighbouring numbers.
-    tipped = torch.finfo(policy.dtype).eps * float(d_exact.norm())
-    _check(what, "gradients", d_found, d_exact, d_exact, tipped)
+    for of, e, f in zip(("hidden states", "the weight", "the bias"), d_exact, d_found, strict=False):
+        # Both are rounded to the dtype at the end; a difference before that may tip them to neighbouring numbers.
+        tipped = torch.finfo(policy.dtype).eps * float(e.norm())
+        _check(what, f"gradients of {of}", f, e, e, tipped)
 
 
-def _scored(policy: Policy, head: Head, hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    """Log-probs of the answers, and the gradient of a sum of them by the hidden states, float64 and float32."""
-    leaf = hidden.detach().requires_grad_()
-    weight, bias = policy.head_weight.detach(), policy.head_bias
+def _scored(policy: Policy, head: Head, hidden: Tensor, batch: PackedBatch) -> list[Tensor]:
+    """Log-probs of the answers, float64, and gradients of a sum of them, float32: by the hidden states, and, as
+    sketches, by the head's weight and bias."""
+    leaf, weight, *bias = (
+        t.detach().requires_grad_() for t in (hidden, policy.head_weight, policy.head_bias) if t is not None
+    )
     factors = torch.linspace(-1, 2, len(batch.answer_lengths), dtype=torch.float64, device=hidden.device)
     with torch.enable_grad():
         _, logps = head.backward(
@@ -200,7 +280,7 @@ def _scored(policy: Policy, head: Head, hidden: Tensor, batch: PackedBatch) -> t
             weight,
             batch,
             lambda first, last, sums: (factors[first:last] * sums).sum(),
-            None if bias is None else bias.detach(),
+            *bias,
         )
     assert leaf.grad is not None
-    return logps, leaf.grad.float()
+    return [logps, leaf.grad.float(), *(_sketch(t.grad) for t in (weight, *bias) if t.grad is not None)]

@@ -76,6 +76,7 @@ class Start:
     objective: PreferenceObjective
     loaded: Loaded
     compiled: bool
+    check: KernelCheck | None = None  # where blocks are compiled, or kernels are not the plain ones
 
     def score(self, batch: PackedBatch) -> Tensor:
         """Summed log-probs of a pack's answers under the policy as it is now, float64 [A] on its device."""
@@ -243,7 +244,7 @@ def start_model(
             check.compare(policy)
     if window := window_not_reached(policy):
         console.print(f"checks at the start: not beyond the layers' window of {window:,}, which is too long for that")
-    return Start(policy, head, PreferenceObjective(objective), loaded, compiled)
+    return Start(policy, head, PreferenceObjective(objective), loaded, compiled, check)
 
 
 def settle_activations(
@@ -252,7 +253,11 @@ def settle_activations(
     """Carry out `train.activation_memory: auto` before anything is scored: the fastest mode that fits.
 
     A run that goes on from its checkpoint `last` keeps the mode that it began with, whatever else is on the GPU now:
-    gradients are rounded differently in another. Raises ConfigError where no mode fits.
+    gradients are rounded differently in another.
+
+    Raises:
+        ConfigError: no mode fits.
+        ModelError: the blocks, compiled anew for that mode, are wrong on this device.
     """
     if train.activation_memory != "auto":
         return
@@ -260,9 +265,12 @@ def settle_activations(
         mode = checkpoint.progress(last).activation_memory
         start.policy.keep_activations(mode)
         console.print(f"activation memory: {mode}, as chosen when the run began")
-        return
-    with console.startup.time("activation memory"):
-        settle(start.policy, start.head, limits, partial(optimizer_bytes, config=train), console)
+    else:
+        with console.startup.time("activation memory"):
+            settle(start.policy, start.head, limits, partial(optimizer_bytes, config=train), console)
+    if start.check is not None and start.policy.activation_memory != "block":  # which `start_model` has compared
+        with console.startup.time("kernel check"):
+            start.check.compare(start.policy)
 
 
 def _load(model: ModelConfig, device: torch.device, console: Console) -> Loaded:
