@@ -166,7 +166,7 @@ def judge(kind: str, device: str = "cpu") -> Verdict:
 def _check_kernels(model: Any, kind: str) -> None:
     """As training starts, in the dtype that it has on a GPU. On a CPU the kernels are the plain ones themselves."""
     policy = Policy.fast(model, torch.bfloat16)
-    check = KernelCheck.begin(policy, head_of(policy), kind, share_prompt=True, compiling=False)
+    check = KernelCheck.begin(policy, kind, share_prompt=True, compiling=False)
     check.compare(policy)
 
 

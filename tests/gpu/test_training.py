@@ -163,7 +163,7 @@ def _checked(family: str, dtype: torch.dtype, share_prompt: bool = True, factor:
 
     if factor != 1.0:
         policy.kernels = replace(policy.kernels, attention=Scaled)
-    check = KernelCheck.begin(policy, head_of(policy, 64), "here", share_prompt, compiling=True)
+    check = KernelCheck.begin(policy, "here", share_prompt, compiling=True)
     policy.compile()
     check.compare(policy)
 

@@ -18,7 +18,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from tests.tiny import FAMILIES, VOCAB, head_of, limits_of, tiny_model
 from tuningfork.errors import ModelError
 from tuningfork.kernels.attention.plain import PlainAttention
-from tuningfork.kernels.row_logps import plain as plain_rows
 from tuningfork.kernels.select import Kernels, plain
 from tuningfork.models import activations, attention, compiler
 from tuningfork.models.load import Loaded
@@ -48,7 +47,7 @@ def attention_of(attend: Callable[..., Any]) -> Kernels:
 
 def begun(kernels: Kernels, family: str = "llama", dtype: torch.dtype = torch.float32, share: bool = True):
     policy = Policy(tiny_model(family, torch.float32), kernels, dtype)
-    return policy, KernelCheck.begin(policy, head_of(policy), "here", share, compiling=False)
+    return policy, KernelCheck.begin(policy, "here", share, compiling=False)
 
 
 def finely(plain_attend, q, k, v, **how):
@@ -123,35 +122,29 @@ def test_a_softcap_that_is_left_out_is_named():
         begun(kernels, "gemma2")
 
 
-def off(logits, targets, transform):
-    logps, lse = plain_rows.row_logps(logits, targets, transform)
-    return logps + 0.01, lse
+def with_another_window(by: int, backward: bool):
+    """Attention with a window that is off, or only its gradients."""
 
+    def attend(plain_attend, *args, window, **how):
+        wrong = plain_attend(*args, window=window + by, **how)
+        return wrong + (plain_attend(*args, window=window, **how) - wrong).detach() if backward else wrong
 
-def without_transform(logits, targets, lse, grad, transform, out):
-    return plain_rows.logits_gradient(logits, targets, lse, grad, replace(transform, scale=1.0), out)
-
-
-def behind_the_weights(logits, targets, lse, grad, transform, out):
-    """Wrong by what no hidden state's gradient shows: numbers that the output embedding takes to 0."""
-    plain_rows.logits_gradient(logits, targets, lse, grad, transform, out)
-    unseen = torch.linalg.svd(tiny_model("granite", torch.float32).get_output_embeddings().weight.detach())[0][:, -40:]
-    out += (0.1 * out.float().norm() / len(out) ** 0.5) * unseen.sum(1).to(out.dtype)
-    return out
+    return attend
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        ({"row_logps": off}, "log-probs are"),
-        ({"logits_gradient": without_transform}, "gradients of hidden states are"),
-        ({"logits_gradient": behind_the_weights}, "gradients of the weight are"),
-    ],
-)
-def test_a_wrong_kernel_of_the_head_is_named(change, said, dtype):
-    with pytest.raises(ModelError, match=f"here: row_logps kernel plain: {said}"):
-        begun(replace(plain(), **change), "granite", dtype)
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("by", [-1, 1])
+@pytest.mark.parametrize("window", [50, 512])
+def test_a_window_that_is_off_by_one_is_named(window, by, backward, dtype):
+    """Few rows reach beyond a long one, and of each the one key that is wrong is one of many."""
+    model = tiny_model("mistral", torch.float32)
+    model.config.sliding_window, model.config.max_position_embeddings = window, 1000
+    policy = Policy(model, attention_of(with_another_window(by, backward)), dtype)
+    with pytest.raises(ModelError, match=r"attention kernel other, call \d"):
+        KernelCheck.begin(policy, "here", True, compiling=False)
+    policy = Policy(model, attention_of(finely), dtype)
+    KernelCheck.begin(policy, "here", True, compiling=False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -206,7 +199,7 @@ def test_gradients_of_weights_that_are_wrong_are_named(dtype, wrong, mode):
 def test_gradients_that_a_run_adds_up_in_float32_are_compared_as_they_are_added_up():
     policy = Policy(tiny_model("llama", torch.bfloat16), plain(), torch.bfloat16)
     hold_gradients(policy.model, TrainConfig(gradient_dtype="float32"))
-    check = KernelCheck.begin(policy, head_of(policy), "here", True, compiling=False)
+    check = KernelCheck.begin(policy, "here", True, compiling=False)
     check.compare(policy)
     weights = list(policy.model.parameters())
     assert all(w.dtype == torch.bfloat16 and w.grad_dtype == torch.float32 and w.grad is None for w in weights)
@@ -252,7 +245,7 @@ def test_a_sketch_is_about_as_large_as_the_gradient(shape, rank):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sinks_and_experts_that_only_round_otherwise_pass(dtype, right):
     policy = Policy(gpt_oss(), attention_of(right), dtype)
-    KernelCheck.begin(policy, head_of(policy), "here", True, compiling=False).compare(policy)
+    KernelCheck.begin(policy, "here", True, compiling=False).compare(policy)
 
 
 @pytest.mark.parametrize("wrong", [torch.Tensor.detach, _HalfGradient.apply], ids=["none", "half"])
@@ -261,7 +254,7 @@ def test_wrong_gradients_of_sinks_are_named(dtype, wrong):
     kernels = attention_of(lambda attend, q, k, v, *, sinks, **how: attend(q, k, v, sinks=wrong(sinks), **how))
     policy = Policy(gpt_oss(), kernels, dtype)
     with pytest.raises(ModelError, match="attention kernel other, call 1: gradients of sinks are"):
-        KernelCheck.begin(policy, head_of(policy), "here", True, compiling=False)
+        KernelCheck.begin(policy, "here", True, compiling=False)
 
 
 @pytest.mark.parametrize("resumed", [False, True])
@@ -310,7 +303,7 @@ class Spoiling(CustomGraphPass):
 @pytest.mark.filterwarnings("default")  # the compiler's own
 def test_a_pass_over_compiled_graphs_that_spoils_gradients_of_weights_is_found(monkeypatch):
     policy = Policy(tiny_model("llama", torch.float32), plain(), torch.float32)
-    check = KernelCheck.begin(policy, head_of(policy), "here", True, compiling=True)
+    check = KernelCheck.begin(policy, "here", True, compiling=True)
     monkeypatch.setattr(compiler, "options", lambda device: {"post_grad_custom_pre_pass": Spoiling()})
     policy.compile()
     with pytest.raises(ModelError, match=r"the compiled blocks: gradients of model\.layers\.\*\.\S+_proj\.weight are"):
@@ -320,7 +313,7 @@ def test_a_pass_over_compiled_graphs_that_spoils_gradients_of_weights_is_found(m
 @pytest.mark.filterwarnings("default")  # the compiler's own
 def test_compiled_blocks_that_are_right_pass():
     policy = Policy(tiny_model("llama", torch.float32), plain(), torch.float32)
-    check = KernelCheck.begin(policy, head_of(policy), "here", True, compiling=True)
+    check = KernelCheck.begin(policy, "here", True, compiling=True)
     policy.compile()
     check.compare(policy)
     assert len(check.batch.input_ids) == 1024  # rows as compiled packs have them

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from tuningfork.errors import ModelError, enough_memory
 from tuningfork.models.policy import Policy
-from tuningfork.objective.head import Head
 from tuningfork.records import ForkLayout, PackedBatch
 from tuningfork.train.self_check import in_float32, probe_pack, probes
 
@@ -57,7 +56,7 @@ class KernelCheck:
     usual: _Numbers  # in the run's dtype
 
     @classmethod
-    def begin(cls, policy: Policy, head: Head, path: str, share_prompt: bool, compiling: bool) -> KernelCheck:
+    def begin(cls, policy: Policy, path: str, share_prompt: bool, compiling: bool) -> KernelCheck:
         """Compare each kernel by itself, on what this model gives it, and measure the plain ones.
 
         Args:
@@ -72,7 +71,6 @@ class KernelCheck:
             _check_attention(policy, batch, path)
             usual_policy.keep_activations("block")  # where memory is short, it is short here too
             usual = _through(usual_policy, batch)
-            _check_head(usual_policy, head, batch, path)
             with in_float32(policy.model):
                 exact_policy = Policy.plain(policy.model, torch.float32)
                 exact_policy.keep_activations("block")
@@ -217,6 +215,7 @@ class _Beside:
         self._what, self._calls = what, 0
 
     def prepare(self, layout: ForkLayout) -> _Beside:
+        self._positions = layout.position_of_row
         self._plain, self._other = (kind.prepare(layout) for kind in self._kinds)
         return self
 
@@ -234,10 +233,30 @@ class _Beside:
         # A sink is one number for each head: so few that the plain kernels' rounding may be little by chance.
         few = torch.finfo(query.dtype).eps * sizes[-1]
         names = ("outputs", *(f"gradients of {name}" for name in ("queries", "keys", "values", "sinks")))
+        what = f"{self._what}, call {self._calls}"
         for name, f, u, e in zip(names, found, usual, exact, strict=False):
-            more = few if name == "gradients of sinks" else 0.0
-            _check(f"{self._what}, call {self._calls}", name, f, u, e, floor + more)
+            _check(what, name, f, u, e, floor + (few if name == "gradients of sinks" else 0.0))
+        edge = self._at_the_windows_edge(how["window"])
+        if edge:  # one key more or less is one of many, which only float32 shows
+            again = found if query.dtype == torch.float32 else _attended(self._other, in_float32, how)
+            for name, f, e in zip(names, again, exact, strict=False):
+                if name in edge:
+                    f, e = f[edge[name]], e[edge[name]]
+                    _check(f"{what}, beyond its window", name, f, e, e, floor)
         return usual[0].to(query.dtype)
+
+    def _at_the_windows_edge(self, window: int | None) -> dict[str, Tensor]:
+        """The rows [n] whose numbers a window decides, by quantity: few of all, among whom an error of theirs is lost.
+
+        Those are the outputs and queries' gradients of rows that do not see their whole sequence, and the gradients of
+        keys and values that some later row of the longest sequence does not see.
+        """
+        positions, last = self._positions, int(self._positions.max())
+        if window is None or last < window:
+            return {}
+        rows, keys = (positions >= window).nonzero()[:, 0], (positions + window <= last).nonzero()[:, 0]
+        late, early = ("outputs", "gradients of queries"), ("gradients of keys", "gradients of values")
+        return {**dict.fromkeys(late, rows), **dict.fromkeys(early, keys)}
 
 
 def _attended(attention: Any, given: Sequence[Tensor], how: dict[str, Any]) -> list[Tensor]:
@@ -250,37 +269,3 @@ def _attended(attention: Any, given: Sequence[Tensor], how: dict[str, Any]) -> l
         # What it does not depend on has a gradient of 0, which the others' then say is wrong.
         gradients = torch.autograd.grad(out, leaves, _noise(out, seed=1), materialize_grads=True)
     return [t.detach().float() for t in (out, *gradients)]
-
-
-def _check_head(policy: Policy, head: Head, batch: PackedBatch, path: str) -> None:
-    """Log-probs and their gradients from the same hidden states: the logits, with their rounding, are the same."""
-    with torch.no_grad():
-        hidden = policy.hidden_rows(batch)
-    what = f"{path}: row_logps kernel {head.kernels.names['row_logps']}"
-    (exact, *d_exact), (found, *d_found) = (
-        _scored(policy, replace(head, kernels=kernels), hidden, batch) for kernels in (policy.kernels, head.kernels)
-    )
-    _check(what, "log-probs", found, exact, exact)
-    for of, e, f in zip(("hidden states", "the weight", "the bias"), d_exact, d_found, strict=False):
-        # Both are rounded to the dtype at the end; a difference before that may tip them to neighbouring numbers.
-        tipped = torch.finfo(policy.dtype).eps * float(e.norm())
-        _check(what, f"gradients of {of}", f, e, e, tipped)
-
-
-def _scored(policy: Policy, head: Head, hidden: Tensor, batch: PackedBatch) -> list[Tensor]:
-    """Log-probs of the answers, float64, and gradients of a sum of them, float32: by the hidden states, and, as
-    sketches, by the head's weight and bias."""
-    leaf, weight, *bias = (
-        t.detach().requires_grad_() for t in (hidden, policy.head_weight, policy.head_bias) if t is not None
-    )
-    factors = torch.linspace(-1, 2, len(batch.answer_lengths), dtype=torch.float64, device=hidden.device)
-    with torch.enable_grad():
-        _, logps = head.backward(
-            leaf,
-            weight,
-            batch,
-            lambda first, last, sums: (factors[first:last] * sums).sum(),
-            *bias,
-        )
-    assert leaf.grad is not None
-    return [logps, leaf.grad.float(), *(_sketch(t.grad) for t in (weight, *bias) if t.grad is not None)]

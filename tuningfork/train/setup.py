@@ -224,7 +224,7 @@ def start_model(
     check = None
     if compiled or not policy.has_plain_kernels:
         with console.startup.time("kernel check"):
-            check = KernelCheck.begin(policy, head, model.path, pack.share_prompt, compiled)
+            check = KernelCheck.begin(policy, model.path, pack.share_prompt, compiled)
     if compiled:
         policy.compile()
     console.print(
