@@ -98,8 +98,8 @@ class ReferenceStore:
         if len(self._own) > 1:
             small, self._own = self._own, [Shard.joined(self._own).written(self.folder, self._origin)]
             for shard in small:  # the whole is on the disk before its parts go
-                assert shard.path is not None
-                shard.path.unlink(missing_ok=True)
+                if shard.path is not None:
+                    shard.path.unlink(missing_ok=True)
 
     def lookup(self, examples: Sequence[TokenExample]) -> np.ndarray:
         """Log-probs of all answers of these examples, float64 [A].
