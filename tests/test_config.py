@@ -15,7 +15,7 @@ from tuningfork.config import (
     SETTINGS,
     RunConfig,
     check,
-    differences,
+    differing_settings,
     from_yaml,
     load_run_config,
     settings,
@@ -99,7 +99,7 @@ def test_every_setting_can_be_given_in_a_recipe_and_as_a_flag_which_wins(key: st
     Path("r.yaml").write_text(to_text({section: {name: value}}))
     if key not in REQUIRED:
         by_recipe = load_run_config(Path("r.yaml"), [*BOTH, *NEEDS.get(key, [])], "tuningfork train")
-        assert differences(by_recipe, load(None, *BOTH, *NEEDS.get(key, []))).keys() == {key}
+        assert differing_settings(by_recipe, load(None, *BOTH, *NEEDS.get(key, []))).keys() == {key}
         flag = before if isinstance(before, str) else yaml.safe_dump(before).split("\n")[0]
         back = load_run_config(Path("r.yaml"), [*BOTH, f"--{key}={flag}", *NEEDS.get(key, [])], "tuningfork train")
         assert settings(back)[key] == before
@@ -402,11 +402,11 @@ def test_a_saved_config_loads_as_a_recipe() -> None:
     assert list(yaml.safe_load(to_yaml(config))) == [field.name for field in fields(RunConfig)]
 
 
-def test_differences() -> None:
+def test_differing_settings() -> None:
     a = load("train: {seed: 3}")
     b = load("train: {max_grad_norm: null}")
-    assert differences(a, b) == {"train.seed": (3, 0), "train.max_grad_norm": (1.0, None)}
-    assert differences(a, a) == {}
+    assert differing_settings(a, b) == {"train.seed": (3, 0), "train.max_grad_norm": (1.0, None)}
+    assert differing_settings(a, a) == {}
 
 
 def test_split_parts_the_commands_own_arguments_from_settings() -> None:

@@ -63,6 +63,25 @@ def tiny_model(family: str = "llama", dtype: torch.dtype = torch.float64, seed: 
     return model.to(dtype).train()
 
 
+def tiny_gpt_oss() -> PreTrainedModel:
+    """A random model with experts and attention sinks, in float32."""
+    torch.manual_seed(0)
+    config = transformers.GptOssConfig(
+        **{**_BASE, "intermediate_size": 32},
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=6,
+        initializer_range=0.2,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention.NAME, dtype=torch.float32
+    )
+    for block in model.model.layers:
+        torch.nn.init.normal_(block.self_attn.sinks)
+    return model.train()
+
+
 def tiny_policy(
     family: str = "llama", dtype: torch.dtype = torch.float64, kernels: Kernels | None = None, seed: int = 0
 ) -> Policy:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from tuningfork import __version__
-from tuningfork.config import RunConfig, check, differences, from_yaml, to_yaml
+from tuningfork.config import RunConfig, check, differing_settings, from_yaml, to_yaml
 from tuningfork.data.audit import check_names_used
 from tuningfork.data.loader import EpochOrder
 from tuningfork.data.pack import PackLimits
@@ -65,7 +65,7 @@ def _train(config: RunConfig, resume: bool, folder: Path, console: Console) -> i
         before = _run_in(folder)
         config = _dated(config, before)
         if before is not None:
-            run_folder.check_settings(folder, differences(before, config))
+            run_folder.check_settings(folder, differing_settings(before, config))
         optimizer.check(config.train)  # before minutes of reading and scoring
         last = checkpoint.newest(folder / "checkpoints")
         if before is not None and last is None:

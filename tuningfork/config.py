@@ -162,7 +162,7 @@ def from_yaml(text: str, name: str) -> RunConfig:
     return _build(recipes.parse(text, name, SETTINGS))
 
 
-def differences(a: RunConfig, b: RunConfig) -> dict[str, tuple[Any, Any]]:
+def differing_settings(a: RunConfig, b: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Dotted key -> (value in a, value in b), for the settings in which they differ."""
     of_a, of_b = settings(a), settings(b)
     return {key: (of_a[key], of_b[key]) for key in of_a if of_a[key] != of_b[key]}

@@ -11,11 +11,11 @@ import pytest
 import torch
 import transformers
 
-from tests.tiny import FAMILIES, head_of, one_pack, random_examples, random_pairs, score_alone, tiny_model
+from tests.tiny import FAMILIES, head_of, one_pack, random_examples, random_pairs, score_alone, tiny_gpt_oss, tiny_model
 from tuningfork.data.loader import build_packs
 from tuningfork.data.pack import PackLimits
 from tuningfork.errors import ConfigError, ModelError
-from tuningfork.models import attention
+from tuningfork.models import attention, compiler
 from tuningfork.models.load import hold_weights
 from tuningfork.models.policy import Policy, picked
 from tuningfork.objective.config import ObjectiveConfig
@@ -27,8 +27,9 @@ from tuningfork.train import fit
 from tuningfork.train import step as step_module
 from tuningfork.train.batch import StepBatch
 from tuningfork.train.config import TrainConfig
+from tuningfork.train.head_check import check_head
 from tuningfork.train.kernel_check import KernelCheck
-from tuningfork.train.optimizer import build_optimizer, optimizer_bytes, step
+from tuningfork.train.optimizer import build_optimizer, hold_gradients, optimizer_bytes, step
 from tuningfork.train.step import train_step
 
 pytestmark = pytest.mark.gpu
@@ -163,6 +164,7 @@ def _checked(family: str, dtype: torch.dtype, share_prompt: bool = True, factor:
 
     if factor != 1.0:
         policy.kernels = replace(policy.kernels, attention=Scaled)
+    check_head(policy, head_of(policy, 64), "here")
     check = KernelCheck.begin(policy, "here", share_prompt, compiling=True)
     policy.compile()
     check.compare(policy)
@@ -182,6 +184,49 @@ def test_the_check_at_a_start_takes_them_for_right_with_repeated_prompts():
 def test_the_check_at_a_start_finds_a_wrong_scale(dtype):
     with pytest.raises(ModelError, match="here: attention kernel fork, call 1"):
         _checked("llama", dtype, factor=1.1)
+
+
+@pytest.mark.parametrize("mode", ["none", "budget:0.4", "block", "offload"])
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_the_check_at_a_start_takes_gradients_of_weights_for_right_however_they_are_kept(weights, mode):
+    policy = _policy("llama", torch.bfloat16, compiled=False, weights=weights)
+    if weights == torch.bfloat16:
+        hold_gradients(policy.model, TrainConfig(gradient_dtype="float32"))
+    check = KernelCheck.begin(policy, "here", True, compiling=True)
+    policy.compile()
+    policy.keep_activations(mode)
+    check.compare(policy)
+    assert all(weight.grad is None for weight in policy.model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_check_at_a_start_takes_sinks_and_experts_for_right(dtype):
+    policy = Policy.fast(tiny_gpt_oss().to(CUDA), dtype)
+    KernelCheck.begin(policy, "here", True, compiling=False).compare(policy)
+
+
+class _Doubling(compiler.Float32WeightGradients):
+    """Rewrites gradients of weights as it should, and then takes them for twice what they are."""
+
+    def __call__(self, graph):
+        super().__call__(graph)
+        for product in graph.find_nodes(op="call_function", target=torch.ops.aten.mm.dtype):
+            with graph.inserting_after(product):
+                twice = graph.call_function(torch.ops.aten.mul.Scalar, (product, 2.0))
+            twice.meta = dict(product.meta)
+            product.replace_all_uses_with(twice, delete_user_cb=lambda user, twice=twice: user is not twice)
+
+    def uuid(self):
+        return "doubling"
+
+
+def test_the_check_at_a_start_finds_a_pass_over_graphs_that_spoils_gradients_of_weights(monkeypatch):
+    policy = _policy("llama", torch.bfloat16, compiled=False)
+    check = KernelCheck.begin(policy, "here", True, compiling=True)
+    monkeypatch.setattr(compiler, "options", lambda device: {"post_grad_custom_pre_pass": _Doubling()})
+    policy.compile()
+    with pytest.raises(ModelError, match=r"the compiled blocks: gradients of model\.layers\.\*\.\S+_proj\.weight are"):
+        check.compare(policy)
 
 
 @pytest.mark.parametrize("mode", ["none", "block"])

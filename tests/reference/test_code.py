@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
+from types import FrameType
 
 import pytest
+import torch
 
 from tests.test_architecture import ROOT, imports, name_of
-from tests.tiny import tiny_model
+from tests.tiny import head_of, limits_of, one_pack, random_pairs, tiny_model, tiny_policy
+from tuningfork.models.load import Loaded
+from tuningfork.models.policy import Policy
+from tuningfork.objective.config import ObjectiveConfig
+from tuningfork.objective.objectives import PreferenceObjective
+from tuningfork.records import PackedBatch
 from tuningfork.reference import code
 from tuningfork.reference.code import model_code_digest, scoring_digest, scoring_files, statements
+from tuningfork.report.console import Console
+from tuningfork.train import setup
+from tuningfork.train.score import score
+from tuningfork.train.setup import Start, open_reference
 
 # From token ids and a model folder to a log-prob.
 STEPS = ("data.pack", "data.layout", "models.load", "models.policy", "kernels.select", "objective.head", "train.score")
 DECIDE_NO_BIT = {
     "errors": "words",
+    "models.checks": "refuses what is wrong in a model's files",
+    "models.config": "what a setting may be",
+    "models.flops": "counts what a token costs",
+    "models.folder": "what lies beside the weights; the model's config is in the fingerprint",
+    "models.support": "refuses models, and examples that are too long for one",
+    "models.weights": "brings weights into memory, where they are digested",
     "data.store": "where examples lie; their content is the key of what is scored",
     "data.bins": "which pack an example lies in; its log-prob is the same in any, which every start checks",
 }
@@ -38,10 +56,43 @@ def test_every_module_on_the_way_of_a_log_prob_is_digested_or_known_to_decide_no
     assert all((ROOT / name).exists() for name in code.SCORING)
 
 
-def test_start_scores_by_nothing_else() -> None:
-    """`Start.score` hands on to train/score.py, so no line of train/setup.py decides a bit."""
-    source = statements((ROOT / "train/setup.py").read_text())
-    assert "return score(self.policy, self.head, batch)" in source and "hidden_rows" not in source
+@pytest.mark.parametrize("mode", ["none", "block", "offload"])
+def test_every_file_that_runs_for_a_log_prob_is_digested(mode: str) -> None:
+    """From a model in memory and tokens, whatever it imports."""
+    model, ran = tiny_model("gemma2", torch.float32), set[str]()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        ran.add(frame.f_code.co_filename)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        policy = Policy.fast(model, torch.float32)
+        policy.keep_activations(mode)
+        score(policy, head_of(policy), one_pack(random_pairs(3), share_prompt=True))
+    finally:
+        sys.setprofile(before)
+    files = {Path(name) for name in ran if Path(name).is_relative_to(ROOT)}
+    assert ROOT / "models/policy.py" in files and files - set(scoring_files()) == {ROOT / "errors.py"}
+
+
+def test_start_scores_by_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes into the cache is what train/score.py says of the policy, so train/setup.py decides no bit."""
+    policy, examples = tiny_policy("llama", torch.float32), random_pairs(5)
+    objective, loaded = PreferenceObjective(ObjectiveConfig()), Loaded(policy.model, torch.float32)
+    start = Start(policy, head_of(policy), objective, loaded, compiled=False)
+    scored: list[PackedBatch] = []
+
+    def noted(*given: object) -> torch.Tensor:
+        *by, pack = given
+        assert by == [policy, start.head] and isinstance(pack, PackedBatch)
+        scored.append(pack)
+        return torch.tensor([-1.0 - len(answer.ids) for e in pack.examples for answer in e.answers]).double()
+
+    monkeypatch.setattr(setup, "score", noted)
+    store = open_reference(start, True, str(tmp_path), examples, limits_of(), Console(io.StringIO()))
+    assert store.lookup(examples).tolist() == [-1.0 - len(answer.ids) for e in examples for answer in e.answers]
+    assert sorted(e.id for pack in scored for e in pack.examples) == sorted(e.id for e in examples)
 
 
 @pytest.fixture
@@ -90,7 +141,12 @@ def test_one_number_in_a_kernel_is_other_code_and_a_comment_is_not(tree: Path) -
         ('def f():\n    """Says."""\n    return 1', "def f():\n    return 1", True),
         ('"""Says."""\nx = 1', "x = 1", True),
         ('x = 1\n"""What x is."""', "x = 1", True),
-        ('def f():\n    """Does nothing."""', "def f():\n    pass", True),
+        ('class E(Exception):\n    """Says."""\nx = 1', 'class E(Exception):\n    """Says\n    more."""\nx = 1', True),
+        ("x = 1\nf'{x}'", "x = 1", False),
+        ("f'{x:>{y}}'", "f'{x:>{z}}'", False),
+        ("f'a  b'", "f'a b'", False),
+        ("if a:\n    b\nc", "if a:\n    b\n    c", False),
+        ("if a:\n  b", "if a:\n    b", True),
         ("x = 1", "x = 2", False),
         ('x = "1"', "x = 1", False),
         ('def f():\n    return """Says."""', "def f():\n    return", False),
@@ -99,6 +155,45 @@ def test_one_number_in_a_kernel_is_other_code_and_a_comment_is_not(tree: Path) -
 )
 def test_what_counts_is_what_is_done(one: str, other: str, same: bool) -> None:
     assert (statements(one) == statements(other)) == same
+
+
+def test_it_is_the_same_in_every_python() -> None:
+    """Word for word, so that a newer Python on which this suite runs shows here if it cuts a source up otherwise."""
+    source = '''"""Doc é."""
+x = f"é { a!r:>{w}} {{x}} {'é' + f'{b}'}" "plain" f"""two
+  { c = } lines"""; y = rb"z"
+"text on its own"
+f"{does()}"
+def f(a, *, b=1_000, c=0xFF) -> "int":
+    # a comment
+    """Doc
+    more"""
+    if a: return (1,
+       2)  # a comment
+    é = a if b else \\
+        F'{c}'
+    @decor
+    class K: ...
+    match a:
+        case [1, *_]: pass
+
+    return lambda: (yield)
+async def g(): await h'''
+    assert (
+        statements(source)
+        == '''x = f"é { a!r:>{w}} {{x}} {'é' + f'{b}'}" "plain" f"""two
+  { c = } lines""" ; y = rb"z"
+f"{does()}"
+def f ( a , * , b = 1_000 , c = 0xFF ) -> "int" :
+ if a : return ( 1 , 2 )
+ é = a if b else F'{c}'
+ @ decor
+ class K : ...
+ match a :
+  case [ 1 , * _ ] : pass
+ return lambda : ( yield )
+async def g ( ) : await h'''
+    )
 
 
 def test_the_librarys_code_of_a_model_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from tests.tiny import tiny_model
 from tuningfork.reference import fingerprint as module
 from tuningfork.reference.fingerprint import (
     LAYOUT_VERSION,
-    differences,
+    differing_facts,
     fingerprint,
     tensors_of,
     text_digest,
@@ -104,8 +104,10 @@ def test_facts_enter_beside_the_weights():
     for change in ({"dtype": "bfloat16"}, {"share_prompt": "False"}):
         other = fingerprint("ab12", **{"dtype": "float32", "share_prompt": "True", **change})
         [(fact, value)] = change.items()
-        assert differences(other, base) == [(fact, value, base[fact])]
-    assert [d[0] for d in differences(fingerprint("cd34", dtype="float32", share_prompt="True"), base)] == ["weights"]
+        assert differing_facts(other, base) == [(fact, value, base[fact])]
+    assert [d[0] for d in differing_facts(fingerprint("cd34", dtype="float32", share_prompt="True"), base)] == [
+        "weights"
+    ]
 
 
 def test_triton_counts_in_whatever_package_it_comes(monkeypatch):
@@ -141,13 +143,13 @@ def test_every_buffer_counts_stored_or_computed():
     assert {name for name, _ in tensors_of(model)} > stored - {"lm_head.weight"}
 
 
-def test_differences_name_both_values_and_what_is_absent():
-    assert differences({"a": "1", "b": "2"}, {"b": "3", "c": "4"}) == [
+def test_differing_facts_name_both_values_and_what_is_absent():
+    assert differing_facts({"a": "1", "b": "2"}, {"b": "3", "c": "4"}) == [
         ("a", "1", "absent"),
         ("b", "2", "3"),
         ("c", "absent", "4"),
     ]
-    assert differences({"a": "1", "b": "2"}, {"b": "2", "a": "1"}) == []
+    assert differing_facts({"a": "1", "b": "2"}, {"b": "2", "a": "1"}) == []
 
 
 @pytest.mark.parametrize(("a", "b"), [("", " "), ("x", "y"), ("ü", "u")])

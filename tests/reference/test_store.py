@@ -101,6 +101,34 @@ def test_growing_data_scores_only_what_is_new(tmp_path):
     assert len(list(tmp_path.glob("rows-*.bin"))) == 2
 
 
+def test_a_process_may_join_what_another_is_just_writing_too(tmp_path, monkeypatch):
+    """Two that score the same examples write the same files; the first joins its own before the second reads one."""
+    examples = random_pairs(6)
+    first, second = (ReferenceStore(tmp_path, FINGERPRINT) for _ in range(2))
+    for part in (examples[:3], examples[3:]):
+        first.add(part, logps_of(part))
+        first.flush()
+    read, joined = shards.read, []
+
+    def late(path, origin):
+        if not joined:
+            joined.append(path)
+            first.join()
+            assert not path.exists()
+        return read(path, origin)
+
+    monkeypatch.setattr(shards, "read", late)
+    for part in (examples[:3], examples[3:]):
+        second.add(part, logps_of(part))
+        second.flush()
+    assert joined
+    for store in (first, second, ReferenceStore(tmp_path, FINGERPRINT)):
+        assert store.lookup(examples).tolist() == logps_of(examples) and len(store) == 12
+    second.join()
+    again = ReferenceStore(tmp_path, FINGERPRINT)
+    assert again.lookup(examples).tolist() == logps_of(examples) and len(again) == 12
+
+
 def test_the_same_content_is_scored_once_wherever_it_stands(tmp_path):
     [example] = random_pairs(1)
     elsewhere = replace(example, source=Source("other.jsonl", 99))

@@ -206,6 +206,33 @@ def test_the_worst_of_many_is_shown_with_both_values(tmp_path):
     assert f"model {true:.6f}, cache {logps[2]:.6f}" in str(caught.value)
 
 
+def test_wrong_log_probs_of_a_step_are_refused_by_file(tmp_path):
+    """What else the cache holds need not be scored again, whether this process wrote it or one before."""
+    examples = pairs(9)
+    start = start_of(_policy("llama", torch.float32))
+    right = [np.concatenate([start.score(p).numpy() for p in build_packs([e], limits_of())]) for e in examples]
+    files: list[Path] = []
+    for first, off in ((0, 0.0), (3, 1.0), (6, 0.0)):
+        store = ReferenceStore(tmp_path, {"any": "facts"})
+        store.add(examples[first : first + 3], np.concatenate(right[first : first + 3]) + off)
+        before = set(tmp_path.glob("rows-*"))
+        store.flush()
+        files += set(tmp_path.glob("rows-*")) - before
+    for opened in (store, ReferenceStore(tmp_path, {"any": "facts"})):
+        with pytest.raises(ReferenceMismatch, match="6 of 18 log-probs") as caught:
+            check_start(start, build_packs(examples, limits_of()), opened)
+        message = str(caught.value)
+        assert f"  {files[1]}: 6 log-probs, worst random:" in message and "Remove these files" in message
+        assert str(files[0]) not in message and str(files[2]) not in message and "folder" not in message
+    with pytest.raises(ReferenceMismatch) as caught:  # of this process itself
+        own = ReferenceStore(tmp_path / "own", {"any": "facts"})
+        own.add(examples[:1], right[0] + 1.0)
+        own.flush()
+        check_start(start, build_packs(examples[:1], limits_of()), own)
+    [file] = (tmp_path / "own").glob("rows-*")
+    assert f"  {file}: 2 log-probs" in str(caught.value)
+
+
 def test_a_policy_that_has_moved_is_not_the_reference(tmp_path):
     """open-instruct's dpo_tune_cache: a cache must never be compared with, or built from, a trained policy."""
     examples = pairs(4)

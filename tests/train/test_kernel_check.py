@@ -12,14 +12,13 @@ import pytest
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
-from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from tests.tiny import FAMILIES, VOCAB, head_of, limits_of, tiny_model
+from tests.tiny import FAMILIES, head_of, limits_of, tiny_gpt_oss, tiny_model
 from tuningfork.errors import ModelError
 from tuningfork.kernels.attention.plain import PlainAttention
 from tuningfork.kernels.select import Kernels, plain
-from tuningfork.models import activations, attention, compiler
+from tuningfork.models import activations, compiler
 from tuningfork.models.load import Loaded
 from tuningfork.models.policy import Policy
 from tuningfork.objective.config import ObjectiveConfig
@@ -169,20 +168,6 @@ def with_half_of_it(linear: torch.nn.Linear) -> None:
     linear.forward = lambda x: torch.nn.functional.linear(x, _HalfGradient.apply(linear.weight), linear.bias)
 
 
-def gpt_oss() -> PreTrainedModel:
-    """Experts, and attention sinks."""
-    torch.manual_seed(0)
-    config = GptOssConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=6,
-        pad_token_id=0, eos_token_id=2, initializer_range=0.2,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
-    for block in model.model.layers:
-        torch.nn.init.normal_(block.self_attn.sinks)
-    return model.train()
-
-
 @pytest.mark.parametrize("mode", ["none", "block", "offload"])
 @pytest.mark.parametrize("wrong", [without_its_weight, with_half_of_it])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -244,7 +229,7 @@ def test_a_sketch_is_about_as_large_as_the_gradient(shape, rank):
 @pytest.mark.parametrize("right", [finely, coarsely])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sinks_and_experts_that_only_round_otherwise_pass(dtype, right):
-    policy = Policy(gpt_oss(), attention_of(right), dtype)
+    policy = Policy(tiny_gpt_oss(), attention_of(right), dtype)
     KernelCheck.begin(policy, "here", True, compiling=False).compare(policy)
 
 
@@ -252,7 +237,7 @@ def test_sinks_and_experts_that_only_round_otherwise_pass(dtype, right):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_wrong_gradients_of_sinks_are_named(dtype, wrong):
     kernels = attention_of(lambda attend, q, k, v, *, sinks, **how: attend(q, k, v, sinks=wrong(sinks), **how))
-    policy = Policy(gpt_oss(), kernels, dtype)
+    policy = Policy(tiny_gpt_oss(), kernels, dtype)
     with pytest.raises(ModelError, match="attention kernel other, call 1: gradients of sinks are"):
         KernelCheck.begin(policy, "here", True, compiling=False)
 

@@ -1,4 +1,7 @@
-"""Whether the weights of a folder are whole, and those of the model that its config.json describes."""
+"""Whether the weights of a folder are whole, and those of the model that its config.json describes.
+
+Each check takes the `path` of the folder, to name it in errors.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,15 @@ _TRAINABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_names(model: PreTrainedModel, info: dict[str, Any], found: Found | None, path: str) -> None:
+    """The weights are those that the model has, by name and shape: none is missing, and none is left over.
+
+    Args:
+        info: what transformers said of the names when it loaded the model (its `output_loading_info`).
+        found: the tensors in the folder's safetensors files; None where the weights lie in older files.
+
+    Raises:
+        ModelError: a tensor is missing, has no place in the model, or has another shape; it names the first.
+    """
     missing = sorted(info["missing_keys"])
     if missing:
         elsewhere = found.unnamed.get(missing[0]) if found else None
@@ -54,7 +66,11 @@ def check_names(model: PreTrainedModel, info: dict[str, Any], found: Found | Non
 
 
 def check_ties(model: PreTrainedModel, path: str) -> None:
-    """Weights that config.json ties and the files hold apart are two models: some readers tie them, others do not."""
+    """Weights that config.json ties and the files hold apart are two models: some readers tie them, others do not.
+
+    Raises:
+        ModelError: there are such, and they differ.
+    """
     for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if model.get_parameter_or_buffer(target) is not model.get_parameter_or_buffer(source):
             raise ModelError(
@@ -65,7 +81,14 @@ def check_ties(model: PreTrainedModel, path: str) -> None:
 
 
 def check_dtypes(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype], path: str) -> None:
-    """Weights stored as whole numbers, or in 8 bits, are a quantized model's; training needs the model itself."""
+    """Weights stored as whole numbers, or in 8 bits, are a quantized model's; training needs the model itself.
+
+    Args:
+        dtypes: of the stored tensors, by the model's names. Buffers may be of any.
+
+    Raises:
+        ModelError: a weight is stored so.
+    """
     buffers = {name for name, _ in model.named_buffers()}
     for name, dtype in dtypes.items():
         if dtype not in _TRAINABLE and name not in buffers:
@@ -77,7 +100,13 @@ def check_dtypes(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype], path
 
 
 def check_finite(model: PreTrainedModel, path: str) -> None:
-    """Least and greatest of a tensor are finite exactly if all of it is; they take one pass, no memory, one wait."""
+    """No weight is infinite or NaN.
+
+    Least and greatest of a tensor are finite exactly if all of it is; they take one pass, no memory, one wait.
+
+    Raises:
+        ModelError: some weight is; it names the first tensor that has such.
+    """
     names = [name for name, weight in model.named_parameters() if weight.numel()]
     ends = [torch.stack(weight.detach().aminmax()) for weight in model.parameters() if weight.numel()]
     finite = torch.stack([end.isfinite().all() for end in ends]).tolist()

@@ -164,16 +164,21 @@ def _rope_by_length(config: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """Rotary settings that scale by the length of sequences, by type: one, or one for each kind of layer."""
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     for group in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
-        kind = group.get("rope_type", group.get("type"))
+        kind = _rope_type(group)
         if kind in ("dynamic", "longrope"):
             yield kind, group
+
+
+def _rope_type(group: dict[str, Any]) -> str | None:
+    """By its name in either version of a config."""
+    return group.get("rope_type", group.get("type"))
 
 
 def _length_left_alone(config: Any, group: dict[str, Any]) -> int | None:
     original = group.get("original_max_position_embeddings") or getattr(
         config, "original_max_position_embeddings", None
     )
-    if group.get("rope_type", group.get("type")) == "longrope":
+    if _rope_type(group) == "longrope":
         return original
     return original or getattr(config, "max_position_embeddings", None)
 

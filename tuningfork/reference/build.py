@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from torch import Tensor
@@ -68,7 +67,7 @@ class Difference:
         return size if np.isfinite(size) else np.inf
 
 
-def differences(
+def wrongly_cached(
     store: ReferenceStore,
     packs: Iterable[PackedBatch],
     score: Score,
@@ -114,18 +113,22 @@ def check_rescored(
     Raises:
         ReferenceMismatch: some have not. It names their shards and the worst row of each.
     """
-    wrong = differences(store, packs, score, scored)
-    if not wrong:
-        return
-    shard_of: list[Path] = [store.inherited([difference.example])[0][0] for difference in wrong]
+    wrong = wrongly_cached(store, packs, score, scored)
+    if wrong:
+        raise ReferenceMismatch(
+            f"{store.folder}: log-probs of before are not those that the starting model has now:\n"
+            f"{by_file(store, wrong)}\n"
+            "Their fingerprint is this run's, so they are spoiled, or were scored by code or on a machine that differs "
+            "in what no fingerprint names. Remove these files: their rows are then scored again."
+        )
+
+
+def by_file(store: ReferenceStore, wrong: Sequence[Difference]) -> str:
+    """A line for each file of the cache that has wrong log-probs: how many, and the worst three. `wrong` has the worst
+    first."""
+    files = store.files_of([difference.example for difference in wrong])
     lines = []
-    for shard, count in Counter(shard_of).items():
-        worst = [difference for difference, path in zip(wrong, shard_of, strict=True) if path == shard][:3]
-        lines.append(f"  {shard}: {counted(count, 'log-prob')}, worst {'; '.join(map(str, worst))}")
-    raise ReferenceMismatch(
-        f"{store.folder}: log-probs of before are not those that the starting model has now:\n"
-        + "\n".join(lines)
-        + "\n"
-        "Their fingerprint is this run's, so they are spoiled, or were scored by code or on a machine that differs in "
-        "what no fingerprint names. Remove these files: their rows are then scored again."
-    )
+    for file, count in Counter(files).items():
+        worst = [str(difference) for difference, path in zip(wrong, files, strict=True) if path == file][:3]
+        lines.append(f"  {file}: {counted(count, 'log-prob')}, worst {'; '.join(worst)}")
+    return "\n".join(lines)

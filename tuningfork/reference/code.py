@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
+import io
 import sys
-from collections.abc import Iterable
+import token
+import tokenize
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -15,16 +17,26 @@ import tuningfork
 
 _ROOT = Path(tuningfork.__file__).parent
 
+_FORMATTED = -1  # the kind of f-strings here, whose tokens depend on Python's version
+
 SCORING = (
     "records.py",
     "data/layout.py",
     "data/pack.py",
-    "models",
+    "models/activations.py",
+    "models/attention.py",
+    "models/compiler.py",
+    "models/load.py",
+    "models/offload.py",
+    "models/policy.py",
+    "models/watch.py",  # finds the blocks that are compiled
     "kernels",
     "objective/head.py",
     "train/score.py",
 )
-"""Files and folders of the package that a log-prob goes through, from token ids and stored weights to the sum."""
+"""Files and folders of the package that a log-prob goes through, from token ids and a model in memory to the sum.
+
+How weights came into memory is no part of it: their digest is of what is there."""
 
 
 def scoring_files() -> list[Path]:
@@ -53,14 +65,50 @@ def _digest(sources: Iterable[tuple[str, str]]) -> str:
 
 
 def statements(source: str) -> str:
-    """Python source without comments, docstrings and layout."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            node.body = [part for part in node.body if not _is_text(part)] or [ast.Pass()]
-    return ast.unparse(tree)
+    """Python source without comments, docstrings and layout, a line for each statement: the same in every Python.
+
+    Tokens are put together as they are written. Syntax trees, and what the library prints of them, change from version
+    to version, and so does what is one token of an f-string.
+    """
+    lines, depth = [], 0
+    line: list[str] = []
+    only_text = True
+    for kind, text in _tokens(source):
+        if kind in (token.INDENT, token.DEDENT):
+            depth += 1 if kind == token.INDENT else -1
+        elif kind != token.NEWLINE:
+            line.append(text)
+            only_text &= kind == token.STRING
+        else:
+            if not only_text:  # a docstring, or a text that stands for itself behind a constant, does nothing
+                lines.append(" " * depth + " ".join(line))
+            line, only_text = [], True
+    return "\n".join(lines)
 
 
-def _is_text(node: ast.stmt) -> bool:
-    """A docstring, or a text that stands for itself behind a constant: neither does anything."""
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+def _tokens(source: str) -> Iterator[tuple[int, str]]:
+    """Kind and text of each token that says something. An f-string is one, as it is written."""
+    rows = list(io.StringIO(source))
+    begun: list[tuple[int, int]] = []  # where the f-strings begin that are open, the outermost first
+    for found in tokenize.generate_tokens(io.StringIO(source).readline):
+        name = token.tok_name[found.type]
+        if name.endswith("STRING_START"):
+            begun.append(found.start)
+        elif name.endswith("STRING_END"):
+            start = begun.pop()
+            if not begun:
+                yield _FORMATTED, _between(rows, start, found.end)
+        elif begun or found.type in (token.COMMENT, token.NL, token.ENDMARKER):
+            continue
+        elif found.type == token.STRING and "f" in found.string[: found.string.index(found.string[-1])].lower():
+            yield _FORMATTED, found.string  # Python 3.11 has them whole
+        else:
+            yield found.type, found.string
+
+
+def _between(rows: list[str], start: tuple[int, int], end: tuple[int, int]) -> str:
+    """Source from one place to another, each a line from 1 and a column from 0."""
+    (first, left), (last, right) = start, end
+    if first == last:
+        return rows[first - 1][left:right]
+    return "".join([rows[first - 1][left:], *rows[first : last - 1], rows[last - 1][:right]])

@@ -84,7 +84,7 @@ def text_digest(text: str) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
-def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[tuple[str, str, str]]:
+def differing_facts(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[tuple[str, str, str]]:
     """(fact, our value, their value), where the two fingerprints differ."""
     keys = [*ours, *(key for key in theirs if key not in ours)]
     pairs = [(key, ours.get(key, "absent"), theirs.get(key, "absent")) for key in keys]

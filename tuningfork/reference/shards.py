@@ -55,13 +55,20 @@ class Shard:
         return np.where(self.contents[places] == contents, places, -1)
 
     def written(self, folder: Path, origin: bytes) -> Shard:
-        """The same, in a file of that folder: whoever scores the same again, after a kill perhaps, writes the same."""
+        """The same, in a file of that folder: whoever scores the same again, after a kill perhaps, writes the same.
+
+        Another process that has written it too may have joined it with others meanwhile. It is then on the disk within
+        that shard, and stays in memory here. Raises RunFolderError where the disk refuses.
+        """
         digest = _digest(self.contents.tobytes() + self.logps.tobytes(), origin)
         path = folder / f"rows-{digest}.bin"
         with whole_file(path) as file:
             file.write(np.ascontiguousarray(self.contents).data.cast("B"))
             file.write(np.ascontiguousarray(self.logps).data)
-        return read(path, origin)
+        try:
+            return read(path, origin)
+        except FileNotFoundError:
+            return self
 
 
 def read(path: Path, origin: bytes) -> Shard:

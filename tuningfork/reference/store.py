@@ -18,7 +18,7 @@ from tuningfork.errors import ReferenceMismatch
 from tuningfork.files import clear_abandoned, whole_file
 from tuningfork.records import TokenExample, column, taken
 from tuningfork.reference import shards
-from tuningfork.reference.fingerprint import differences
+from tuningfork.reference.fingerprint import differing_facts
 from tuningfork.reference.shards import Shard
 
 _MANY = 16  # small shards of this process, which are then joined
@@ -98,8 +98,8 @@ class ReferenceStore:
         if len(self._own) > 1:
             small, self._own = self._own, [Shard.joined(self._own).written(self.folder, self._origin)]
             for shard in small:  # the whole is on the disk before its parts go
-                assert shard.path is not None
-                shard.path.unlink(missing_ok=True)
+                if shard.path is not None:
+                    shard.path.unlink(missing_ok=True)
 
     def lookup(self, examples: Sequence[TokenExample]) -> np.ndarray:
         """Log-probs of all answers of these examples, float64 [A].
@@ -128,6 +128,12 @@ class ReferenceStore:
         owners, _ = self._find(column(examples, "content"))
         served = [(shard.path, np.flatnonzero(owners == number)) for number, shard in enumerate(self._old)]
         return [(path, places) for path, places in served if path is not None and len(places)]
+
+    def files_of(self, examples: Sequence[TokenExample]) -> list[Path]:
+        """The shard that has each of these examples, which are cached; the folder for what is in memory alone."""
+        owners, _ = self._find(column(examples, "content"))
+        places = [shard.path or self.folder for shard in self._shards()]
+        return [places[owner] for owner in owners.tolist()]
 
     def _find(self, contents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of each content: its shard's number among `_shards`, and its first entry there; -1 where there is none."""
@@ -176,7 +182,7 @@ def _check_fingerprint(path: Path, ours: dict[str, str]) -> None:
             raise ValueError
     except ValueError:
         raise ReferenceMismatch(f"{path} is damaged. Remove the folder {path.parent} to build it anew.") from None
-    different = differences(ours, theirs)
+    different = differing_facts(ours, theirs)
     if different:
         lines = [
             f"  {name}: this run has {mine!r}, the cache was built with {other!r}" for name, mine, other in different

@@ -10,7 +10,7 @@ import torch
 
 from tuningfork.errors import ReferenceMismatch
 from tuningfork.records import PackedBatch
-from tuningfork.reference.build import differences
+from tuningfork.reference.build import by_file, wrongly_cached
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.metrics import PairSums, pair_statistics
 from tuningfork.train.setup import Start
@@ -67,14 +67,16 @@ def check_start(start: Start, packs: Sequence[PackedBatch], reference: Reference
         The number of pairs checked.
 
     Raises:
-        ReferenceMismatch: some log-prob differs.
+        ReferenceMismatch: some log-prob differs. It names the files of the cache that have such, and the worst.
     """
-    wrong = differences(reference, packs, start.score)
+    wrong = wrongly_cached(reference, packs, start.score)
     pairs = sum(len(pack.examples) for pack in packs)
     if wrong:
         raise ReferenceMismatch(
             f"step-0 check: {len(wrong)} of {2 * pairs} log-probs of the starting model are not those in the cache "
             f"{reference.folder}; worst {wrong[0]}. At the start the two must be equal to the bit, and the margin "
-            "exactly 0. The cache is spoiled, or was built by other code: remove that folder to build it anew."
+            "exactly 0. The wrong ones lie in\n"
+            f"{by_file(reference, wrong)}\n"
+            "They are spoiled, or were scored by other code. Remove these files: their rows are then scored again."
         )
     return pairs

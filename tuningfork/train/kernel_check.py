@@ -157,9 +157,9 @@ def _sketch(gradient: Tensor) -> Tensor:
 
 
 def _by_kind(*ways: dict[str, Tensor]) -> dict[str, list[Tensor]]:
-    """The sketches of each way, those of one kind of weight as one: of all blocks, and of all experts.
+    """The sketches of each way, those of one kind of weight, which is one of each block, as one.
 
-    They run the same code, and some have too few numbers, or saw too few tokens, for their errors to say much alone.
+    Blocks run the same code, and some of their weights have too few numbers for their errors to say much alone.
     """
     shapes = {name: sketch.shape for way in ways for name, sketch in way.items()}
     kinds: dict[str, list[str]] = {}

@@ -45,6 +45,12 @@ class ForkAttention(NamedTuple):
 
     @classmethod
     def prepare(cls, layout: ForkLayout) -> ForkAttention:
+        """The tiles of a pack's segments, on the device of its layout, made without waiting for it.
+
+        Args:
+            layout: of T rows in S segments, on a GPU. There is room for T // 64 + S tiles; where fewer are needed,
+                what is over lies beyond the end of its segment, and no row is read or written for it.
+        """
         segments = layout.segments
         start, end, prompt, prompt_end, last_seer = segments.unbind(1)
         ends = ((end - start + TABLE_TILE - 1) // TABLE_TILE).cumsum(0)  # tiles up to and with each segment
@@ -71,6 +77,18 @@ class ForkAttention(NamedTuple):
         softcap: float | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
+        """Query [T, H, d], key [T, H_kv, d] and value [T, H_kv, d'] -> [T, H, d'], as PlainAttention.attend has it.
+
+        All on the GPU of the layout, of one dtype, float32 or bfloat16, which the result has too; scores and
+        sums are float32. H is a multiple of H_kv, d and d' are at most WIDEST_HEAD, which `kernels.select` refuses
+        to exceed: here nothing is checked. Gradients flow to query, key, value and sinks, in their dtypes.
+
+        Args:
+            scale: of the products of queries and keys.
+            window: keys that a row sees at most, itself included; None sees the whole sequence.
+            softcap: of the scores: s -> softcap tanh(s / softcap); None has none.
+            sinks: [H], of either dtype, see PlainAttention.attend.
+        """
         width, value_width = query.shape[-1], value.shape[-1]
         if width < value_width:  # one width for all in the kernels; zeros change no score
             query, key = (pad(t, (0, value_width - width)) for t in (query, key))

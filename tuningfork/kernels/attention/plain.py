@@ -27,6 +27,7 @@ class PlainAttention(NamedTuple):
 
     @classmethod
     def prepare(cls, layout: ForkLayout) -> PlainAttention:
+        """The segments [S, 5] of a layout that have rows, read by the host: it waits for the layout's device."""
         segments = [entry for entry in layout.segments.tolist() if entry[1] > entry[0]]
         place = {start: i for i, (start, *_) in enumerate(segments)}
         prompts = [place[prompt] if prompt_end > prompt else None for _, _, prompt, prompt_end, _ in segments]
@@ -43,11 +44,12 @@ class PlainAttention(NamedTuple):
         softcap: float | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Query [T, H, d], key [T, H_kv, d] and value [T, H_kv, d'] -> [T, H, d'].
+        """Query [T, H, d], key [T, H_kv, d] and value [T, H_kv, d'] -> [T, H, d'], all of one dtype.
 
         Args:
+            scale: of the products of queries and keys.
             window: keys that a row sees at most, itself included; None sees the whole sequence.
-            softcap: of the scores: s -> softcap tanh(s / softcap).
+            softcap: of the scores: s -> softcap tanh(s / softcap); None has none.
             sinks: [H], a score for each head that takes part in the softmax as if a key with a value of zero had it
                 (gpt-oss, arXiv:2508.10925).
         """
