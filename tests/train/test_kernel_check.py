@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,15 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch.fx import Graph
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.tiny import FAMILIES, head_of, limits_of, tiny_gpt_oss, tiny_model
 from tuningfork.errors import ModelError
 from tuningfork.kernels.attention.plain import PlainAttention
 from tuningfork.kernels.select import Kernels, plain
-from tuningfork.models import activations, compiler
+from tuningfork.models import activations
 from tuningfork.models.load import Loaded
 from tuningfork.models.policy import Policy
 from tuningfork.objective.config import ObjectiveConfig
@@ -194,6 +195,19 @@ def test_gradients_that_a_run_adds_up_in_float32_are_compared_as_they_are_added_
         check.compare(policy)
 
 
+def test_the_measure_of_bfloat16_weights_is_not_rounded_to_bfloat16():
+    """Their gradients are of their dtype; while they are float32, so are these."""
+    held = tiny_model("llama", torch.bfloat16)
+    wide = copy.deepcopy(held).float()
+    measures = []
+    for model in (held, wide):
+        policy = Policy(model, attention_of(finely), torch.bfloat16)
+        measures.append(KernelCheck.begin(policy, "here", True, compiling=False).exact.d_weights)
+    assert measures[0].keys() == measures[1].keys()
+    assert all(torch.equal(measures[0][name], measures[1][name]) for name in measures[0])
+    assert all(weight.dtype == torch.bfloat16 for weight in held.parameters())
+
+
 def test_no_more_than_a_gradient_is_held_at_a_time(monkeypatch):
     policy, check = begun(attention_of(finely))
     most, sketch = [0], kernel_check._sketch
@@ -269,27 +283,21 @@ def test_blocks_are_compared_in_the_mode_that_auto_has_found(monkeypatch, tmp_pa
         settled()
 
 
-class Spoiling(CustomGraphPass):
-    """Takes the products that are gradients of weights for twice what they are."""
+def spoiled(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    """A graph of a backward pass that gives twice the gradients of matrices, and right ones of what it was given."""
 
-    def __call__(self, graph: Graph) -> None:
-        [output] = graph.find_nodes(op="output")
-        for product in graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default):
-            if list(product.users) == [output]:
-                with graph.inserting_after(product):
-                    twice = graph.call_function(torch.ops.aten.mul.Scalar, (product, 2.0))
-                twice.meta = dict(product.meta)
-                output.replace_input_with(product, twice)
+    def run(*args: Any) -> list[Any]:
+        return [2 * g if isinstance(g, torch.Tensor) and g.ndim == 2 else g for g in graph(*args)]
 
-    def uuid(self) -> str:
-        return "spoiling"
+    return make_boxed_func(run)
 
 
 @pytest.mark.filterwarnings("default")  # the compiler's own
-def test_a_pass_over_compiled_graphs_that_spoils_gradients_of_weights_is_found(monkeypatch):
+def test_compiled_graphs_that_spoil_gradients_of_weights_are_found(monkeypatch):
     policy = Policy(tiny_model("llama", torch.float32), plain(), torch.float32)
     check = KernelCheck.begin(policy, "here", True, compiling=True)
-    monkeypatch.setattr(compiler, "options", lambda device: {"post_grad_custom_pre_pass": Spoiling()})
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward), bw_compiler=spoiled)
+    monkeypatch.setattr(activations, "compiler", lambda mode, options: {"backend": backend})
     policy.compile()
     with pytest.raises(ModelError, match=r"the compiled blocks: gradients of model\.layers\.\*\.\S+_proj\.weight are"):
         check.compare(policy)
@@ -302,6 +310,8 @@ def test_compiled_blocks_that_are_right_pass():
     policy.compile()
     check.compare(policy)
     assert len(check.batch.input_ids) == 1024  # rows as compiled packs have them
+    with torch._dynamo.config.patch(error_on_recompile=True):  # training has the graphs that were compared
+        policy.hidden_rows(check.batch).sum().backward()
 
 
 def test_probes_stay_within_a_models_positions() -> None:
