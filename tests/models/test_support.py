@@ -33,17 +33,6 @@ TINY = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _without_progress_bars():
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    yield
-    if shown:  # other rooms' tests may be without them, too
-        logging.enable_progress_bar()
-
-
 def saved(path: Path, config) -> str:
     """A model folder with random weights, as transformers writes it."""
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)

@@ -182,17 +182,13 @@ def _rejected_response(row: Row) -> Parts:
 
 def _ranking(row: Row) -> Parts:
     prompt, answers = fields(row, ("prompt", "answers"))
-    answers = parsed(answers, "answers")
-    if not isinstance(answers, list) or len(answers) < 2:
-        found = f"a list of {len(answers)}" if isinstance(answers, list) else kind_of(answers)
-        raise Unusable("wrong type", f"answers is {found}, expected a list of at least two, the best first")
+    named = _at_least_two(answers, "answers", "the best first")
     for key in ("rank", "ranks"):
         if filled(row, key):
             raise Unusable("unsupported field", f"{key} is filled; give answers from best to worst, or scores")
-    named = [(f"answers[{i}]", answer) for i, answer in enumerate(answers)]
     if filled(row, "scores"):
         return Parts(("prompt", prompt), _sorted(named, "scores", _scores(row["scores"], len(named))))
-    if any(isinstance(answer, dict) and "answer" in answer for answer in answers):
+    if any(isinstance(answer, dict) and "answer" in answer for _, answer in named):
         return _by_rank(("prompt", prompt), named, "answer")
     return Parts(("prompt", prompt), named)
 
@@ -200,12 +196,16 @@ def _ranking(row: Row) -> Parts:
 def _completions(row: Row) -> Parts:
     """NeMo-RL: messages, and what may follow them, each with its rank."""
     context, found = fields(row, ("context", "completions"))
-    found = parsed(found, "completions")
-    if not isinstance(found, list) or len(found) < 2:
-        shown = f"a list of {len(found)}" if isinstance(found, list) else kind_of(found)
-        raise Unusable("wrong type", f"completions is {shown}, expected a list of at least two, with ranks")
-    named = [(f"completions[{i}]", item) for i, item in enumerate(found)]
-    return _by_rank(("context", context), named, "completion")
+    return _by_rank(("context", context), _at_least_two(found, "completions", "with ranks"), "completion")
+
+
+def _at_least_two(value: Any, field: str, how: str) -> list[Named]:
+    """What a list or its JSON holds, each by its place. Raises Unusable where that is nothing to compare."""
+    value = parsed(value, field)
+    if not isinstance(value, list) or len(value) < 2:
+        found = f"a list of {len(value)}" if isinstance(value, list) else kind_of(value)
+        raise Unusable("wrong type", f"{field} is {found}, expected a list of at least two, {how}")
+    return [(f"{field}[{i}]", item) for i, item in enumerate(value)]
 
 
 def _by_rank(prompt: Named, named: list[Named], key: str) -> Parts:
