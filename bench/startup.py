@@ -58,7 +58,7 @@ def measure(model: str, folder: Path, warm: bool = False, plain: bool = True) ->
     cache            "cold": the files were dropped from the page cache before each way; "warm": read just before
     bytes            of the weight files
     phases           seconds by phase: device (its first use), weights (read, and seen to be finite), self-check,
-                     weights digest (as the reference cache needs it)
+                     head check, weights digest (as the reference cache needs it)
     weights_s        the phase that loads
     load_gb_s        bytes / weights_s
     disk_gb_s        bytes / the seconds in which one thread reads all files into one buffer, under the same cache

@@ -338,7 +338,7 @@ def test_startup_writes_a_folder_once_and_says_where_its_time_goes(tmp_path, mon
     for line in lines:
         assert line["cache"] == cache and line["bytes"] == sum(shard.stat().st_size for shard in shards)
         assert line["load_gb_s"] > 0 and line["disk_gb_s"] > 0 and line["load_over_disk"] > 0
-    assert list(lines[0]["phases"]) == ["device", "weights", "self-check", "kernel check", "weights digest"]
+    assert list(lines[0]["phases"]) == ["device", "weights", "self-check", "head check", "weights digest"]
 
     written = [shard.stat().st_mtime_ns for shard in shards]
     startup.main([*arguments, "--no-plain"])

@@ -215,7 +215,8 @@ def test_summary_adds_up(finished: Job) -> None:
     assert summary["tokens"] == sum(line["tokens"] for line in lines)
     assert summary["seconds"] == pytest.approx(sum(line["step_s"] for line in lines))
     assert summary["tokens_per_s"] == pytest.approx(summary["tokens"] / summary["seconds"])
-    phases = ["imports", "data", "device", "weights", "self-check", "weights digest", "reference", "step-0 check"]
+    phases = ["imports", "data", "device", "weights", "self-check", "head check"]
+    phases += ["weights digest", "reference", "step-0 check"]
     assert list(summary["startup_seconds"]) == [*phases, "evaluation"]
     assert all(seconds >= 0 for seconds in summary["startup_seconds"].values())
 

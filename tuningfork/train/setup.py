@@ -219,7 +219,7 @@ def start_model(
     hold_gradients(loaded.model, train)
     policy = Policy.fast(loaded.model, dtype)
     head = Head(policy.kernels, policy.transform, objective.head_chunk_rows)
-    with console.startup.time("kernel check"):
+    with console.startup.time("head check"):
         check_head(policy, head, model.path)
     check = None
     if compiled or not policy.has_plain_kernels:
