@@ -340,3 +340,16 @@ def test_probes_reach_beyond_tile_and_window(window, positions, longest, reached
     assert policy.layer_windows == [window] * 4
     assert max(example.longest for example in probes(policy)) == longest
     assert window_not_reached(policy) == (None if reached else window)
+
+
+@pytest.mark.parametrize(
+    ("windows", "left"), [((6, 200), None), ((None, 200), None), ((200, 700), 700), ((700, 900), 700)]
+)
+def test_probes_reach_beyond_each_window_that_they_can(windows, left):
+    """Layers of a model may have windows of their own; the shortest that is not reached is said."""
+    config = tiny_model("llama", torch.float32).config
+    config.max_position_embeddings = 1000
+    policy = SimpleNamespace(layer_windows=list(windows), config=config, device=torch.device("cpu"))
+    longest = max(example.longest for example in probes(policy))
+    assert min((window for window in windows if window and window >= longest), default=None) == left
+    assert window_not_reached(policy) == left

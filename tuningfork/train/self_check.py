@@ -2,7 +2,7 @@
 
 Families differ in ways that no table of ours can promise to know (logit scales, new attention keywords, state that
 leaks). A few sequences through plain transformers and through our path settle it for the model at hand: longer than the
-tiles of the kernels, and than the shortest window of its layers, so that each layer has something to cut off.
+tiles of the kernels, and than the windows of its layers, so that each layer has something to cut off.
 """
 
 from __future__ import annotations
@@ -93,18 +93,18 @@ def in_float32(model: PreTrainedModel) -> Iterator[None]:
 
 
 def window_not_reached(policy: Policy) -> int | None:
-    """The shortest window of a model's layers, where the probes do not reach beyond it; None where they do."""
-    window = _shortest_window(policy)
-    return window if window and window >= max(example.longest for example in probes(policy)) else None
+    """The shortest window of a model's layers that the probes do not reach beyond; None where they do of all."""
+    longest = max(example.longest for example in probes(policy))
+    return min((window for window in policy.layer_windows if window and window >= longest), default=None)
 
 
 def probes(policy: Policy) -> list[TokenExample]:
-    """Two examples of random tokens: one with a prompt longer than a tile and than the shortest window, and an answer
+    """Two examples of random tokens: one with a prompt longer than a tile and than the layers' windows, and an answer
     longer than a tile, as far as the device's limit and the model's positions go; and a short one."""
     limit = _LONGEST.get(policy.device.type, _LONGEST["cpu"])
     limit = min(limit, positions(policy.config) or limit)
     answer = min(_TILE + 3, limit // 2)
-    prompt = min(max(_TILE, _shortest_window(policy)) + 8, limit - answer)
+    prompt = min(max(_TILE, *(window or 0 for window in policy.layer_windows)) + 8, limit - answer)
     short = min(5, limit // 2)
     shapes = ((prompt, (answer, max(1, 9 * answer // _TILE))), (short, (min(4, limit - short), min(7, limit - short))))
     vocab_size = policy.config.vocab_size
@@ -126,11 +126,6 @@ def probe_pack(examples: list[TokenExample], share_prompt: bool, compiled: bool)
     rows = sum(example.rows(share_prompt) for example in examples)
     limits = PackLimits.plan(2 * rows + SMALLEST_COMPILED, share_prompt, compiled)
     return build(examples, limits.rows(rows), share_prompt)
-
-
-def _shortest_window(policy: Policy) -> int:
-    """Of all layers; 0 where every layer sees the whole sequence."""
-    return min((window for window in policy.layer_windows if window), default=0)
 
 
 def _score_packed(policy: Policy, batch: PackedBatch) -> torch.Tensor:
