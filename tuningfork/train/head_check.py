@@ -15,6 +15,9 @@ from tuningfork.objective.head import Head
 from tuningfork.records import PackedBatch
 from tuningfork.train.self_check import probe_pack, probes
 
+NOTHING_IS_TRAINED = (
+    "So they are wrong on this device, with these versions of PyTorch, Triton and the driver, and nothing is trained."
+)
 # Of what is compared, in float32: a hundred roundings of sums over a few thousand numbers.
 _FLOOR = 1e-4
 
@@ -99,6 +102,5 @@ def _check(what: str, quantity: str, error: Tensor, bound: float, size: float) -
         return
     raise ModelError(
         f"{what}: {quantity} are {off / (size or 1.0):.1e} of their size away from PyTorch's own, and rounding takes "
-        f"them {bound / (size or 1.0):.1e} at most. So they are wrong on this device, with these versions of PyTorch, "
-        "Triton and the driver, and nothing is trained. Use train.device cpu, or other versions."
+        f"them {bound / (size or 1.0):.1e} at most. {NOTHING_IS_TRAINED} Use train.device cpu, or other versions."
     )

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from tuningfork.errors import ModelError, enough_memory
 from tuningfork.models.policy import Policy
 from tuningfork.records import ForkLayout, PackedBatch
+from tuningfork.train.head_check import NOTHING_IS_TRAINED
 from tuningfork.train.self_check import in_float32, probe_pack, probes
 
 # The plain kernels' own error, taken over all rows at once: there two errors of a kind are closer than that.
@@ -103,9 +104,8 @@ def _check(what: str, quantity: str, found: Tensor, usual: Tensor, exact: Tensor
     size = size or 1.0
     raise ModelError(
         f"{what}: {quantity} are {error / size:.1e} of their size away from those of plain kernels in float32; plain "
-        f"kernels in the run's dtype are {rounding / size:.1e} away. So they are wrong on this device, with these "
-        "versions of PyTorch, Triton and the driver, and nothing is trained. Set model.compile to off, if blocks are "
-        "compiled; or use train.device cpu, or other versions."
+        f"kernels in the run's dtype are {rounding / size:.1e} away. {NOTHING_IS_TRAINED} Set model.compile to off, if "
+        "blocks are compiled; or use train.device cpu, or other versions."
     )
 
 
