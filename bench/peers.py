@@ -1,9 +1,11 @@
 """tuningfork and its peers on the fixed workload, one after the other on one card, each in its own process.
 
-Peers run through the script that knows them (trl_bench.py), on the OLMo2-1B shape. With which settings a peer is at its
-best depends on the card, so these are searched first, on part of the workload (bench/peer_search.py); the best two are
-then timed on all of it, beside ours. A peer that is not installed is named as missing; a run that fails shows its last
-lines. Every run is one line, of OUT/search.jsonl while the settings are searched, else of OUT/peers.jsonl:
+Peers run through the script that knows them (trl_bench.py), on the OLMo2-1B shape. With which settings a peer is at
+its best depends on the card, so these are searched first, on part of the workload (bench/peer_search.py); the best
+two are then timed on all of it, beside ours, adding gradients up to as many pairs a step as our largest: a step of
+the optimizer costs the same for few pairs as for many. A peer that is not installed is named as missing; a run that
+fails shows its last lines. Every run is one line, of OUT/search.jsonl while the settings are searched, else of
+OUT/peers.jsonl:
 
     pairs_s      pairs / wall seconds, warm-up left out: ours after the first epoch, a peer's after its first steps
     tokens_s     the same for tokens as a plain trainer counts them, the prompt once per answer
@@ -43,9 +45,10 @@ from tuningfork.models.policy import Policy
 
 ROOT = Path(__file__).parent.parent
 MODEL = "olmo2_1b"  # the one shape that trl_bench.py knows
+EXAMPLES_PER_STEP = 64
 OURS = (
     "--examples_per_step 16 --head_chunk_rows 16384",
-    "--examples_per_step 64 --head_chunk_rows 16384 --pack_tokens 32768",
+    f"--examples_per_step {EXAMPLES_PER_STEP} --head_chunk_rows 16384 --pack_tokens 32768",
 )
 PAIRS_TO_SEARCH = 128  # of the workload's 512
 BEST = 2  # settings of a peer that are timed on the whole workload
@@ -196,7 +199,9 @@ def main(argv: list[str] | None = None) -> None:
         searched.append(timed(trl(str(settings), min(args.pairs, PAIRS_TO_SEARCH)), "search.jsonl"))
         return searched[-1].get("pairs_s")
 
-    settings = args.trl or [str(found) for _, found in peer_search.search(rate)[:BEST]]
+    settings = args.trl or [
+        f"{found} --ga {max(1, EXAMPLES_PER_STEP // found.bs)}" for _, found in peer_search.search(rate)[:BEST]
+    ]
     parts = [render(searched)] if searched else []
     if not args.search:
         runs = [*(ours(own, args.pairs) for own in OURS), *(trl(found, args.pairs) for found in settings)]
