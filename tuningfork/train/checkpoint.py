@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import pickle
 import re
 import shutil
 import warnings
@@ -21,8 +22,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from tuningfork.errors import RunFolderError, first_line
+from tuningfork.errors import RunFolderError, first_line, of_pickle
 from tuningfork.files import ASIDE, Hashed, check_sealed, remove, seal, whole_folder
+from tuningfork.train.checkpoint_reader import PlainPlanner, PlainReader
 
 _NAME = re.compile(r"step-(\d+)$")
 _PROGRESS = "progress.json"
@@ -105,16 +107,17 @@ def progress(path: Path) -> Progress:
 
 
 def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
-    """Load a checkpoint into model, optimizer and the random generator.
+    """Load a checkpoint into model, optimizer and the random generator. Nothing in its files is run.
 
     Raises:
-        RunFolderError: the checkpoint is damaged, or belongs to another model.
+        RunFolderError: the checkpoint is damaged, belongs to another model, or holds more than tensors and plain
+            values.
     """
     state = _state(model, optimizer)
     try:
         check_sealed(path)
         with _one_process():
-            dcp.load(state, checkpoint_id=path, no_dist=True)
+            dcp.load(state, storage_reader=PlainReader(path), planner=PlainPlanner(), no_dist=True)
         stood = progress(path)
     except (CheckpointException, OSError, ValueError, KeyError, TypeError) as error:
         cause = error.failures[0][0] if isinstance(error, CheckpointException) and error.failures else error
@@ -125,9 +128,9 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> P
 
 
 def _damaged(path: Path, cause: BaseException) -> RunFolderError:
+    why = of_pickle(cause) if isinstance(cause, pickle.UnpicklingError) else first_line(cause)
     return RunFolderError(
-        f"{path} cannot be loaded ({first_line(cause)}). "
-        "Remove that folder; --resume then takes the checkpoint before it."
+        f"{path} cannot be loaded ({why}). Remove that folder; --resume then takes the checkpoint before it."
     )
 
 
