@@ -45,7 +45,7 @@ def refused(path: Path, why: str) -> str:
         restore(path, model, optimizer)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     message = str(caught.value)
-    assert str(path) in message and "Remove that folder" in message and "\n" not in message
+    assert str(path) in message and "begin a new one in another output.dir" in message and "\n" not in message
     return message
 
 

@@ -17,9 +17,8 @@ from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 from tuningfork.errors import ModelError
 from tuningfork.models import attention
 
-_BY_NAME = ("attn_implementation", "experts_implementation")
-BY_NAME = (*_BY_NAME, *(f"_{name}" for name in _BY_NAME))
-"""Settings of config.json by which a kernel is taken, from the hub where it is named like something there."""
+# A kernel is taken by what these name, and fetched where that is named like something on the hub.
+_BY_NAME = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 _ELSEWHERE = {
     "configuration_files": "other files that hold the config in its place",
     "fusion_config": "changes to the model's code",
@@ -45,7 +44,7 @@ def take_no_kernels(config: Any) -> None:
 def kernels_of_the_hub(settings: Mapping[str, Any]) -> dict[str, str]:
     """Settings of a config.json that have a kernel fetched from the hub and run, each with the kernel that it names."""
     found = {}
-    for key in BY_NAME:
+    for key in _BY_NAME:
         value = settings.get(key)
         names = value.values() if isinstance(value, dict) else [value]
         if named := [name for name in names if isinstance(name, str) and "/" in name]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import pickle
 import re
 import shutil
 import warnings
@@ -22,9 +21,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from tuningfork.errors import RunFolderError, first_line, of_pickle
+from tuningfork.errors import RunFolderError, first_line
 from tuningfork.files import ASIDE, Hashed, check_sealed, remove, seal, whole_folder
-from tuningfork.train.checkpoint_reader import PlainPlanner, PlainReader
+from tuningfork.train.checkpoint_reader import Foreign, PlainPlanner, PlainReader
 
 _NAME = re.compile(r"step-(\d+)$")
 _PROGRESS = "progress.json"
@@ -128,10 +127,10 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> P
 
 
 def _damaged(path: Path, cause: BaseException) -> RunFolderError:
-    why = of_pickle(cause) if isinstance(cause, pickle.UnpicklingError) else first_line(cause)
-    return RunFolderError(
-        f"{path} cannot be loaded ({why}). Remove that folder; --resume then takes the checkpoint before it."
-    )
+    cure = "Remove that folder; --resume then takes the checkpoint before it."
+    if isinstance(cause, Foreign):
+        cure = "Whoever made it can have changed the rest of the run, too: begin a new one in another output.dir."
+    return RunFolderError(f"{path} cannot be loaded ({first_line(cause)}). {cure}")
 
 
 @contextmanager

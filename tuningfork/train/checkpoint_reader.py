@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
 from tuningfork.errors import first_line, of_pickle
 
@@ -46,12 +47,16 @@ _KNOWN: dict[tuple[str, str], Any] = {
 }
 
 
+class Foreign(ValueError):
+    """A checkpoint's file calls for something that none is made of, or says other things than where its parts lie."""
+
+
 class PlainReader(FileSystemReader):
-    """Reads a checkpoint whose `.metadata` names data files beside it, and nothing else than a checkpoint is made of.
+    """Reads a checkpoint whose files call for nothing but what one is made of, and which lie in its folder.
 
     Raises:
-        ValueError: it names something else.
-        OSError: it cannot be read.
+        Foreign: they call for something else.
+        OSError: `.metadata` cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,6 +65,12 @@ class PlainReader(FileSystemReader):
 
     def read_metadata(self) -> Metadata:  # type: ignore[override]
         return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        try:
+            return super().read_data(plan, planner)  # which loads tensors as such, and hands the rest to the planner
+        except pickle.UnpicklingError as error:
+            raise Foreign(f"its data: {of_pickle(error)}") from error
 
 
 class PlainPlanner(DefaultLoadPlanner):
@@ -75,14 +86,14 @@ def _metadata(path: Path) -> Metadata:
         try:
             metadata = _MetadataUnpickler(file).load()
         except pickle.UnpicklingError as error:
-            raise ValueError(f"{path.name}: {of_pickle(error)}") from error
+            raise Foreign(f"{path.name}: {of_pickle(error)}") from error
         except (OSError, MemoryError):
             raise
         except Exception as error:  # what is no pickle fails in any way
-            raise ValueError(f"{path.name} is broken: {first_line(error)}") from error
+            raise Foreign(f"{path.name} is broken: {first_line(error)}") from error
     stored = metadata.storage_data if isinstance(metadata, Metadata) else None
     if not isinstance(stored, dict) or not all(map(_lies_beside, stored.values())):
-        raise ValueError(f"{path.name} does not say what lies where in the files beside it")
+        raise Foreign(f"{path.name} does not say what lies where in the files beside it")
     metadata.storage_meta = StorageMeta()
     return metadata
 
