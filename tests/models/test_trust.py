@@ -103,7 +103,7 @@ def test_a_tokenizer_that_is_none(folder, ran, monkeypatch, file, name, why):
     assert not ran.exists()
 
 
-@pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizerFast", "GPT2Tokenizer",
+@pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "TokenizersBackend", "GPT2TokenizerFast", "GPT2Tokenizer",
                                   "PreTrainedTokenizer", "SomebodysTokenizer", "SomebodysTokenizerFast"])  # fmt: skip
 def test_tokenizers_of_other_names_are_read_from_their_file(folder, name):
     edit(folder / "tokenizer_config.json", tokenizer_class=name)
