@@ -174,6 +174,7 @@ def read(path: str) -> tuple[Origin, tuple[str, ...]]:
     folder = Path(path)
     config = read_json(path, CONFIG)
     there = sorted({file for pattern in _TRAVELS for file in folder.glob(pattern) if file.is_file()})
+    there = [file for file in there if file.suffix not in trust.CODE]
     files = {str(file.relative_to(folder)): file.read_bytes() for file in there}
     notes: tuple[str, ...] = ()
     if config.pop("auto_map", None):

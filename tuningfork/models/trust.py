@@ -17,6 +17,9 @@ from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 from tuningfork.errors import ModelError
 from tuningfork.models import attention
 
+CODE = (".py", ".pyc", ".so", ".sh", ".pkl", ".pickle")
+"""How the names of files end that are programs: no export has them, whatever else their names are."""
+
 # A kernel is taken by what these name, and fetched where that is named like something on the hub.
 _BY_NAME = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 _ELSEWHERE = {
