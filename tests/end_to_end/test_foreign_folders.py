@@ -73,9 +73,12 @@ def test_a_run_that_somebody_else_made_is_not_continued_by_its_own_program(
     message = job.refused("train", "--resume")
     assert f"{newest} cannot be loaded (.metadata: it calls for 'posix.mkdir'" in message
     assert "Nothing of it was run" in message and "begin a new one in another output.dir" in message
-    other = job.but({"data.train": write_rows(tmp_path / "other.jsonl", make_pairs(40, seed=9))})
-    (newest / "__0_0.distcp").unlink()
-    assert "was trained on other examples" in other.refused("train", "--resume")  # said before its tensors are read
+    stood = newest / "progress.json"
+    stood.write_text(json.dumps(json.loads(stood.read_text()) | {"data_digest": "of other data"}))
+    (newest / DIGESTS).unlink()
+    seal(newest)
+    # Said before anything of it is read that is no JSON.
+    assert "was trained on other examples" in job.refused("train", "--resume")
     assert not ran.exists()
 
 
