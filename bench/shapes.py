@@ -55,7 +55,7 @@ def build(name: str, device: torch.device | str, seed: int = 0) -> PreTrainedMod
     torch.manual_seed(seed)
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(
-            config(name), attn_implementation=attention.NAME, dtype=torch.float32
+            config(name), attn_implementation=attention.NAME, dtype=torch.float32, trust_remote_code=False
         )
     return model.train()
 

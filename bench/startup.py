@@ -113,7 +113,9 @@ def _plain(folder: Path) -> dict[str, float]:
     where = device()
 
     def load() -> None:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+        )
         model.to(where)
         if where.type == "cuda":
             torch.cuda.synchronize()

@@ -94,7 +94,7 @@ def load_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
     Transformers leaves out the digits, which changes the ids of text such as a numbered list. Some of its versions also
     take another token for the end of a turn. The chat template is the file's own; it adds the model's system prompt.
     """
-    loaded = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    loaded = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
     backend = loaded.backend_tokenizer
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -120,7 +120,9 @@ def _load_weights(gguf: Path, tokenizer: PreTrainedTokenizerFast) -> LlamaForCau
     float32: a 4-bit weight times its float16 scale has more digits than bfloat16 holds, so rounding to it would blur
     the weights a second time; and the demo trains on a CPU, where float32 is the faster of the two.
     """
-    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32, trust_remote_code=False
+    )
     special = {
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,

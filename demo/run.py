@@ -65,8 +65,8 @@ def plain(answer: str) -> bool:
 
 def answers(folder: str, prompts: list[str]) -> list[str]:
     """Greedy answers of the model in a folder."""
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model.to(device).eval()
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]

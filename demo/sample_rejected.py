@@ -96,8 +96,8 @@ def main() -> None:
             sys.exit(f"{path} exists. Add --force to overwrite it.")
     rows = [json.loads(line) for line in QUESTIONS.read_text(encoding="utf-8").splitlines()]
     folder = prepare_model(args.model)
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False).eval()
     add_rejected(model, tokenizer, rows, args.seed)
     train, held_out = split(rows)
     write(TRAIN, train)

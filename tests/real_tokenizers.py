@@ -144,7 +144,7 @@ def real_tokenizer(name: str) -> PreTrainedTokenizerBase:
 @cache
 def vocabulary(package: Package) -> PreTrainedTokenizerBase:
     """The tokenizer of a package. Raises Unavailable."""
-    return AutoTokenizer.from_pretrained(fetched(package), local_files_only=True)
+    return AutoTokenizer.from_pretrained(fetched(package), local_files_only=True, trust_remote_code=False)
 
 
 def template(package: Package, name: str) -> str:

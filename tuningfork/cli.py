@@ -114,6 +114,8 @@ def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Packs differ a little in size; with fixed blocks of memory each new size would leave holes behind.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    # Processes that are started would take a file of the current folder, such as signal.py, for Python's own.
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
     # Heavy imports only now: help and mistakes in a recipe answer at once.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

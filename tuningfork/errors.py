@@ -4,6 +4,7 @@ The command line prints the message of a `TuningforkError` without a traceback a
 must stand on its own. Anything else that escapes is a bug of ours and keeps its traceback.
 """
 
+import pickle
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -90,6 +91,17 @@ def first_line(error: BaseException) -> str:
     lines = (str(error.args[0] if sentence else error).strip() or type(error).__name__).splitlines()
     last = next((i for i, line in enumerate(lines) if not line.rstrip().endswith(":")), len(lines) - 1)
     return " ".join(line.strip() for line in lines[: last + 1])
+
+
+def of_pickle(error: pickle.UnpicklingError) -> str:
+    """Why a pickle was not loaded, in words that do not advise to run it, as the library's do."""
+    asked = re.search(r"GLOBAL (\S+)", str(error))
+    if asked:
+        return (
+            f"it calls for {asked[1]!r}, which is neither a tensor nor a plain value: to load it would be to run what "
+            "its maker wrote. Nothing of it was run"
+        )
+    return "it is broken, or holds more than tensors and plain values. Nothing of it was run"
 
 
 def counted(n: int, one: str, many: str = "") -> str:

@@ -16,6 +16,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -201,7 +202,7 @@ def job_in(folder: Path, shelf: Path) -> Job:
 def call(arguments: Sequence[str]) -> Outcome:
     """The command line in this process."""
     out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
+    with redirect_stdout(out), redirect_stderr(err), patch.dict(os.environ):  # a command sets some variables
         status = cli.main(list(arguments))
     return Outcome(status, out.getvalue(), err.getvalue())
 

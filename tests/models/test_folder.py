@@ -360,14 +360,6 @@ def test_code_of_its_own_for_a_model_that_transformers_knows(tmp_path):
     assert len(loaded.notes) == 1 and "code of its own (auto_map), which is not run" in loaded.notes[0]
 
 
-def test_code_of_its_own_for_a_model_that_transformers_does_not_know(tmp_path, monkeypatch):
-    """The library would ask on the terminal whether to run it."""
-    monkeypatch.setattr("builtins.input", never)
-    edit(folder_of(tmp_path) / "config.json", model_type="x", auto_map={"AutoConfig": "conf.C"})
-    (tmp_path / "conf.py").write_text("raise SystemExit('run')")
-    refused(tmp_path, r"names code of its own for this model \(auto_map\), which is not run here.* has no class for it")
-
-
 def test_a_tokenizer_with_code_of_its_own_only(tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.input", never)
     folder_of(tmp_path)

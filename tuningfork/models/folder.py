@@ -15,7 +15,7 @@ import transformers
 from transformers import GenerationConfig
 
 from tuningfork.errors import ModelError, first_line
-from tuningfork.models import weights
+from tuningfork.models import trust, weights
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -174,6 +174,7 @@ def read(path: str) -> tuple[Origin, tuple[str, ...]]:
     folder = Path(path)
     config = read_json(path, CONFIG)
     there = sorted({file for pattern in _TRAVELS for file in folder.glob(pattern) if file.is_file()})
+    there = [file for file in there if file.suffix not in trust.CODE]
     files = {str(file.relative_to(folder)): file.read_bytes() for file in there}
     notes: tuple[str, ...] = ()
     if config.pop("auto_map", None):
@@ -181,6 +182,9 @@ def read(path: str) -> tuple[Origin, tuple[str, ...]]:
             "config.json names code of its own (auto_map), which is not run: the model is transformers' own of that "
             "type, and is exported as that",
         )
+    for key, kernel in trust.kernels_of_the_hub(config).items():
+        del config[key]
+        notes += (f"config.json names code of the hub ({key}: {kernel}), which is not run, and is exported without",)
     if TOKENIZER in files:
         as_it_is = read_json(path, TOKENIZER)
         known = known_to_older_readers(as_it_is)

@@ -25,7 +25,7 @@ from transformers import (
 from transformers.core_model_loading import WeightRenaming
 
 from tuningfork.errors import ModelError, first_line
-from tuningfork.models import attention, checks, folder, weights
+from tuningfork.models import attention, checks, folder, trust, weights
 from tuningfork.models.folder import Origin
 from tuningfork.models.support import check_config, check_modules
 from tuningfork.models.weights import Found, Stored
@@ -66,7 +66,10 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     Some versions of transformers put another way of cutting texts in place of the folder's own (5.17 does so for
     DeepSeek-V3): what comes of it looks like tokens and trains a model to write without spaces.
     """
-    _config(path)  # which it reads, too: what is wrong there is not the tokenizer's
+    load_config(path)  # which it reads, too: what is wrong there is not the tokenizer's
+    for file in (folder.TOKENIZER, folder.CONFIG):
+        if (Path(path) / file).exists():
+            trust.check_tokenizer(folder.read_json(path, file), file, path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         again = tokenizer.decode(tokenizer("one two", add_special_tokens=False)["input_ids"])
@@ -89,7 +92,7 @@ def load_config(path: str) -> Any:
             f"{path}: config.json names a file of its own for the weights (transformers_weights). Rename that file to "
             f"{weights.ONE_FILE} or {weights.INDEX}, and remove the setting."
         )
-    if getattr(config, "quantization_config", None):
+    if getattr(config, "quantization_config", None) is not None:
         raise ModelError(
             f"{path}: config.json has a quantization_config: a quantized model. Get the model in float32, float16 or "
             "bfloat16."
@@ -103,21 +106,20 @@ def _config(path: str) -> Any:
     folder.check(path)
     settings = folder.settings(path)
     kind, library = settings["model_type"], f"transformers {transformers.__version__}"
+    trust.check_settings(settings, path)
     try:
         # Without a word on code of the folder's own the library asks on the terminal whether to run it.
-        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        if settings.get("auto_map"):
-            raise ModelError(
-                f"{path}: config.json names code of its own for this model (auto_map), which is not run here, and "
-                f"{library} has no class for it. Train a model that transformers knows."
-            ) from error
-        if kind not in CONFIG_MAPPING:
-            raise ModelError(
-                f"{path}: {library} knows no model of type {kind!r}, which config.json names. If the model is newer, "
-                "use a transformers that is newer, too."
-            ) from error
-        raise ModelError(f"{path}: config.json cannot be read: {first_line(error)}") from error
+        if kind in CONFIG_MAPPING:
+            raise ModelError(f"{path}: config.json cannot be read: {first_line(error)}") from error
+        own = "; it names code of its own for it (auto_map), which is never run here" if "auto_map" in settings else ""
+        raise ModelError(
+            f"{path}: {library} knows no model of type {kind!r}, which config.json names{own}. If the model is newer, "
+            "use a transformers that is newer, too; else train a model of a type that transformers has."
+        ) from error
+    trust.take_no_kernels(config)
+    return config
 
 
 def load(
@@ -286,7 +288,7 @@ def _from_state(config: Any, path: str, state: dict[str, Tensor]) -> tuple[PreTr
         kind = type(
             AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, trust_remote_code=False)
         )
-    model, info = kind.from_pretrained(None, config=config, state_dict=state, **_AS_WE_NEED_IT)
+    model, info = kind.from_pretrained(None, config=config, state_dict=state, trust_remote_code=False, **_AS_WE_NEED_IT)
     model.name_or_path = model.config.name_or_path = path
     try:
         model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import safetensors
 import torch
 from torch import Tensor
+
+from tuningfork.errors import of_pickle
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -92,17 +95,27 @@ def stored_tensors(folder: Path) -> Found | None:
 def pickled_tensors(folder: Path) -> dict[str, Tensor]:
     """The tensors of a folder's older weight files, on the CPU, each from the file that their index names for it.
 
-    Raises what `torch.load` raises for a broken file, ValueError for a broken index, or OSError for a missing file.
+    Such files are pickles, which are programs: one that holds more than tensors and plain values is not loaded.
+
+    Raises what `torch.load` raises for a broken file, ValueError for a broken index or such a program, or OSError for a
+    missing file.
     """
     if (folder / PICKLE).exists():
-        return dict(torch.load(folder / PICKLE, "cpu", weights_only=True))
+        return dict(_plain(folder / PICKLE))
     file_of = weight_map(folder / PICKLE_INDEX)
     found: dict[str, Tensor] = {}
     for file in sorted(set(file_of.values())):
-        content = torch.load(folder / file, "cpu", weights_only=True)
+        content = _plain(folder / file)
         found |= {name: tensor for name, tensor in content.items() if file_of.get(name) == file}
     check_complete(found, file_of, PICKLE_INDEX)
     return found
+
+
+def _plain(path: Path) -> Any:
+    try:
+        return torch.load(path, "cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{path.name}: {of_pickle(error)}. Get the model in safetensors files") from error
 
 
 def weight_map(index: Path) -> dict[str, str]:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from tuningfork.errors import RunFolderError, first_line
 from tuningfork.files import ASIDE, Hashed, check_sealed, remove, seal, whole_folder
+from tuningfork.train.checkpoint_reader import Foreign, PlainPlanner, PlainReader
 
 _NAME = re.compile(r"step-(\d+)$")
 _PROGRESS = "progress.json"
@@ -105,16 +106,17 @@ def progress(path: Path) -> Progress:
 
 
 def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
-    """Load a checkpoint into model, optimizer and the random generator.
+    """Load a checkpoint into model, optimizer and the random generator. Nothing in its files is run.
 
     Raises:
-        RunFolderError: the checkpoint is damaged, or belongs to another model.
+        RunFolderError: the checkpoint is damaged, belongs to another model, or holds more than tensors and plain
+            values.
     """
     state = _state(model, optimizer)
     try:
         check_sealed(path)
         with _one_process():
-            dcp.load(state, checkpoint_id=path, no_dist=True)
+            dcp.load(state, storage_reader=PlainReader(path), planner=PlainPlanner(), no_dist=True)
         stood = progress(path)
     except (CheckpointException, OSError, ValueError, KeyError, TypeError) as error:
         cause = error.failures[0][0] if isinstance(error, CheckpointException) and error.failures else error
@@ -125,10 +127,10 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> P
 
 
 def _damaged(path: Path, cause: BaseException) -> RunFolderError:
-    return RunFolderError(
-        f"{path} cannot be loaded ({first_line(cause)}). "
-        "Remove that folder; --resume then takes the checkpoint before it."
-    )
+    cure = "Remove that folder; --resume then takes the checkpoint before it."
+    if isinstance(cause, Foreign):
+        cure = "Whoever made it can have changed the rest of the run, too: begin a new one in another output.dir."
+    return RunFolderError(f"{path} cannot be loaded ({first_line(cause)}). {cure}")
 
 
 @contextmanager
