@@ -48,6 +48,26 @@ def test_what_somebody_else_made_stays(tmp_path: Path, report: dict[str, Any], n
         check(tmp_path)
 
 
+@pytest.mark.parametrize("name", [REPORT, PAGE, ""])
+def test_an_earlier_report_behind_a_link_stays(tmp_path: Path, report: dict[str, Any], name: str) -> None:
+    folder, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    write(elsewhere, report, "1.0")
+    before = {path.name: path.read_bytes() for path in elsewhere.iterdir()}
+    if name:
+        folder.mkdir()
+    (folder / name).symlink_to(elsewhere / name)
+    with pytest.raises(RunFolderError, match=rf"{name or 'data'} is a link.*Remove it"):
+        write(folder, report, "1.1")
+    assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == before
+
+
+def test_what_a_kill_left_of_a_report_is_cleared_away(tmp_path: Path, report: dict[str, Any]) -> None:
+    for name in (f".{PAGE}.tuningfork-{'0' * 16}.partial", "notes.partial"):
+        (tmp_path / name).touch()
+    write(tmp_path, report, "1.0")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [PAGE, REPORT, "notes.partial"]
+
+
 def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     with pytest.raises(RunFolderError, match=r"run is a file.*Choose another output\.dir"):
