@@ -100,7 +100,7 @@ def parse(text: str, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, KeyError) as error:  # the latter from odd tags
         raise ConfigError(f"{name}: not YAML ({' '.join(str(error).split())}).") from None
     if tree is None:
-        raise ConfigError(f"{name} is empty. A recipe gives settings, for example:\n  model:\n    path: ./model")
+        raise ConfigError(f"{name} is empty. A recipe gives settings, for example:", "  model:", "    path: ./model")
     if not isinstance(tree, dict):
         raise ConfigError(f"{name} is {found(tree)}; allowed: the sections {', '.join(_sections(settings))}.")
 
@@ -179,7 +179,7 @@ def validate(
             hint = f" Did you mean {near[0]}?" if near else ""
             wrong.append(f"{key} is {found(value)}; allowed: {allowed(settings[key])}.{hint}")
     if wrong:
-        raise ConfigError("\n".join(prefix + line for line in wrong))
+        raise ConfigError(*(prefix + line for line in wrong))
     return values
 
 

@@ -179,3 +179,14 @@ def test_an_event_file_is_always_a_new_one(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(RunFolderError, match="File exists"):
         RunWriter(tmp_path)
     assert (tmp_path / "elsewhere").read_text() == "precious"
+
+
+def test_json_holds_what_it_was_given_and_nothing_that_a_terminal_would_obey(tmp_path: Path) -> None:
+    value = {f"key{chr(code)}": chr(code) for code in (*range(0xA0), 0x61C, *range(0x2000, 0x2070), 0x1F600)}
+    write_json(tmp_path / "file.json", value)
+    text = (tmp_path / "file.json").read_text(encoding="utf-8")
+    assert json.loads(text) == value and "\U0001f600" in text
+    assert not set(text) & {
+        chr(code) for code in (*range(10), *range(11, 32), *range(0x7F, 0xA0), 0x61C, 0x2028, 0x202E)
+    }
+    assert not set(text) & set("\u200e\u200f\u2029\u202a\u202b\u202c\u202d\u2066\u2067\u2068\u2069")

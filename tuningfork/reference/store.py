@@ -192,6 +192,7 @@ def _check_fingerprint(path: Path, ours: dict[str, str]) -> None:
         if {"code", "model code"} & {name for name, *_ in different}:
             lines.append("  so it was built by other code than this run would score with, and equal bits are not known")
         raise ReferenceMismatch(
-            f"{path.parent} holds the reference log-probs of another set-up:\n" + "\n".join(lines) + "\n"
-            "They would not equal this run's. Choose another reference.cache, or remove that folder to build it anew."
+            f"{path.parent} holds the reference log-probs of another set-up:",
+            *lines,
+            "They would not equal this run's. Choose another reference.cache, or remove that folder to build it anew.",
         )

@@ -85,6 +85,7 @@ def check_settings(folder: Path, changes: Mapping[str, tuple[object, object]]) -
     if changed:
         lines = [f"  {key}: the run has {old!r}, now {new!r}" for key, (old, new) in changed.items()]
         raise RunFolderError(
-            f"{folder} is a run with other settings:\n" + "\n".join(lines) + "\n"
-            "A continued run must have the same. Set them back, or choose another output.dir."
+            f"{folder} is a run with other settings:",
+            *lines,
+            "A continued run must have the same. Set them back, or choose another output.dir.",
         )
