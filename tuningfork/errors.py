@@ -12,6 +12,9 @@ from contextlib import contextmanager
 # How torch, its allocators and the libraries below it say it, in errors of a dozen types.
 _NO_MEMORY = re.compile(r"out of memory|not enough memory|can't allocate memory|ALLOC_FAILED")
 
+# What JSON and YAML let stand as it is: delete and C1 control codes, marks that turn or part lines of writing.
+_OBEYED = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
 
 class TuningforkError(Exception):
     """The base of all errors that are the user's to mend. Each argument is one line of the message.
@@ -112,6 +115,11 @@ def visible(text: str, newline: str = "↵") -> str:
     writing direction) and what is no character (half a surrogate pair) become their code points: ⟨U+202E⟩.
     """
     return text if text.isprintable() else "".join(_seen(c, newline) for c in text)
+
+
+def escaped(text: str) -> str:
+    """JSON or YAML with what a terminal would obey in its strings as their own escapes, so that it says the same."""
+    return _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def _seen(character: str, newline: str) -> str:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from tuningfork.errors import ConfigError
+from tuningfork.errors import ConfigError, escaped
 
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 _FLOAT = re.compile(
@@ -66,7 +66,8 @@ def parse_scalar(text: str) -> Any:
 
 def to_text(values: Mapping[str, Any]) -> str:
     """YAML that `parse` reads back exactly, floats to the last bit."""
-    return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False)
+    text = yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False)
+    return escaped(text)  # only strings between double quotes have such characters, by our own representer
 
 
 def read(path: Path) -> str:

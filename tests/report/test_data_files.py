@@ -32,15 +32,16 @@ def test_an_earlier_report_is_replaced(tmp_path: Path, report: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("name", [REPORT, PAGE])
-def test_what_somebody_else_made_stays(tmp_path: Path, report: dict[str, Any], name: str) -> None:
+@pytest.mark.parametrize("theirs", ['{"rows_read": 3}', "my notes on what tuningfork data said", ""])
+def test_what_somebody_else_made_stays(tmp_path: Path, report: dict[str, Any], name: str, theirs: str) -> None:
     """The account that a run writes has the same name as the report."""
     write(tmp_path, report, "1.0")
-    (tmp_path / name).write_text('{"rows_read": 3}')
+    (tmp_path / name).write_text(theirs)
     other = PAGE if name == REPORT else REPORT
     before = (tmp_path / other).read_bytes()
     with pytest.raises(RunFolderError, match=rf"{name} exists and was not made by `tuningfork data`.*Move it away"):
         write(tmp_path, report, "1.1")
-    assert (tmp_path / name).read_text() == '{"rows_read": 3}'
+    assert (tmp_path / name).read_text() == theirs
     assert (tmp_path / other).read_bytes() == before
     (tmp_path / name).unlink()
     (tmp_path / name).mkdir()

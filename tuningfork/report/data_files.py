@@ -13,8 +13,9 @@ from tuningfork.report.writer import write_json, write_text
 
 FOLDER = "data"  # inside output.dir; a run may begin where there is nothing else
 REPORT, PAGE = "data_report.json", "data_report.html"
-MADE_BY = "tuningfork data"  # stands near the beginning of both files
-_BEGINNING = 1000  # bytes
+MADE_BY = "tuningfork data"
+_BEGINNING = 1000  # bytes, in which a report says what it is
+_OURS = {REPORT: f'"made_by": "{MADE_BY}"', PAGE: f'<meta name="generator" content="{MADE_BY} '}  # and in no other file
 
 
 def check(folder: Path) -> None:
@@ -50,4 +51,4 @@ def write(folder: Path, report: Mapping[str, Any], version: str) -> list[Path]:
 
 def _is_ours(path: Path) -> bool:
     with explained(path), open(path, "rb", opener=plain) as file:
-        return MADE_BY.encode() in file.read(_BEGINNING)
+        return _OURS[path.name].encode() in file.read(_BEGINNING)

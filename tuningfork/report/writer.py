@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tuningfork.errors import NonFiniteError, RunFolderError
+from tuningfork.errors import NonFiniteError, RunFolderError, escaped
 from tuningfork.files import append_plain, explained, read_plain, whole_file
 from tuningfork.report.board import Board
-
-# What JSON lets stand as it is: delete and C1 control codes, marks that turn or part lines of writing.
-_OBEYED = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 class RunWriter:
@@ -111,7 +107,7 @@ def write_json(path: Path, value: Any) -> None:
         text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
     except ValueError:
         raise NonFiniteError(f"{path}: a number to be written is nan or infinite.") from None
-    write_text(path, _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")
+    write_text(path, escaped(text) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
