@@ -471,3 +471,12 @@ def test_every_setting_has_a_meaning() -> None:
 def test_a_tag_that_does_not_fit_its_value_is_an_error_of_the_recipe(value: str) -> None:
     with pytest.raises(ConfigError, match=r"r\.yaml"):
         from_yaml(f"train: {{seed: {value}}}", "r.yaml")
+
+
+def test_a_recipe_that_is_looked_at_gives_a_terminal_no_order() -> None:
+    """A run's config.yaml may hold whatever a file is called; it reads back as what it was."""
+    name = "a" + "".join(chr(code) for code in (*range(1, 0xA0), 0x61C, 0x200E, *range(0x2028, 0x2070)) if code != 10)
+    text = to_text({"data": {"train": [name], "columns": {name: "prompt"}}})
+    assert not set(text) & {chr(code) for code in (*range(10), *range(11, 32), *range(0x7F, 0xA0))}
+    assert not set(text) & set("\u061c\u200e\u2028\u2029\u202a\u202e\u2066\u2067\u2068\u2069")
+    assert yaml.safe_load(text) == {"data": {"train": [name], "columns": {name: "prompt"}}}

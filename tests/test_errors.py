@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 
-from tuningfork.errors import OutOfMemory, enough_memory, first_line
+from tuningfork.errors import DataError, OutOfMemory, enough_memory, first_line, visible
 
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB"
 
@@ -52,3 +54,30 @@ def test_the_first_line_of_an_error_without_a_word_is_its_type():
     assert first_line(ValueError("one:")) == "one:"
     assert (first_line(KeyError("one")), first_line(KeyError("one 'two'"))) == ("'one'", "one 'two'")
     assert first_line(EOFError()) == "EOFError"
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ("plain, é, 日本, עברית, 🙂", "plain, é, 日本, עברית, 🙂"),
+        ("a\nb\tc", "a↵b⇥c"),
+        ("\x00\x1b[31m\x7f\x85", "⟨U+0000⟩⟨U+001B⟩[31m⟨U+007F⟩⟨U+0085⟩"),
+        ("\u202ecod\u2066", "⟨U+202E⟩cod⟨U+2066⟩"),
+        ("half \ud83d", "half ⟨U+D83D⟩"),
+        ("\u200e\u200f\u202a\u2069\u2029", "⟨U+200E⟩⟨U+200F⟩⟨U+202A⟩⟨U+2069⟩⟨U+2029⟩"),
+        ("\r\x0b\x9b", "⟨U+000D⟩⟨U+000B⟩⟨U+009B⟩"),
+        ("\u2028\u200b\ufeff\ue000", "⟨U+2028⟩⟨U+200B⟩⟨U+FEFF⟩⟨U+E000⟩"),
+    ],
+)
+def test_what_cannot_be_seen_is_made_visible(text: str, seen: str) -> None:
+    assert visible(text) == seen
+
+
+def test_a_message_has_the_lines_that_we_gave_it_and_no_others() -> None:
+    """Also where it has gone from one process to another."""
+    name = "rows\ntuningfork: done\x1b[2J\u202e.jsonl"
+    shown = "rows↵tuningfork: done⟨U+001B⟩[2J⟨U+202E⟩.jsonl"
+    error = DataError(f"{name}: is empty.", f"  {name}")
+    assert str(error) == str(pickle.loads(pickle.dumps(error))) == f"{shown}: is empty.\n  {shown}"
+    assert first_line(error) == f"{shown}: is empty."
+    assert str(DataError()) == ""

@@ -11,10 +11,10 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from tuningfork import __version__
-from tuningfork.errors import TuningforkError, enough_memory
-from tuningfork.report.words import visible
+from tuningfork.errors import TuningforkError, enough_memory, visible
 
 _INTRODUCTION = """\
 Train language models on preference pairs.
@@ -65,19 +65,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()  # now rather than at exit, where an error could not be caught
     except TuningforkError as error:
-        said = visible(str(error), newline="\n")  # it may quote what a file holds, which a terminal would obey
-        print(f"tuningfork: {said}", file=sys.stderr)
+        print(f"tuningfork: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:  # a command may say how to go on
-        print("; ".join(["tuningfork: interrupted", *map(str, interrupt.args)]), file=sys.stderr)
+        print(visible("; ".join(["tuningfork: interrupted", *map(str, interrupt.args)])), file=sys.stderr)
         return 130
     except BrokenPipeError:  # whoever read our output has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in the buffer
         return 141
 
 
+class _Parser(argparse.ArgumentParser):
+    """Shows what it complains of: a shell may have put a stranger's file name into the command."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(visible(message))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="tuningfork",
         description=_INTRODUCTION,
         epilog=_EXAMPLES,

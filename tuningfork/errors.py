@@ -6,15 +6,26 @@ must stand on its own. Anything else that escapes is a bug of ours and keeps its
 
 import pickle
 import re
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 # How torch, its allocators and the libraries below it say it, in errors of a dozen types.
 _NO_MEMORY = re.compile(r"out of memory|not enough memory|can't allocate memory|ALLOC_FAILED")
 
+# What JSON and YAML let stand as it is: delete and C1 control codes, marks that turn or part lines of writing.
+_OBEYED = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
 
 class TuningforkError(Exception):
-    """The base of all errors that are the user's to mend."""
+    """The base of all errors that are the user's to mend. Each argument is one line of the message.
+
+    A line may quote what a file holds or is called, so a line end or a control character in it is shown, see `visible`:
+    nobody's file speaks in our name.
+    """
+
+    def __str__(self) -> str:
+        return "\n".join(visible(str(line)) for line in self.args)
 
 
 class ConfigError(TuningforkError):
@@ -75,11 +86,11 @@ def enough_memory(doing: str) -> Iterator[None]:
         if not isinstance(error, MemoryError) and not _NO_MEMORY.search(str(error)):
             raise
         raise OutOfMemory(
-            f"{doing}: {first_line(error)}\n"
+            f"{doing}: {first_line(error)}",
             "To need less, lower objective.head_chunk_rows or set train.activation_memory to block or offload, both "
             "also on --resume; or lower pack.tokens, for which a run that has begun needs another output.dir. Weights, "
             "gradients and optimizer take 16 bytes a parameter, 10 with train.optimizer adamw_8bit, and 6 with "
-            "model.weights bfloat16 besides."
+            "model.weights bfloat16 besides.",
         ) from error
 
 
@@ -107,3 +118,24 @@ def of_pickle(error: pickle.UnpicklingError) -> str:
 def counted(n: int, one: str, many: str = "") -> str:
     """A number of things in words: ``1 row``, ``2,354 rows``; `many` where it is not `one` with an s."""
     return f"{n:,} {one if n == 1 else many or one + 's'}"
+
+
+def visible(text: str, newline: str = "↵") -> str:
+    """The text with everything to be seen that a reader would not see, or that would reorder or hide what is around it.
+
+    Line ends become `newline` and tabs ⇥. Other control characters, what only formats (such as a mark that turns the
+    writing direction) and what is no character (half a surrogate pair) become their code points: ⟨U+202E⟩.
+    """
+    return text if text.isprintable() else "".join(_seen(c, newline) for c in text)
+
+
+def escaped(text: str) -> str:
+    """JSON or YAML with what a terminal would obey in its strings as their own escapes, so that it says the same."""
+    return _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def _seen(character: str, newline: str) -> str:
+    if character in "\n\t":
+        return newline if character == "\n" else "⇥"
+    hidden = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp")
+    return f"⟨U+{ord(character):04X}⟩" if hidden else character

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from tuningfork.errors import ConfigError
+from tuningfork.errors import ConfigError, escaped
 
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 _FLOAT = re.compile(
@@ -66,7 +66,8 @@ def parse_scalar(text: str) -> Any:
 
 def to_text(values: Mapping[str, Any]) -> str:
     """YAML that `parse` reads back exactly, floats to the last bit."""
-    return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False)
+    text = yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False)
+    return escaped(text)  # only strings between double quotes have such characters, by our own representer
 
 
 def read(path: Path) -> str:
@@ -100,7 +101,7 @@ def parse(text: str, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, KeyError) as error:  # the latter from odd tags
         raise ConfigError(f"{name}: not YAML ({' '.join(str(error).split())}).") from None
     if tree is None:
-        raise ConfigError(f"{name} is empty. A recipe gives settings, for example:\n  model:\n    path: ./model")
+        raise ConfigError(f"{name} is empty. A recipe gives settings, for example:", "  model:", "    path: ./model")
     if not isinstance(tree, dict):
         raise ConfigError(f"{name} is {found(tree)}; allowed: the sections {', '.join(_sections(settings))}.")
 
@@ -179,7 +180,7 @@ def validate(
             hint = f" Did you mean {near[0]}?" if near else ""
             wrong.append(f"{key} is {found(value)}; allowed: {allowed(settings[key])}.{hint}")
     if wrong:
-        raise ConfigError("\n".join(prefix + line for line in wrong))
+        raise ConfigError(*(prefix + line for line in wrong))
     return values
 
 

@@ -154,3 +154,39 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunFolderError, match="file/run cannot be written: Not a directory"):
         RunWriter(tmp_path / "file" / "run")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "log.txt", "tensorboard"])
+def test_a_record_that_is_a_link_is_not_written_through(tmp_path: Path, name: str) -> None:
+    """A run folder of somebody else, whose log.txt leads to a file of ours."""
+    folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    (elsewhere / "file").write_text("precious")
+    (folder / name).symlink_to(elsewhere if name == "tensorboard" else elsewhere / "file")
+    with pytest.raises(RunFolderError, match=rf"{name} is a link.*Remove it"), RunWriter(folder, 3) as writer:
+        writer.log("hello")
+    assert (elsewhere / "file").read_text() == "precious" and len(list(elsewhere.iterdir())) == 1
+
+
+def test_an_event_file_is_always_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name can be guessed."""
+    monkeypatch.setattr("tuningfork.report.board.time.time_ns", lambda: 5)
+    path = tmp_path / "tensorboard" / f"events.out.tfevents.5.{os.getpid()}"
+    path.parent.mkdir()
+    (tmp_path / "elsewhere").write_text("precious")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RunFolderError, match="File exists"):
+        RunWriter(tmp_path)
+    assert (tmp_path / "elsewhere").read_text() == "precious"
+
+
+def test_json_holds_what_it_was_given_and_nothing_that_a_terminal_would_obey(tmp_path: Path) -> None:
+    value = {f"key{chr(code)}": chr(code) for code in (*range(0xA0), 0x61C, *range(0x2000, 0x2070), 0x1F600)}
+    write_json(tmp_path / "file.json", value)
+    text = (tmp_path / "file.json").read_text(encoding="utf-8")
+    assert json.loads(text) == value and "\U0001f600" in text
+    assert not set(text) & {
+        chr(code) for code in (*range(10), *range(11, 32), *range(0x7F, 0xA0), 0x61C, 0x2028, 0x202E)
+    }
+    assert not set(text) & set("\u200e\u200f\u2029\u202a\u202b\u202c\u202d\u2066\u2067\u2068\u2069")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tuningfork.errors import NonFiniteError, RunFolderError
-from tuningfork.files import explained, whole_file
+from tuningfork.errors import NonFiniteError, RunFolderError, escaped
+from tuningfork.files import append_plain, explained, read_plain, whole_file
 from tuningfork.report.board import Board
 
 
@@ -30,14 +31,18 @@ class RunWriter:
         self.log_path = folder / "log.txt"
         if resume_at_step is not None:
             _keep_lines(self.metrics_path, last_step=resume_at_step)
-        elif self.metrics_path.exists():
+        elif os.path.lexists(self.metrics_path):
             raise RunFolderError(
                 f"{self.metrics_path} exists. Add --resume to continue that run, or choose another output.dir."
             )
         with explained(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            self._metrics = self.metrics_path.open("a", encoding="utf-8")
-            self._board = Board(folder / "tensorboard", first_step=(resume_at_step or 0) + 1)
+            self._metrics = append_plain(self.metrics_path)
+            try:
+                self._board = Board(folder / "tensorboard", first_step=(resume_at_step or 0) + 1)
+            except BaseException:
+                self._metrics.close()
+                raise
 
     def line(self, metrics: Mapping[str, float | int | None]) -> None:
         """Append one line of numbers, among them "step". Raises NonFiniteError rather than write what JSON lacks."""
@@ -57,7 +62,7 @@ class RunWriter:
 
     def log(self, text: str) -> None:
         """Append a line of text to log.txt. Works after `close` too: a run's last words follow its last numbers."""
-        with explained(self.log_path), self.log_path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+        with explained(self.log_path), append_plain(self.log_path, errors="backslashreplace") as file:
             file.write(text + "\n")
 
     def close(self) -> None:
@@ -75,11 +80,11 @@ class RunWriter:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl; none where there is no file. A last line that a kill has torn is left out.
 
-    Raises RunFolderError for any other line that is not JSON.
+    Raises RunFolderError for any other line that is not JSON, and where the file is a link.
     """
-    if not path.exists():
+    if not os.path.lexists(path):
         return []
-    texts = path.read_bytes().split(b"\n")  # a whole file ends in a newline, so its last piece is empty
+    texts = read_plain(path).split(b"\n")  # a whole file ends in a newline, so its last piece is empty
     lines = []
     for number, text in enumerate(texts, start=1):
         try:
@@ -94,12 +99,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write indented JSON, atomically. Raises NonFiniteError for a nan or infinity, RunFolderError as `write_text`."""
+    """Write indented JSON, atomically. Raises NonFiniteError for a nan or infinity, RunFolderError as `write_text`.
+
+    What a terminal would obey is written as JSON's own escapes, for people look at such files with `cat`.
+    """
     try:
         text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
     except ValueError:
         raise NonFiniteError(f"{path}: a number to be written is nan or infinite.") from None
-    write_text(path, text + "\n")
+    write_text(path, escaped(text) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:

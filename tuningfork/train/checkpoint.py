@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,10 +21,20 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from tuningfork.errors import RunFolderError, first_line
-from tuningfork.files import ASIDE, Hashed, check_sealed, remove, seal, whole_folder
+from tuningfork.files import (
+    DIGESTS,
+    Hashed,
+    check_plain,
+    check_sealed,
+    clear_abandoned,
+    read_plain,
+    remove,
+    seal,
+    whole_folder,
+)
 from tuningfork.train.checkpoint_reader import Foreign, PlainPlanner, PlainReader
 
-_NAME = re.compile(r"step-(\d+)$")
+_NAME = re.compile(r"step-([1-9][0-9]*)")
 _PROGRESS = "progress.json"
 
 
@@ -43,7 +52,7 @@ class Progress:
 
 
 def save(folder: Path, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer, keep_last: int) -> Path:
-    """Write ``step-N`` in `folder`, then remove all but the newest `keep_last`.
+    """Write ``step-N`` in `folder`, then remove all but the newest `keep_last`, and none that holds foreign files.
 
     Raises:
         RunFolderError: the disk refuses. What was there before is still whole.
@@ -62,7 +71,8 @@ def save(folder: Path, progress: Progress, model: nn.Module, optimizer: torch.op
         (aside / _PROGRESS).write_text(json.dumps(asdict(progress)))
         seal(aside, files.checksums)  # dcp has no checksums, and loads a weight with a wrong bit as it is
     for old in _all(folder)[:-keep_last]:
-        remove(old)
+        if _is_ours(old):
+            remove(old)
     return path
 
 
@@ -85,16 +95,19 @@ class _HashedFiles(FileSystem):
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest whole checkpoint. What a kill left half written or half removed is cleared away."""
-    for rest in folder.glob(f"*{ASIDE}"):
-        shutil.rmtree(rest, ignore_errors=True)
-    return _all(folder)[-1] if _all(folder) else None
+    """The newest whole checkpoint. What a kill left half written or half removed is cleared away.
+
+    Raises RunFolderError where something by a checkpoint's name is no folder.
+    """
+    clear_abandoned(folder, held=True)
+    found = _all(folder)
+    return found[-1] if found else None
 
 
 def progress(path: Path) -> Progress:
     """Where the run of a checkpoint stood. Raises RunFolderError if it is damaged, or of another version."""
     try:
-        saved = dict(json.loads((path / _PROGRESS).read_text()))
+        saved = dict(json.loads(read_plain(path / _PROGRESS)))
     except (OSError, ValueError, TypeError) as error:
         raise _damaged(path, error) from error
     if other := sorted({field.name for field in fields(Progress)} ^ saved.keys()):
@@ -148,8 +161,21 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 
 
 def _all(folder: Path) -> list[Path]:
-    found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _NAME.match(path.name))]
+    """Every checkpoint, the oldest first."""
+    found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name))]
+    for _, path in found:
+        check_plain(path, folder=True)
     return [path for _, path in sorted(found)]
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a checkpoint holds what was written there and nothing else, so that nobody's own files go with it."""
+    try:
+        sealed = json.loads(read_plain(path / DIGESTS))
+    except (OSError, ValueError, RunFolderError):
+        return False
+    held = {entry.name for entry in path.iterdir()}
+    return isinstance(sealed, dict) and held <= {*sealed, DIGESTS}
 
 
 def _os_error(error: CheckpointException) -> OSError | None:

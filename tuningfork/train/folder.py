@@ -1,7 +1,7 @@
 """The run folder: made once, continued only when asked, never overwritten.
 
 It is looked at before anything else happens, and made when training begins: a run that never began leaves nothing.
-A report of `tuningfork data` may lie in it already.
+A report of `tuningfork data` may lie in it already. The folder may be a link, and what a run keeps in it may not.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tuningfork.errors import RunFolderError
-from tuningfork.files import ASIDE
+from tuningfork.files import check_plain, is_aside, read_plain
 from tuningfork.report import data_files
 
 CONFIG = "config.yaml"  # the first file of a run, written once the reference is scored and before the first step
+
+LOG = "log.txt"  # grows line by line; all other files are replaced as a whole
+FILES = (CONFIG, "data_report.json", "metrics.jsonl", LOG, "eval.json", "summary.json")
+FOLDERS = ("checkpoints", "tensorboard", "model")
 
 # Settings that may change between a run and its continuation: they decide where, how often, and at most how gradients
 # are rounded. model.path and model.dtype may be spelt anew: a checkpoint knows which model and dtype they must name.
@@ -29,17 +33,18 @@ FREE_TO_CHANGE = (
 
 def has_begun(folder: Path) -> bool:
     """Whether there is a run to go on with."""
-    return os.path.isfile(folder / CONFIG)
+    return os.path.lexists(folder / CONFIG)
 
 
 def check(folder: Path, resume: bool) -> None:
     """Whether a run may begin in this folder, or with `resume` go on there. It may be absent.
 
     Raises:
-        RunFolderError: it holds a run and `resume` is not given, or none and it is; or it holds something else.
+        RunFolderError: it holds a run and `resume` is not given, or none and it is; or it holds something else, or
+            something under a run's names that no run makes, such as a link.
     """
     found = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
-    others = {name for name in found if name != data_files.FOLDER and not name.endswith(ASIDE)}
+    others = {name for name in found if name != data_files.FOLDER and not is_aside(name)}
     if others and not has_begun(folder):
         raise RunFolderError(f"{folder} is no run folder: it has files, but no {CONFIG}. Choose another output.dir.")
     if has_begun(folder) and not resume:
@@ -53,13 +58,15 @@ def check(folder: Path, resume: bool) -> None:
             f"run writes before its first step.{beside} To begin one there, give the command without --resume: what "
             "was scored for the reference already is used."
         )
+    for name in (*FILES, *FOLDERS):
+        check_plain(folder / name, folder=name in FOLDERS, writes=name == LOG)
 
 
 def read_config(folder: Path) -> str | None:
     """The settings of the run in a folder, as text; None where there is no run. Raises RunFolderError."""
     path = folder / CONFIG
     try:
-        return path.read_text(errors="replace")
+        return read_plain(path).decode(errors="replace")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -78,6 +85,7 @@ def check_settings(folder: Path, changes: Mapping[str, tuple[object, object]]) -
     if changed:
         lines = [f"  {key}: the run has {old!r}, now {new!r}" for key, (old, new) in changed.items()]
         raise RunFolderError(
-            f"{folder} is a run with other settings:\n" + "\n".join(lines) + "\n"
-            "A continued run must have the same. Set them back, or choose another output.dir."
+            f"{folder} is a run with other settings:",
+            *lines,
+            "A continued run must have the same. Set them back, or choose another output.dir.",
         )

@@ -73,7 +73,7 @@ def run(
         RunFolderError: the disk refuses, or the checkpoint belongs to another run.
     """
     folder = Path(output.dir)
-    clear_abandoned(folder)
+    clear_abandoned(folder, held=True)
     order = EpochOrder.plan(len(data.train), config.examples_per_step, config.seed, config.epochs, config.max_steps)
     loader = PackLoader(data.train, order, data.limits, pin_memory=start.policy.device.type == "cuda")
     last = checkpoint.newest(folder / "checkpoints")
