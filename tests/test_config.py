@@ -21,8 +21,9 @@ from tuningfork.config import (
     settings,
     to_yaml,
 )
+from tuningfork.dialect import parse_scalar, to_text
 from tuningfork.errors import ConfigError
-from tuningfork.recipe import parse_scalar, split_flags, to_text
+from tuningfork.recipe import split_flags
 
 BOTH = ["--model.path", "m", "--data.train", "d.jsonl"]
 

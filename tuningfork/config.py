@@ -9,6 +9,7 @@ from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
+from tuningfork import dialect
 from tuningfork import recipe as recipes
 from tuningfork.data.columns import check_columns
 from tuningfork.data.config import DataConfig, PackConfig
@@ -154,7 +155,7 @@ def settings(config: RunConfig) -> dict[str, Any]:
 
 def to_yaml(config: RunConfig) -> str:
     """Every setting as a recipe; loading it gives an equal config."""
-    return recipes.to_text(asdict(config))
+    return dialect.to_text(asdict(config))
 
 
 def from_yaml(text: str, name: str) -> RunConfig:

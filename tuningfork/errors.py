@@ -92,6 +92,11 @@ def first_line(error: BaseException) -> str:
     return " ".join(line.strip() for line in lines[: last + 1])
 
 
+def shortened(text: str, most: int = 300) -> str:
+    """A text as a message quotes it: no more than its beginning where it is long."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
+
+
 def counted(n: int, one: str, many: str = "") -> str:
     """A number of things in words: ``1 row``, ``2,354 rows``; `many` where it is not `one` with an s."""
     return f"{n:,} {one if n == 1 else many or one + 's'}"
