@@ -18,7 +18,12 @@ from tuningfork.config import RunConfig
 ROOT = Path(tuningfork.__file__).parent
 LINES = 400
 
-EVERYONE = {"records", "errors", "files"}  # may be imported by all, and import nothing of the house but each other
+EVERYONE = {
+    "records",
+    "errors",
+    "files",
+    "json_files",
+}  # may be imported by all, and import nothing of the house but each other
 COMPOSERS = {"config", "cli", "commands"}  # may import all
 ROOMS = {
     "data": set(),

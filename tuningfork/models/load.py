@@ -67,6 +67,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     DeepSeek-V3): what comes of it looks like tokens and trains a model to write without spaces.
     """
     _config(path)  # which it reads, too: what is wrong there is not the tokenizer's
+    folder.check_tokenizer(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         again = tokenizer.decode(tokenizer("one two", add_special_tokens=False)["input_ids"])
@@ -179,6 +180,8 @@ def _opened(path: str, progress: Callable[[int, int], None] = lambda done, total
         raise ModelError(f"{path}: no weights found ({looked}).{folder.other_formats(Path(path))}")
     try:
         found = weights.stored_tensors(Path(path))
+        if found is not None:
+            checks.check_layers(config, found.tensors)
         draft = None if found is None else _draft(config, path, found.tensors)
         draft = draft or _whole(config, path, found, progress)
     except Exception as error:
@@ -242,6 +245,7 @@ def _whole(config: Any, path: str, found: Found | None, progress: Callable[[int,
     """The model with its weights on the CPU; which tensors it gets is ours to say, all else the library's."""
     if found is None:
         state = weights.pickled_tensors(Path(path))
+        checks.check_layers(config, state)
     else:
         state = {name: torch.empty(there.shape, dtype=there.dtype) for name, there in found.tensors.items()}
         weights.read(((state[name], there) for name, there in found.tensors.items()), progress)
@@ -284,8 +288,11 @@ def _from_state(config: Any, path: str, state: dict[str, Tensor]) -> tuple[PreTr
     with torch.device("meta"):
         # A kind of attention that config.json asks for need not be installed: ours takes its place.
         kind = type(
-            AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, trust_remote_code=False)
+            model := AutoModelForCausalLM.from_config(
+                config, attn_implementation=attention.NAME, trust_remote_code=False
+            )
         )
+    checks.check_size(model, state)
     model, info = kind.from_pretrained(None, config=config, state_dict=state, **_AS_WE_NEED_IT)
     model.name_or_path = model.config.name_or_path = path
     try:

@@ -15,6 +15,9 @@ import safetensors
 import torch
 from torch import Tensor
 
+from tuningfork.errors import first_line
+from tuningfork.json_files import read_object
+
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"
@@ -107,11 +110,15 @@ def pickled_tensors(folder: Path) -> dict[str, Tensor]:
 
 def weight_map(index: Path) -> dict[str, str]:
     """The file of each tensor that an index names. Raises ValueError where it does not say so, or a file is missing."""
-    content = json.loads(index.read_text())
-    file_of = content.get("weight_map") if isinstance(content, dict) else None
+    try:
+        file_of = read_object(index).get("weight_map")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{index.name} cannot be read: {first_line(error)}; get that file anew") from error
     if not isinstance(file_of, dict) or not all(isinstance(name, str) for name in file_of.values()):
         raise ValueError(f"{index.name} has no weight_map of tensor names to file names; get that file anew")
     for file in sorted(set(file_of.values())):
+        if Path(file).is_absolute() or ".." in Path(file).parts:
+            raise ValueError(f"{index.name} names {file}, which lies outside of the folder; get that file anew")
         if not (index.parent / file).is_file():
             raise ValueError(f"{index.name} names {file}, which is not there; get that file")
     return file_of
