@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import signal
@@ -49,6 +50,13 @@ _OWN: dict[str, dict[str, str]] = {
 }
 
 
+# What a machine says no with, to any program.
+_REFUSED = {
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EMFILE),
+    *(errno.ENFILE, errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO),
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
@@ -74,6 +82,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in the buffer
         return 141
+    except OSError as error:  # where nobody knew more of the file than its name
+        if error.filename is None or error.errno not in _REFUSED:
+            raise
+        print(f"tuningfork: {visible(str(error.filename))} cannot be used: {error.strerror}.", file=sys.stderr)
+        return 2
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, make_dataclass
 from datetime import date
@@ -42,6 +43,9 @@ REQUIRED = {"model.path": "./model", "data.train": "./pairs.jsonl"}
 """Settings without a usable default, each with an example."""
 
 
+PATHS = ("model.path", "data.train", "data.eval", "data.cache", "reference.cache", "output.dir")
+"""Settings that name files or folders, or lists of them."""
+
 _METAVAR: dict[Any, str] = {int: "INTEGER", float: "NUMBER", str: "TEXT", bool: "true|false"}
 
 
@@ -70,6 +74,7 @@ def check(config: RunConfig) -> None:
     if missing:
         flags = " ".join(f"--{key} {REQUIRED[key]}" for key in missing)
         raise ConfigError(f"{' and '.join(missing)} must be set, in the recipe or by flag; for example: {flags}")
+    _check_paths(settings(config))
     _check_mix(config.data)
     _check_date(config.data.date)
     check_columns(config.data.columns or {})
@@ -123,6 +128,19 @@ def _check_pack(pack: PackConfig, max_length: int) -> None:
             f"{sequences * max_length}. Raise pack.tokens to {sequences * max_length} or lower data.max_length to "
             f"{pack.tokens // sequences}."
         )
+
+
+def _check_paths(values: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a path that no file system takes, or that may not be looked at. It may be absent."""
+    for key in PATHS:
+        for path in values[key] if isinstance(values[key], list) else [values[key]]:
+            try:
+                os.stat(path or "")
+            except (FileNotFoundError, NotADirectoryError):  # whoever reads it knows what should be there
+                continue
+            except (OSError, ValueError) as error:  # the latter of a NUL, or of text that has no bytes
+                why = getattr(error, "strerror", None) or error
+                raise ConfigError(f"{key} is {recipes.found(path)}, which cannot be used as a path: {why}.") from None
 
 
 def _check_mix(data: DataConfig) -> None:
