@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
+from tuningfork.models import digests
 from tuningfork.models.folder import CONFIG, GENERATION, to_json
 from tuningfork.models.load import Loaded, comparable
 
@@ -24,7 +25,7 @@ def save(loaded: Loaded, folder: Path, dtype: torch.dtype | None = None) -> None
 
     Tokenizer, chat template, generation settings and licence are the starting folder's to the byte, and config.json
     holds what it held, for training changes none of that: a library that wrote them anew would write them for its own
-    version. The model in memory stays as it is.
+    version. The model in memory stays as it is. Checksums of all files lie beside them (digests.py).
 
     Args:
         dtype: of the weights; None for the one that each tensor had on the disk.
@@ -38,6 +39,7 @@ def save(loaded: Loaded, folder: Path, dtype: torch.dtype | None = None) -> None
         (folder / name).write_bytes(content)
     config = exported_config(loaded.origin.config, loaded.model, dtype or loaded.stored_dtype)
     (folder / CONFIG).write_bytes(to_json(config))
+    digests.write(folder)
 
 
 def exported_config(start: Mapping[str, Any], model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from transformers import (
 from transformers.core_model_loading import WeightRenaming
 
 from tuningfork.errors import ModelError, first_line
-from tuningfork.models import attention, checks, folder, weights
+from tuningfork.models import attention, checks, digests, folder, weights
 from tuningfork.models.folder import Origin
 from tuningfork.models.support import check_config, check_modules
 from tuningfork.models.weights import Found, Stored
@@ -102,6 +102,7 @@ def load_config(path: str) -> Any:
 def _config(path: str) -> Any:
     """The folder's config of whatever model. Raises ModelError."""
     folder.check(path)
+    digests.check(path, weights=False)
     settings = folder.settings(path)
     kind, library = settings["model_type"], f"transformers {transformers.__version__}"
     try:
@@ -178,6 +179,7 @@ def _opened(path: str, progress: Callable[[int, int], None] = lambda done, total
     if not folder.has_weights(path):
         looked = f"looked for {', '.join(weights.FILES)}"
         raise ModelError(f"{path}: no weights found ({looked}).{folder.other_formats(Path(path))}")
+    digests.check(path, weights=True)
     try:
         found = weights.stored_tensors(Path(path))
         if found is not None:

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
+from pydantic import TypeAdapter, ValidationError
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from tuningfork.errors import RunFolderError, first_line
 from tuningfork.files import ASIDE, Hashed, check_sealed, remove, seal, whole_folder
+from tuningfork.json_files import as_object
 
 _NAME = re.compile(r"step-(\d+)$")
 _PROGRESS = "progress.json"
@@ -93,15 +95,22 @@ def newest(folder: Path) -> Path | None:
 def progress(path: Path) -> Progress:
     """Where the run of a checkpoint stood. Raises RunFolderError if it is damaged, or of another version."""
     try:
-        saved = dict(json.loads((path / _PROGRESS).read_text()))
-    except (OSError, ValueError, TypeError) as error:
+        saved = as_object((path / _PROGRESS).read_bytes())
+    except (OSError, ValueError) as error:
         raise _damaged(path, error) from error
     if other := sorted({field.name for field in fields(Progress)} ^ saved.keys()):
         raise RunFolderError(
             f"{path} was written by another version of tuningfork ({_PROGRESS} differs in {', '.join(other)}). "
             "Continue with that version, or begin a new run in another output.dir."
         )
-    return Progress(**saved)
+    try:
+        check_sealed(path, only=(_PROGRESS,))
+        return TypeAdapter(Progress).validate_json(json.dumps(saved), strict=True)
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise _damaged(path, ValueError(f"{_PROGRESS}: {wrong}")) from error
+    except (OSError, ValueError) as error:
+        raise _damaged(path, error) from error
 
 
 def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
