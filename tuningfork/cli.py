@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tuningfork import __version__
-from tuningfork.errors import TuningforkError, enough_memory
+from tuningfork.errors import READING, SCORING, TRAINING, TuningforkError, enough_memory
 from tuningfork.report.words import visible
 
 _INTRODUCTION = """\
@@ -135,7 +135,8 @@ def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str
         logging.getLogger(library).setLevel(logging.ERROR)
     from tuningfork import commands
 
-    with enough_memory(name):
+    ways_out = {"data": READING, "reference": SCORING, "eval": SCORING}.get(name, TRAINING)
+    with enough_memory(name, ways_out):
         if name == "train":
             console = commands.Console()
             console.startup.add("imports", time.monotonic() - begun)

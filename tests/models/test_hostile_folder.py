@@ -12,8 +12,9 @@ import torch
 
 from tests.bounds import within
 from tests.models.folders import edit, folder_of, refused
-from tuningfork.errors import ModelError
+from tuningfork.errors import ModelError, OutOfMemory
 from tuningfork.models import folder
+from tuningfork.models import load as loading
 from tuningfork.models.load import load, load_config, load_tokenizer
 
 HUGE = {
@@ -171,6 +172,34 @@ def test_no_tensor_at_all(tmp_path: Path) -> None:
 def test_text_that_has_no_utf_8_can_be_exported() -> None:
     """A config may spell half a surrogate pair; hours of training must not end with that."""
     assert json.loads(folder.to_json({"a": "\ud800"})) == {"a": "\ud800"}
+
+
+@pytest.mark.parametrize("straight", [True, False])
+def test_weights_that_are_larger_than_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, straight: bool
+) -> None:
+    """Linux gives out more memory than there is, and ends the process that uses it."""
+    folder_of(tmp_path)
+    if not straight:
+        monkeypatch.setattr(loading, "_draft", lambda *_: None)
+    monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PHYS_PAGES": 10, "SC_PAGE_SIZE": 4096}[name])
+    with pytest.raises(OutOfMemory) as caught:
+        load(str(tmp_path))
+    what, ways_out = str(caught.value).splitlines()
+    assert what.startswith(f"loading the weights of {tmp_path}, 0.0 GB on the disk: they need 0.0 GB, and this machine")
+    assert "model.weights: bfloat16" in ways_out and "pack.tokens" not in ways_out
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_too_little_memory_is_not_called_a_broken_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refusing(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(loading, "_draft", refusing)
+    with pytest.raises(OutOfMemory, match=rf"loading the weights of {folder_of(tmp_path)}, 0\.0 GB on the disk: "):
+        load(str(tmp_path))
 
 
 def test_a_sound_folder_passes_all_of_this(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Each check takes the `path` of the folder, to name it in errors.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -67,6 +68,17 @@ def check_size(model: PreTrainedModel, stored: Mapping[str, Any]) -> None:
         f"weights hold {there:,} numbers. It sets {' and '.join(settings) or 'sizes that are too large'}; get "
         "config.json and weights that belong together"
     )
+
+
+def check_room(needed: int) -> None:
+    """Before so many bytes are asked of the host: it gives out memory that it does not have, and ends whoever uses it.
+
+    Raises:
+        MemoryError: the whole of the machine's memory is smaller.
+    """
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        raise MemoryError(f"they need {needed / 1e9:,.1f} GB, and this machine has {there / 1e9:,.1f} GB of memory")
 
 
 def check_names(model: PreTrainedModel, info: dict[str, Any], found: Found | None, path: str) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
+from tuningfork.errors import SAVING, enough_memory
 from tuningfork.models import digests
 from tuningfork.models.folder import CONFIG, GENERATION, to_json
 from tuningfork.models.load import Loaded, comparable
@@ -32,8 +33,10 @@ def save(loaded: Loaded, folder: Path, dtype: torch.dtype | None = None) -> None
 
     Raises:
         OSError: the disk refuses.
+        OutOfMemory: the machine has no room for a copy of the weights.
     """
-    _write_weights(loaded, folder, dtype)
+    with enough_memory("exporting the model", SAVING):
+        _write_weights(loaded, folder, dtype)
     for name, content in loaded.origin.files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)

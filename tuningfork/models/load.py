@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.core_model_loading import WeightRenaming
 
-from tuningfork.errors import ModelError, first_line
+from tuningfork.errors import LOADING, ModelError, enough_memory, first_line, is_of_memory
 from tuningfork.models import attention, checks, digests, folder, weights
 from tuningfork.models.folder import Origin
 from tuningfork.models.support import check_config, check_modules
@@ -139,14 +139,19 @@ def load(
     Raises:
         ModelError: no folder, no config, no or incomplete weights, NaN in the weights, or a model that cannot be
             packed correctly.
+        OutOfMemory: the machine or the device has not the memory for them.
     """
-    draft, loaded = _opened(path, progress)
-    model = loaded.model
-    for weight, there in draft.unread:
-        weight.data = torch.empty(there.shape, dtype=_held(weight, there.shape, dtype), device=device)
-    hold_weights(model, dtype)
-    model.to(device)  # type: ignore[arg-type]
-    _read(draft, path, progress)
+    with enough_memory(_loading(path), LOADING):
+        draft, loaded = _opened(path, progress)
+        model = loaded.model
+        if device.type == "cpu":
+            held = ((there, _held(weight, there.shape, dtype)) for weight, there in draft.unread)
+            checks.check_room(sum(there.shape.numel() * kind.itemsize for there, kind in held))
+        for weight, there in draft.unread:
+            weight.data = torch.empty(there.shape, dtype=_held(weight, there.shape, dtype), device=device)
+        hold_weights(model, dtype)
+        model.to(device)  # type: ignore[arg-type]
+        _read(draft, path, progress)
     model.train()  # one mode for scoring and training, so that both run the same code; there is no dropout
     return loaded
 
@@ -163,13 +168,19 @@ def replace_weights(model: PreTrainedModel, path: str) -> tuple[str, ...]:
     Raises:
         ModelError: as for `load`. If the disk fails or a weight is no number, the model has some weights of each.
     """
-    draft, loaded = _opened(path)
+    with enough_memory(_loading(path), LOADING):
+        draft, loaded = _opened(path)
     ours, names = dict(_all_tensors(model)), {id(weight): name for name, weight in _all_tensors(loaded.model)}
     for weight, _ in draft.unread:
         weight.data = ours[names[id(weight)]].data
     _read(draft, path)
     model.load_state_dict(loaded.model.state_dict())  # what lies elsewhere; the rest is its own already
     return loaded.notes
+
+
+def _loading(path: str) -> str:
+    """What is done, for the error that says that there is no memory for it."""
+    return f"loading the weights of {path}, {weights.bytes_in(Path(path)) / 1e9:,.1f} GB on the disk"
 
 
 def _opened(path: str, progress: Callable[[int, int], None] = lambda done, total: None) -> tuple[_Draft, Loaded]:
@@ -187,6 +198,8 @@ def _opened(path: str, progress: Callable[[int, int], None] = lambda done, total
         draft = None if found is None else _draft(config, path, found.tensors)
         draft = draft or _whole(config, path, found, progress)
     except Exception as error:
+        if is_of_memory(error):
+            raise
         why = folder.unknown_value(path, error) or f"{first_line(error).rstrip('.')}.{folder.pointers(path)}"
         if isinstance(error, safetensors.SafetensorError):
             why += " A file of its weights is damaged or cut short: get it anew."
@@ -249,6 +262,7 @@ def _whole(config: Any, path: str, found: Found | None, progress: Callable[[int,
         state = weights.pickled_tensors(Path(path))
         checks.check_layers(config, state)
     else:
+        checks.check_room(sum(there.bytes for there in found.tensors.values()))
         state = {name: torch.empty(there.shape, dtype=there.dtype) for name, there in found.tensors.items()}
         weights.read(((state[name], there) for name, there in found.tensors.items()), progress)
     _, _, traced = _traced(config, path, state)

@@ -92,6 +92,12 @@ def stored_tensors(folder: Path) -> Found | None:
     return Found(found, unnamed, tuple(notes))
 
 
+def bytes_in(folder: Path) -> int:
+    """Bytes of a folder's weight files, in whichever format."""
+    files = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
 def pickled_tensors(folder: Path) -> dict[str, Tensor]:
     """The tensors of a folder's older weight files, on the CPU, each from the file that their index names for it.
 

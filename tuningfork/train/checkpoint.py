@@ -159,12 +159,12 @@ def _all(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def _os_error(error: CheckpointException) -> OSError | None:
-    """The disk's own complaint inside a failed save."""
+def _os_error(error: CheckpointException) -> OSError | MemoryError | None:
+    """The disk's own complaint inside a failed save, or that there was no memory for it."""
     for failure, _ in error.failures.values():
         cause: BaseException | None = failure
         while cause is not None:
-            if isinstance(cause, OSError):
+            if isinstance(cause, OSError | MemoryError):
                 return cause
             cause = cause.__cause__ or cause.__context__
     return None
