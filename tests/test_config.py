@@ -11,6 +11,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from tuningfork import config as config_module
 from tuningfork.config import (
+    PATHS,
     REQUIRED,
     SETTINGS,
     RunConfig,
@@ -21,8 +22,9 @@ from tuningfork.config import (
     settings,
     to_yaml,
 )
+from tuningfork.dialect import parse_scalar, to_text
 from tuningfork.errors import ConfigError
-from tuningfork.recipe import parse_scalar, split_flags, to_text
+from tuningfork.recipe import split_flags
 
 BOTH = ["--model.path", "m", "--data.train", "d.jsonl"]
 
@@ -323,6 +325,37 @@ def test_a_recipe_that_cannot_be_read() -> None:
         with pytest.raises(ConfigError) as caught:
             load_run_config(Path(path), [], "tuningfork train")
         assert str(caught.value) == message
+
+
+PATHS_OF_NO_USE = {
+    "a\0b": "embedded null byte",
+    "n" * 300: "File name too long",
+    "loop": "Too many levels of symbolic links",
+    "loop/within": "Too many levels of symbolic links",
+    "\ud800": "surrogates not allowed",
+}
+
+
+@pytest.mark.parametrize("path", PATHS_OF_NO_USE, ids=range(len(PATHS_OF_NO_USE)))
+@pytest.mark.parametrize("key", PATHS)
+def test_a_path_that_no_file_system_takes_is_named_by_its_setting(key: str, path: str) -> None:
+    Path("loop").symlink_to("loop")
+    section, _, name = key.partition(".")
+    given: dict[str, dict[str, Any]] = {"model": {"path": "m"}, "data": {"train": "d"}}
+    given.setdefault(section, {})[name] = path
+    lists = [[*("d" for _ in range(3)), path]] if key in ("data.train", "data.eval") else []
+    for value in (path, *lists):
+        given[section][name] = value
+        with pytest.raises(ConfigError) as caught:
+            check(from_yaml(to_text(given), "r.yaml"))
+        message = str(caught.value).removeprefix("r.yaml: ")
+        assert message.startswith(f"{key} is ")
+        assert PATHS_OF_NO_USE[path] in message or path == "\ud800"  # which is refused as text, where text has bounds
+
+
+def test_every_setting_that_is_a_path_is_known_to_be_one() -> None:
+    named = {key for key in SETTINGS if key.rpartition(".")[2] in ("path", "dir", "cache", "train", "eval")}
+    assert named == {*PATHS}
 
 
 def test_required_settings() -> None:

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.bounds import within
 from tuningfork.errors import RunFolderError
 from tuningfork.files import (
     DIGESTS,
     Hashed,
+    NotAFile,
     append_plain,
     check_plain,
     check_sealed,
@@ -23,6 +25,7 @@ from tuningfork.files import (
     clear_abandoned,
     exclusive,
     is_aside,
+    opened,
     read_plain,
     remove,
     seal,
@@ -157,7 +160,7 @@ def test_what_is_no_file_is_neither_written_nor_read(kind: str, tmp_path: Path) 
     path, elsewhere = tmp_path / "log.txt", tmp_path / "elsewhere"
     put(kind, path, elsewhere)
     there = "a link" if kind in LINKS else f"a {kind}" if kind != "pipe" else "a named pipe"
-    for use in (append_plain, read_plain, checksum, check_plain, lambda path: whole_file(path).__enter__()):
+    for use in (append_plain, read_plain, check_plain, lambda path: whole_file(path).__enter__()):
         with pytest.raises(RunFolderError, match=rf"log\.txt is {there}.*(Remove it|Move it away)"):
             use(path)
     assert elsewhere.read_text() == "precious" and not (tmp_path / "absent").exists()
@@ -271,3 +274,35 @@ def test_files_and_folders_have_the_mode_that_the_umask_leaves(umask: int, tmp_p
     folders = {path for path in found if (tmp_path / path).is_dir()}
     assert len(folders) == 3 and len(found) == 8
     assert found == {path: (0o777 if path in folders else 0o666) & ~umask for path in found}
+
+
+def test_only_a_regular_file_is_opened(tmp_path: Path) -> None:
+    """A pipe would be waited for, and a device may have no end. A link to a file is one."""
+    (tmp_path / "file").write_text("content")
+    (tmp_path / "link").symlink_to("file")
+    with opened(tmp_path / "file") as file, opened(str(tmp_path / "link")) as same:
+        assert file.read() == same.read() == b"content"
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link to a pipe").symlink_to("pipe")
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(os.path.relpath(tmp_path / "socket"))
+        for name, what in (("pipe", "named pipe"), ("link to a pipe", "named pipe"), ("socket", "socket")):
+            with pytest.raises(NotAFile, match=f"is a {what}, not a file"), within(20):
+                opened(tmp_path / name)
+    with pytest.raises(NotAFile, match="is a device, not a file"), within(20):
+        opened("/dev/zero")
+    with pytest.raises(IsADirectoryError):
+        opened(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        opened(tmp_path / "none")
+
+
+def test_what_becomes_a_pipe_while_it_is_opened_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").touch()
+    looked = os.stat(tmp_path / "file")
+    monkeypatch.setattr(os, "stat", lambda path: looked)
+    with pytest.raises(NotAFile), within(20):
+        opened(tmp_path / "pipe")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tuningfork import __version__
-from tuningfork.errors import TuningforkError, enough_memory, visible
+from tuningfork.errors import READING, SCORING, TRAINING, TuningforkError, enough_memory, visible
 
 _INTRODUCTION = """\
 Train language models on preference pairs.
@@ -49,6 +50,13 @@ _OWN: dict[str, dict[str, str]] = {
 }
 
 
+# What a machine says no with, to any program.
+_REFUSED = {
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EMFILE),
+    *(errno.ENFILE, errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO),
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
@@ -73,6 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in the buffer
         return 141
+    except OSError as error:  # where nobody knew more of the file than its name
+        if error.filename is None or error.errno not in _REFUSED:
+            raise
+        print(f"tuningfork: {visible(str(error.filename))} cannot be used: {error.strerror}.", file=sys.stderr)
+        return 2
 
 
 class _Parser(argparse.ArgumentParser):
@@ -130,7 +143,8 @@ def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str
         logging.getLogger(library).setLevel(logging.ERROR)
     from tuningfork import commands
 
-    with enough_memory(name):
+    ways_out = {"data": READING, "reference": SCORING, "eval": SCORING}.get(name, TRAINING)
+    with enough_memory(name, ways_out):
         if name == "train":
             console = commands.Console()
             console.startup.add("imports", time.monotonic() - begun)

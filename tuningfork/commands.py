@@ -149,7 +149,7 @@ def evaluate(config: RunConfig, policy: str | None) -> int:
     if config.data.eval is None:
         raise ConfigError("data.eval must be set to evaluate; for example: --data.eval held_out.jsonl")
     path = policy or str(Path(config.output.dir) / "model")
-    if not Path(path).is_dir():
+    if not os.path.isdir(path):
         raise ModelError(f"{path} is not a folder. Train first, or name a model folder with --policy.")
     config = _dated_as_its_run(config)
     data, start = _prepare(config, console)

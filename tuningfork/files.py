@@ -6,6 +6,7 @@ a link, and nothing is removed but what bears a name that only we give, see `pla
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import io
@@ -16,7 +17,7 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TextIO
@@ -41,6 +42,38 @@ CURE = (
 )
 
 SCRATCH_CURE = "Temporary files lie there: make room or permit it, or set TMPDIR to another folder."
+
+
+class NotAFile(OSError):
+    """What has a file's name is a pipe, a socket or a device. `strerror` says which."""
+
+
+def opened(path: str | Path) -> io.BufferedReader:
+    """A regular file, open for reading. Whatever else has the name is not opened, nor waited for: a pipe gives nothing
+    until somebody writes to it, and a device may have no end.
+
+    Raises NotAFile for those; other kinds of OSError as `open`, for a folder too.
+    """
+    _check_regular(path, os.stat(path).st_mode)
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without waiting for what may have taken its place meanwhile
+    try:
+        _check_regular(path, os.fstat(handle).st_mode)
+        return open(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def _check_regular(path: str | Path, mode: int) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise NotAFile(errno.EINVAL, f"it is {_kind(mode)}, not a file", str(path))
+
+
+def _kind(mode: int) -> str:
+    """What lies under a name, in words."""
+    return next((name for is_kind, name in _KINDS if is_kind(mode)), "of no known kind")
 
 
 @contextmanager
@@ -114,22 +147,29 @@ def seal(folder: Path, known: Mapping[str, str] | None = None) -> None:
     (folder / DIGESTS).write_text(json.dumps(digests))
 
 
-def check_sealed(folder: Path, names: Iterable[str] = ()) -> None:
+def check_sealed(folder: Path, names: Iterable[str] = (), only: Collection[str] | None = None) -> None:
     """Raise ValueError where a file of a sealed folder is not as it was written, or one of these `names` is not sealed;
-    OSError where one cannot be read; RunFolderError as `plain`. What was put there later is passed over."""
-    digests = json.loads(read_plain(folder / DIGESTS))
+    OSError where one cannot be read; RunFolderError as `plain`. What was put there later is passed over. `only` these
+    files are looked at, if they are given."""
+    try:
+        digests = json.loads(read_plain(folder / DIGESTS))
+    except RecursionError as error:
+        raise ValueError(f"{DIGESTS} is damaged") from error
     if not isinstance(digests, dict) or not digests.keys() >= {*names}:
         raise ValueError(f"{DIGESTS} is damaged")
     if any(name in ("", "..") or Path(name).name != name for name in digests):  # they lead out of the folder
         raise ValueError(f"{DIGESTS} is damaged")
     for name, digest in digests.items():
+        if only is not None and name not in only:
+            continue
+        check_plain(folder / name)
         if checksum(folder / name) != digest:
             raise ValueError(f"{name} is damaged: it is not as it was written")
 
 
 def checksum(file: Path) -> str:
-    """A checksum of a file's bytes. Raises OSError, RunFolderError as `plain`."""
-    with open(file, "rb", opener=plain) as content:
+    """A checksum of a file's bytes; a link to a file is one. Raises OSError, also for what is no regular file."""
+    with opened(file) as content:
         return hashlib.file_digest(content, xxhash.xxh3_128).hexdigest()
 
 
@@ -248,7 +288,7 @@ def check_plain(path: Path, folder: bool = False, writes: bool = False) -> None:
 
 
 def _check_kind(path: Path, status: os.stat_result, folder: bool, writes: bool) -> None:
-    found = next((name for is_kind, name in _KINDS if is_kind(status.st_mode)), "of no known kind")
+    found = _kind(status.st_mode)
     if found == "a link":
         raise RunFolderError(
             f"{path} is a link, and what tuningfork keeps there is never written or read through one. Remove it, or "

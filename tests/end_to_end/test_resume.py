@@ -93,7 +93,7 @@ def stopped(crashed: Job, tmp_path: Path) -> Job:
     """A copy of it to go on with: checkpoints of steps 3 and 6, six lines of metrics."""
     shutil.copytree(crashed.folder, tmp_path, dirs_exist_ok=True)
     config = tmp_path / "run" / "config.yaml"
-    config.write_text(config.read_text().replace(str(crashed.folder), str(tmp_path)))
+    config.write_text(config.read_text().partition("\n")[2].replace(str(crashed.folder), str(tmp_path)))
     moved = {"output.dir": tmp_path / "run", "reference.cache": tmp_path / "cache"}
     return Job(tmp_path, crashed.settings | moved | {"data.train": tmp_path / "pairs.jsonl"})
 

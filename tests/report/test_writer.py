@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import zlib
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,9 @@ def test_a_line_is_on_disk_at_once_and_the_folder_holds_all_three_records(tmp_pa
     with RunWriter(folder) as writer:
         writer.line({"step": 1, "loss": 0.1, "mfu": None})
         writer.log("hello ü \udc80")
-        assert (folder / "metrics.jsonl").read_text() == '{"step": 1, "loss": 0.1, "mfu": null}\n'
+        line = '{"step": 1, "loss": 0.1, "mfu": null}'
+        checksum = zlib.crc32(line.encode())
+        assert (folder / "metrics.jsonl").read_text() == f'{line[:-1]}, "crc32": {checksum}}}\n'
         assert (folder / "log.txt").read_text() == "hello ü \\udc80\n"
         assert board(folder, "loss") == [(1, pytest.approx(0.1))]
         writer.scalars(1, {"loss": 0.25, "rewards/margin": None}, prefix="eval/")
@@ -91,6 +94,51 @@ def test_a_damaged_line_elsewhere_is_an_error(tmp_path: Path, bad: str) -> None:
     with pytest.raises(RunFolderError, match="line 2 is no line of metrics"):
         RunWriter(tmp_path, resume_at_step=3)
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3  # untouched
+
+
+def test_one_flipped_bit_of_a_line_is_noticed(tmp_path: Path) -> None:
+    """Most bits of a digit, flipped, give another digit; and some of a name, another name."""
+    with RunWriter(tmp_path) as writer:
+        for step in range(1, 4):
+            writer.line({"step": step, "loss": 1 / step, "lr": 5e-7, "mfu": None, "tokens/s": 12345})
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_bytes()
+    first, second = whole.find(b"\n") + 1, whole.rfind(b"\n", 0, -1)
+    for place in range(first, second):
+        for bit in (1, 4):
+            spoilt = bytearray(whole)
+            spoilt[place] ^= bit
+            path.write_bytes(spoilt)
+            if b"\n" not in spoilt[place : place + 1]:
+                with pytest.raises(RunFolderError, match="line 2 is no line of metrics, or not as it was written"):
+                    read_metrics(path)
+    path.write_bytes(whole)
+    with RunWriter(tmp_path, resume_at_step=3) as writer:
+        assert writer.last_step == 3
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    "line", ['{"step": ' + "[" * 100_000, '{"step": 1e999}', '{"step": 1, "step": 2}', "[1]", "\udcff"]
+)
+def test_lines_that_would_end_in_a_traceback(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{line}\n{{"step": 3}}\n', errors="surrogateescape")
+    with pytest.raises(RunFolderError, match="line 1 is no line of metrics"):
+        read_metrics(path)
+
+
+def test_lines_that_are_missing_are_known(tmp_path: Path) -> None:
+    """As after a power cut, for lines are not flushed to the disk as checkpoints are."""
+    with RunWriter(tmp_path) as writer:
+        writer.line({"step": 1})
+        writer.line({"step": 2})
+    for step, last in ((1, 1), (5, 1)):
+        with RunWriter(tmp_path, resume_at_step=step) as writer:
+            assert writer.last_step == last
+    (tmp_path / "metrics.jsonl").unlink()
+    with RunWriter(tmp_path, resume_at_step=5) as writer:
+        assert writer.last_step == 0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -72,6 +72,43 @@ def test_a_checkpoint_of_another_version_is_not_called_damaged(tmp_path, old, ne
         progress(path)
 
 
+def test_a_flipped_bit_is_noticed_before_anything_is_loaded(saved):
+    """What a run looks at first: where it stands, and with which activations it goes on."""
+    whole = (saved / "progress.json").read_text()
+    for old, new in (('"none"', '"nond"'), ('"step": 3', '"step": 7'), ("0.1", "0.3")):
+        (saved / "progress.json").write_text(whole.replace(old, new))
+        with pytest.raises(RunFolderError, match=r"progress\.json is damaged.*Remove that folder"):
+            progress(saved)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('"step": 3', '"step": "3"', "progress.json: step: Input should be a valid integer"),
+        ('"step": 3', '"step": NaN', "cannot be loaded"),
+        ('"before": {', '"before": [{', "cannot be loaded"),
+        ('{"pairs": 2, "loss": 0.1}', "[1]", "progress.json: before: Input should be"),
+        ('{"pairs": 2, "loss": 0.1}', "[" * 100_000, "cannot be loaded"),
+        ('"none"', "7", "progress.json: activation_memory: Input should be a valid string"),
+    ],
+)
+def test_a_checkpoint_that_was_made_up_is_refused_in_words(saved, old, new, said):
+    path = saved / "progress.json"
+    path.write_text(path.read_text().replace(old, new))
+    sealed = json.loads((saved / "digests.json").read_text())
+    (saved / "digests.json").write_text(json.dumps(sealed | {"progress.json": checksum(path)}))
+    for look in (progress, lambda path: restore(path, *parts())):
+        with pytest.raises(RunFolderError, match=said):
+            look(saved)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"\0", b"\xff{}", b"{", b"{}"])
+def test_progress_that_is_none(saved, content):
+    (saved / "progress.json").write_bytes(content)
+    with pytest.raises(RunFolderError, match=rf"{saved} (cannot be loaded|was written by another version)"):
+        progress(saved)
+
+
 def names() -> list[str]:
     return ["__0_0.distcp", ".metadata", "progress.json", "digests.json"]
 

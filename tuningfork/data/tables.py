@@ -37,6 +37,7 @@ from tuningfork.files import (
     clear_abandoned,
     exclusive,
     explained,
+    read_plain,
     remove,
     seal,
     whole_folder,
@@ -164,7 +165,7 @@ def _read(entry: Path) -> tuple[Columns, TableAccount] | None:
     check_plain(entry, folder=True)
     try:
         check_sealed(entry, (*store.TYPES, ACCOUNT))
-        return store.mapped(entry), TableAccount.from_json((entry / ACCOUNT).read_text())
+        return store.mapped(entry), TableAccount.from_json(read_plain(entry / ACCOUNT).decode())
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
         return None
     except OSError as error:

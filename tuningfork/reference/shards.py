@@ -77,6 +77,13 @@ def read(path: Path, origin: bytes) -> Shard:
     try:
         with open(path, "rb", opener=plain) as file:
             raw = np.asarray(np.memmap(file, dtype=np.uint8, mode="r"))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ReferenceMismatch(
+            f"{path} cannot be read: {error.strerror or error}. Permit it, or remove that file: its rows are then "
+            "scored again."
+        ) from error
     except ValueError:  # it is empty
         raw = np.zeros(0, np.uint8)
     if not len(raw) or len(raw) % _ENTRY or path.name != f"rows-{_digest(raw.data, origin)}.bin":

@@ -182,7 +182,11 @@ def _check_fingerprint(path: Path, ours: dict[str, str]) -> None:
         theirs = json.loads(read_plain(path))
         if not isinstance(theirs, dict):
             raise ValueError
-    except ValueError:
+    except OSError as error:
+        raise ReferenceMismatch(
+            f"{path} cannot be read: {error.strerror or error}. Permit it, or choose another reference.cache."
+        ) from error
+    except (ValueError, RecursionError):
         raise ReferenceMismatch(f"{path} is damaged. Remove the folder {path.parent} to build it anew.") from None
     different = differing_facts(ours, theirs)
     if different:

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
+from pydantic import TypeAdapter, ValidationError
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -32,6 +33,7 @@ from tuningfork.files import (
     seal,
     whole_folder,
 )
+from tuningfork.json_files import as_object
 from tuningfork.train.checkpoint_reader import Foreign, PlainPlanner, PlainReader
 
 _NAME = re.compile(r"step-([1-9][0-9]*)")
@@ -107,15 +109,22 @@ def newest(folder: Path) -> Path | None:
 def progress(path: Path) -> Progress:
     """Where the run of a checkpoint stood. Raises RunFolderError if it is damaged, or of another version."""
     try:
-        saved = dict(json.loads(read_plain(path / _PROGRESS)))
-    except (OSError, ValueError, TypeError) as error:
+        saved = as_object(read_plain(path / _PROGRESS))
+    except (OSError, ValueError) as error:
         raise _damaged(path, error) from error
     if other := sorted({field.name for field in fields(Progress)} ^ saved.keys()):
         raise RunFolderError(
             f"{path} was written by another version of tuningfork ({_PROGRESS} differs in {', '.join(other)}). "
             "Continue with that version, or begin a new run in another output.dir."
         )
-    return Progress(**saved)
+    try:
+        check_sealed(path, only=(_PROGRESS,))
+        return TypeAdapter(Progress).validate_json(json.dumps(saved), strict=True)
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise _damaged(path, ValueError(f"{_PROGRESS}: {wrong}")) from error
+    except (OSError, ValueError) as error:
+        raise _damaged(path, error) from error
 
 
 def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
@@ -171,19 +180,18 @@ def _all(folder: Path) -> list[Path]:
 def _is_ours(path: Path) -> bool:
     """Whether a checkpoint holds what was written there and nothing else, so that nobody's own files go with it."""
     try:
-        sealed = json.loads(read_plain(path / DIGESTS))
+        sealed = as_object(read_plain(path / DIGESTS))
     except (OSError, ValueError, RunFolderError):
         return False
-    held = {entry.name for entry in path.iterdir()}
-    return isinstance(sealed, dict) and held <= {*sealed, DIGESTS}
+    return {entry.name for entry in path.iterdir()} <= {*sealed, DIGESTS}
 
 
-def _os_error(error: CheckpointException) -> OSError | None:
-    """The disk's own complaint inside a failed save."""
+def _os_error(error: CheckpointException) -> OSError | MemoryError | None:
+    """The disk's own complaint inside a failed save, or that there was no memory for it."""
     for failure, _ in error.failures.values():
         cause: BaseException | None = failure
         while cause is not None:
-            if isinstance(cause, OSError):
+            if isinstance(cause, OSError | MemoryError):
                 return cause
             cause = cause.__cause__ or cause.__context__
     return None

@@ -11,10 +11,13 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import xxhash
+
 from tuningfork.errors import RunFolderError
 from tuningfork.files import check_plain, is_aside, read_plain
 from tuningfork.report import data_files
 
+_CHECKSUM = "# These settings as the run wrote them have the checksum"
 CONFIG = "config.yaml"  # the first file of a run, written once the reference is scored and before the first step
 
 LOG = "log.txt"  # grows line by line; all other files are replaced as a whole
@@ -63,14 +66,29 @@ def check(folder: Path, resume: bool) -> None:
 
 
 def read_config(folder: Path) -> str | None:
-    """The settings of the run in a folder, as text; None where there is no run. Raises RunFolderError."""
+    """The settings of the run in a folder, as text; None where there is no run.
+
+    Raises RunFolderError, also where they are not as they were written.
+    """
     path = folder / CONFIG
     try:
-        return read_plain(path).decode(errors="replace")
+        text = read_plain(path).decode(errors="replace")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise RunFolderError(f"{path} cannot be read: {error.strerror or error}.") from error
+    first, _, rest = text.partition("\n")
+    if _CHECKSUM in first and first + "\n" + rest != with_checksum(rest):
+        raise RunFolderError(
+            f"{path} is not as the run wrote it. Restore it; or, if it was changed on purpose, remove its first line, "
+            "which has its checksum."
+        )
+    return text
+
+
+def with_checksum(settings: str) -> str:
+    """The text of a run's config.yaml: a line with a checksum, which YAML passes over, then its settings."""
+    return f"{_CHECKSUM} {xxhash.xxh3_128_hexdigest(settings.encode(errors='backslashreplace'))}\n{settings}"
 
 
 def check_settings(folder: Path, changes: Mapping[str, tuple[object, object]]) -> None:
