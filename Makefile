@@ -13,7 +13,7 @@ demo: $(VENV)/.demo
 # Fetches published tokenizers and an older transformers once, 250 MB, into tests/.tokenizers; what is not to be had is
 # skipped, and named at the end.
 test: $(VENV)/.dev
-	@$(RUN) -m pytest
+	@$(RUN) -m pytest -n auto --dist loadfile
 
 check: $(VENV)/.dev
 	@$(VENV)/bin/ruff check tuningfork tests demo bench

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -30,10 +31,25 @@ def uncompiled():
     torch.compiler.set_stance("default")
 
 
+_missing: dict[str, str] = {}
+"""Package -> why a process of this run could not fetch it."""
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    fetcher = sys.modules.get("tests.real_tokenizers")
+    _missing.update(fetcher.missing if fetcher is not None else {})
+    if hasattr(session.config, "workeroutput"):  # one of several processes: the first one tells of all
+        session.config.workeroutput["missing"] = _missing
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    _missing.update(getattr(node, "workeroutput", {}).get("missing", {}))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say which published packages were not to be had: a row of skipped tests is easily overlooked."""
-    fetcher = sys.modules.get("tests.real_tokenizers")
-    if fetcher is not None and fetcher.missing:
+    if _missing:
         terminalreporter.section("NOT TESTED, since it could not be fetched", yellow=True)
-        for reason in fetcher.missing.values():
+        for reason in _missing.values():
             terminalreporter.line(reason)

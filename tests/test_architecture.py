@@ -18,7 +18,12 @@ from tuningfork.config import RunConfig
 ROOT = Path(tuningfork.__file__).parent
 LINES = 400
 
-EVERYONE = {"records", "errors", "files"}  # may be imported by all, and import nothing of the house but each other
+EVERYONE = {
+    "records",
+    "errors",
+    "files",
+    "json_files",
+}  # may be imported by all, and import nothing of the house but each other
 COMPOSERS = {"config", "cli", "commands"}  # may import all
 ROOMS = {
     "data": set(),
@@ -82,7 +87,7 @@ def test_the_reader_of_imports_sees_what_is_there():
 
 
 def test_every_module_lives_in_a_known_room():
-    known = {*ROOMS, *EVERYONE, *COMPOSERS, "recipe", ""}
+    known = {*ROOMS, *EVERYONE, *COMPOSERS, "recipe", "dialect", ""}
     assert {room(module) for module in modules()} <= known
 
 
@@ -104,8 +109,9 @@ def test_what_everyone_imports_imports_nothing_else():
         assert imports(name) <= EVERYONE, name
 
 
-def test_recipe_knows_errors_only_and_is_known_to_config_and_cli_only():
-    assert imports("recipe") == {"errors"}
+def test_recipe_knows_its_dialect_only_and_is_known_to_config_and_cli_only():
+    assert imports("recipe") == {"dialect", "errors", "files"}
+    assert imports("dialect") == {"errors"}
     assert {module for module in modules() if "recipe" in imports(module)} <= {"config", "cli"}
 
 

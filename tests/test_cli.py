@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -37,3 +38,29 @@ def test_help_of_a_command_shows_all_that_it_takes(command, own, capsys):
     shown = [line.split() for line in capsys.readouterr().out.partition("Settings of a run")[0].splitlines()]
     assert shown[0][:4] == ["usage:", "tuningfork", command, "[recipe]"]
     assert [words[0] for words in shown[1:] if words] == ["recipe", *own]
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(errno.EACCES, "Permission denied"), (errno.EIO, "Input/output error"), (errno.ELOOP, "Too many levels")],
+)
+def test_what_the_machine_refuses_is_said_with_the_files_name(monkeypatch, capsys, number, said):
+    """Also where nobody foresaw it."""
+
+    def refusing(*_, **__):
+        raise OSError(number, os.strerror(number), "some\x1b[31m/file")
+
+    monkeypatch.setattr("tuningfork.config.load_run_config", refusing)
+    assert main(["data", "recipe.yaml"]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("tuningfork: some") and "\x1b" not in message
+    assert f"/file cannot be used: {said}" in message
+
+
+def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch):
+    def failing(*_, **__):
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "file")
+
+    monkeypatch.setattr("tuningfork.config.load_run_config", failing)
+    with pytest.raises(FileNotFoundError):
+        main(["data", "recipe.yaml"])

@@ -11,6 +11,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from tuningfork import config as config_module
 from tuningfork.config import (
+    PATHS,
     REQUIRED,
     SETTINGS,
     RunConfig,
@@ -21,8 +22,9 @@ from tuningfork.config import (
     settings,
     to_yaml,
 )
+from tuningfork.dialect import parse_scalar, to_text
 from tuningfork.errors import ConfigError
-from tuningfork.recipe import parse_scalar, split_flags, to_text
+from tuningfork.recipe import split_flags
 
 BOTH = ["--model.path", "m", "--data.train", "d.jsonl"]
 
@@ -325,6 +327,37 @@ def test_a_recipe_that_cannot_be_read() -> None:
         assert str(caught.value) == message
 
 
+PATHS_OF_NO_USE = {
+    "a\0b": "embedded null byte",
+    "n" * 300: "File name too long",
+    "loop": "Too many levels of symbolic links",
+    "loop/within": "Too many levels of symbolic links",
+    "\ud800": "surrogates not allowed",
+}
+
+
+@pytest.mark.parametrize("path", PATHS_OF_NO_USE, ids=range(len(PATHS_OF_NO_USE)))
+@pytest.mark.parametrize("key", PATHS)
+def test_a_path_that_no_file_system_takes_is_named_by_its_setting(key: str, path: str) -> None:
+    Path("loop").symlink_to("loop")
+    section, _, name = key.partition(".")
+    given: dict[str, dict[str, Any]] = {"model": {"path": "m"}, "data": {"train": "d"}}
+    given.setdefault(section, {})[name] = path
+    lists = [[*("d" for _ in range(3)), path]] if key in ("data.train", "data.eval") else []
+    for value in (path, *lists):
+        given[section][name] = value
+        with pytest.raises(ConfigError) as caught:
+            check(from_yaml(to_text(given), "r.yaml"))
+        message = str(caught.value).removeprefix("r.yaml: ")
+        assert message.startswith(f"{key} is ")
+        assert PATHS_OF_NO_USE[path] in message or path == "\ud800"  # which is refused as text, where text has bounds
+
+
+def test_every_setting_that_is_a_path_is_known_to_be_one() -> None:
+    named = {key for key in SETTINGS if key.rpartition(".")[2] in ("path", "dir", "cache", "train", "eval")}
+    assert named == {*PATHS}
+
+
 def test_required_settings() -> None:
     cases = {
         "": "model.path and data.train must be set, in the recipe or by flag; "
@@ -471,3 +504,12 @@ def test_every_setting_has_a_meaning() -> None:
 def test_a_tag_that_does_not_fit_its_value_is_an_error_of_the_recipe(value: str) -> None:
     with pytest.raises(ConfigError, match=r"r\.yaml"):
         from_yaml(f"train: {{seed: {value}}}", "r.yaml")
+
+
+def test_a_recipe_that_is_looked_at_gives_a_terminal_no_order() -> None:
+    """A run's config.yaml may hold whatever a file is called; it reads back as what it was."""
+    name = "a" + "".join(chr(code) for code in (*range(1, 0xA0), 0x61C, 0x200E, *range(0x2028, 0x2070)) if code != 10)
+    text = to_text({"data": {"train": [name], "columns": {name: "prompt"}}})
+    assert not set(text) & {chr(code) for code in (*range(10), *range(11, 32), *range(0x7F, 0xA0))}
+    assert not set(text) & set("\u061c\u200e\u2028\u2029\u202a\u202e\u2066\u2067\u2068\u2069")
+    assert yaml.safe_load(text) == {"data": {"train": [name], "columns": {name: "prompt"}}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import signal
@@ -11,10 +12,10 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from tuningfork import __version__
-from tuningfork.errors import TuningforkError, enough_memory
-from tuningfork.report.words import visible
+from tuningfork.errors import READING, SCORING, TRAINING, TuningforkError, enough_memory, visible
 
 _INTRODUCTION = """\
 Train language models on preference pairs.
@@ -49,6 +50,13 @@ _OWN: dict[str, dict[str, str]] = {
 }
 
 
+# What a machine says no with, to any program.
+_REFUSED = {
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EMFILE),
+    *(errno.ENFILE, errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO),
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
@@ -65,19 +73,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()  # now rather than at exit, where an error could not be caught
     except TuningforkError as error:
-        said = visible(str(error), newline="\n")  # it may quote what a file holds, which a terminal would obey
-        print(f"tuningfork: {said}", file=sys.stderr)
+        print(f"tuningfork: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:  # a command may say how to go on
-        print("; ".join(["tuningfork: interrupted", *map(str, interrupt.args)]), file=sys.stderr)
+        print(visible("; ".join(["tuningfork: interrupted", *map(str, interrupt.args)])), file=sys.stderr)
         return 130
     except BrokenPipeError:  # whoever read our output has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in the buffer
         return 141
+    except OSError as error:  # where nobody knew more of the file than its name
+        if error.filename is None or error.errno not in _REFUSED:
+            raise
+        print(f"tuningfork: {visible(str(error.filename))} cannot be used: {error.strerror}.", file=sys.stderr)
+        return 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """Shows what it complains of: a shell may have put a stranger's file name into the command."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(visible(message))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="tuningfork",
         description=_INTRODUCTION,
         epilog=_EXAMPLES,
@@ -124,7 +143,8 @@ def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str
         logging.getLogger(library).setLevel(logging.ERROR)
     from tuningfork import commands
 
-    with enough_memory(name):
+    ways_out = {"data": READING, "reference": SCORING, "eval": SCORING}.get(name, TRAINING)
+    with enough_memory(name, ways_out):
         if name == "train":
             console = commands.Console()
             console.startup.add("imports", time.monotonic() - begun)

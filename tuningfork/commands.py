@@ -16,7 +16,7 @@ from tuningfork.data.pack import PackLimits
 from tuningfork.data.sources import Use, check_sources
 from tuningfork.data.summary.sets import SetData
 from tuningfork.data.summary.summarize import summarize
-from tuningfork.errors import ConfigError, ModelError, RunFolderError, counted
+from tuningfork.errors import ConfigError, ModelError, RunFolderError, counted, visible
 from tuningfork.files import exclusive
 from tuningfork.models.config import ModelConfig
 from tuningfork.models.load import comparable, load_config, load_tokenizer, replace_weights
@@ -76,7 +76,7 @@ def _train(config: RunConfig, resume: bool, folder: Path, console: Console) -> i
         result = run(data, start, text, config.pack, config.reference, config.train, config.output, console)
     if not result.finished:
         return 130
-    console.print("\n" + summary(result, data))
+    console.print("", *summary(result, data).split("\n"))
     return 0
 
 
@@ -149,7 +149,7 @@ def evaluate(config: RunConfig, policy: str | None) -> int:
     if config.data.eval is None:
         raise ConfigError("data.eval must be set to evaluate; for example: --data.eval held_out.jsonl")
     path = policy or str(Path(config.output.dir) / "model")
-    if not Path(path).is_dir():
+    if not os.path.isdir(path):
         raise ModelError(f"{path} is not a folder. Train first, or name a model folder with --policy.")
     config = _dated_as_its_run(config)
     data, start = _prepare(config, console)
@@ -160,12 +160,12 @@ def evaluate(config: RunConfig, policy: str | None) -> int:
     _take_weights(start, path, config.model, console)
     with console.phase("evaluating", len(data.held_out), "pairs") as phase:
         result = evaluate_packs(start, start.packs(data.held_out, data.limits), store, phase.advance)
-    console.print(table(f"{path} on {config.data.eval}", _evaluation_rows(None, result)))
+    console.print(*table(f"{path} on {config.data.eval}", _evaluation_rows(None, result)).split("\n"))
     return 0
 
 
 def summary(result: RunResult, data: Data) -> str:
-    """What a finished run ended with, as text."""
+    """What a finished run ended with, as text of several lines."""
     parts = [table("data", _data_rows("train", data.train_report) + _held_out_rows(data))]
     if result.pairs_checked is not None:
         checked = counted(result.pairs_checked, "pair")
@@ -193,7 +193,7 @@ def summary(result: RunResult, data: Data) -> str:
         ("log", str(result.folder / "log.txt")),
     ]
     width = max(len(name) for name, _ in places)
-    parts.append("\n".join(f"{name:<{width}}  {path}" for name, path in places))
+    parts.append("\n".join(f"{name:<{width}}  {visible(path)}" for name, path in places))
     return "\n\n".join(parts)
 
 
@@ -224,8 +224,9 @@ def _dated_as_its_run(config: RunConfig) -> RunConfig:
         return _dated(config, _run_in(Path(config.output.dir)))
     except (ConfigError, RunFolderError) as error:
         raise ConfigError(
-            f"{error}\nIt was read for the day that the chat templates of the run in output.dir print. Set data.date, "
-            "or choose another output.dir."
+            *error.args,
+            "It was read for the day that the chat templates of the run in output.dir print. Set data.date, or choose "
+            "another output.dir.",
         ) from error
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, make_dataclass
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
+from tuningfork import dialect
 from tuningfork import recipe as recipes
 from tuningfork.data.columns import check_columns
 from tuningfork.data.config import DataConfig, PackConfig
@@ -41,6 +43,9 @@ REQUIRED = {"model.path": "./model", "data.train": "./pairs.jsonl"}
 """Settings without a usable default, each with an example."""
 
 
+PATHS = ("model.path", "data.train", "data.eval", "data.cache", "reference.cache", "output.dir")
+"""Settings that name files or folders, or lists of them."""
+
 _METAVAR: dict[Any, str] = {int: "INTEGER", float: "NUMBER", str: "TEXT", bool: "true|false"}
 
 
@@ -69,6 +74,7 @@ def check(config: RunConfig) -> None:
     if missing:
         flags = " ".join(f"--{key} {REQUIRED[key]}" for key in missing)
         raise ConfigError(f"{' and '.join(missing)} must be set, in the recipe or by flag; for example: {flags}")
+    _check_paths(settings(config))
     _check_mix(config.data)
     _check_date(config.data.date)
     check_columns(config.data.columns or {})
@@ -124,6 +130,19 @@ def _check_pack(pack: PackConfig, max_length: int) -> None:
         )
 
 
+def _check_paths(values: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a path that no file system takes, or that may not be looked at. It may be absent."""
+    for key in PATHS:
+        for path in values[key] if isinstance(values[key], list) else [values[key]]:
+            try:
+                os.stat(path or "")
+            except (FileNotFoundError, NotADirectoryError):  # whoever reads it knows what should be there
+                continue
+            except (OSError, ValueError) as error:  # the latter of a NUL, or of text that has no bytes
+                why = getattr(error, "strerror", None) or error
+                raise ConfigError(f"{key} is {recipes.found(path)}, which cannot be used as a path: {why}.") from None
+
+
 def _check_mix(data: DataConfig) -> None:
     """Raises ConfigError where shares or counts do not go with the sources."""
     given = {name: numbers for name in ("shares", "counts") if (numbers := getattr(data, name)) is not None}
@@ -154,7 +173,7 @@ def settings(config: RunConfig) -> dict[str, Any]:
 
 def to_yaml(config: RunConfig) -> str:
     """Every setting as a recipe; loading it gives an equal config."""
-    return recipes.to_text(asdict(config))
+    return dialect.to_text(asdict(config))
 
 
 def from_yaml(text: str, name: str) -> RunConfig:

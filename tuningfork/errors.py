@@ -4,17 +4,31 @@ The command line prints the message of a `TuningforkError` without a traceback a
 must stand on its own. Anything else that escapes is a bug of ours and keeps its traceback.
 """
 
+import errno
 import pickle
 import re
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 # How torch, its allocators and the libraries below it say it, in errors of a dozen types.
-_NO_MEMORY = re.compile(r"out of memory|not enough memory|can't allocate memory|ALLOC_FAILED")
+_NO_MEMORY = re.compile(
+    r"out.of.memory|not enough memory|(can't|cannot|unable to) allocate|bad_alloc|ALLOC_FAILED", re.IGNORECASE
+)
+
+# What JSON and YAML let stand as it is: delete and C1 control codes, marks that turn or part lines of writing.
+_OBEYED = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 class TuningforkError(Exception):
-    """The base of all errors that are the user's to mend."""
+    """The base of all errors that are the user's to mend. Each argument is one line of the message.
+
+    A line may quote what a file holds or is called, so a line end or a control character in it is shown, see `visible`:
+    nobody's file speaks in our name.
+    """
+
+    def __str__(self) -> str:
+        return "\n".join(visible(str(line)) for line in self.args)
 
 
 class ConfigError(TuningforkError):
@@ -66,21 +80,47 @@ class OutOfMemory(TuningforkError):
     """
 
 
+# What there is to do about too little memory, by what it was needed for.
+READING = (
+    "This is the machine's memory, not a GPU's. To need less, lower data.workers, for each of these processes has "
+    "memory of its own, or keep data.cache set, for tokens then lie in files; or stop other programs."
+)
+LOADING = (
+    "The weights alone take 4 bytes a parameter. To need less, set model.weights: bfloat16 with train.optimizer: "
+    "adamw_8bit, which keeps matrices in 2 bytes; or stop other programs on this device, or train a smaller model."
+)
+SCORING = (
+    "To need less, lower objective.head_chunk_rows or set train.activation_memory to block or offload, for scoring "
+    "keeps what training keeps; or lower pack.tokens, for which a run that has begun needs another output.dir."
+)
+TRAINING = (
+    "To need less, lower objective.head_chunk_rows or set train.activation_memory to block or offload, both also on "
+    "--resume; or lower pack.tokens, for which a run that has begun needs another output.dir. Weights, gradients and "
+    "optimizer take 16 bytes a parameter, 10 with train.optimizer adamw_8bit, and 6 with model.weights bfloat16 "
+    "besides."
+)
+SAVING = (
+    "This is the machine's memory, which needs room for a copy of the weights while they are written. Stop other "
+    "programs, then continue with --resume: what was saved before is whole."
+)
+
+
 @contextmanager
-def enough_memory(doing: str) -> Iterator[None]:
+def enough_memory(doing: str, ways_out: str = TRAINING) -> Iterator[None]:
     """Turn an allocation that was refused into an OutOfMemory that says while doing what, and the ways out."""
     try:
         yield
-    except (RuntimeError, MemoryError) as error:  # torch's own error is a RuntimeError too
-        if not isinstance(error, MemoryError) and not _NO_MEMORY.search(str(error)):
+    except (RuntimeError, MemoryError, OSError) as error:  # torch's own error is a RuntimeError too
+        if not is_of_memory(error):
             raise
-        raise OutOfMemory(
-            f"{doing}: {first_line(error)}\n"
-            "To need less, lower objective.head_chunk_rows or set train.activation_memory to block or offload, both "
-            "also on --resume; or lower pack.tokens, for which a run that has begun needs another output.dir. Weights, "
-            "gradients and optimizer take 16 bytes a parameter, 10 with train.optimizer adamw_8bit, and 6 with "
-            "model.weights bfloat16 besides."
-        ) from error
+        raise OutOfMemory(f"{doing}: {first_line(error)}", ways_out) from error
+
+
+def is_of_memory(error: Exception) -> bool:
+    """Whether an error says that an allocation was refused, in whatever type and words."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)) is not None
 
 
 def first_line(error: BaseException) -> str:
@@ -104,6 +144,32 @@ def of_pickle(error: pickle.UnpicklingError) -> str:
     return "it is broken, or holds more than tensors and plain values. Nothing of it was run"
 
 
+def shortened(text: str, most: int = 300) -> str:
+    """A text as a message quotes it: no more than its beginning where it is long."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
+
+
 def counted(n: int, one: str, many: str = "") -> str:
     """A number of things in words: ``1 row``, ``2,354 rows``; `many` where it is not `one` with an s."""
     return f"{n:,} {one if n == 1 else many or one + 's'}"
+
+
+def visible(text: str, newline: str = "↵") -> str:
+    """The text with everything to be seen that a reader would not see, or that would reorder or hide what is around it.
+
+    Line ends become `newline` and tabs ⇥. Other control characters, what only formats (such as a mark that turns the
+    writing direction) and what is no character (half a surrogate pair) become their code points: ⟨U+202E⟩.
+    """
+    return text if text.isprintable() else "".join(_seen(c, newline) for c in text)
+
+
+def escaped(text: str) -> str:
+    """JSON or YAML with what a terminal would obey in its strings as their own escapes, so that it says the same."""
+    return _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def _seen(character: str, newline: str) -> str:
+    if character in "\n\t":
+        return newline if character == "\n" else "⇥"
+    hidden = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp")
+    return f"⟨U+{ord(character):04X}⟩" if hidden else character

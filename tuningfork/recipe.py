@@ -1,89 +1,51 @@
 """Reading recipes and flags: text -> dotted settings -> validated values.
 
-The YAML dialect is YAML 1.2's core: `5e-7` is a number, only `true` and `false` are booleans (`on` and `no` are text),
-and a key that stands twice is an error. A flag, `--train.learning_rate 5e-7`, is read exactly as if its value stood in
-the recipe, and checked by the same code. Which settings exist is read off the dataclasses.
+A flag, `--train.learning_rate 5e-7`, is read exactly as if its value stood in the recipe, and checked by the same code.
+Which settings exist is read off the dataclasses.
 """
 
 from __future__ import annotations
 
 import difflib
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from tuningfork.errors import ConfigError
+from tuningfork.dialect import DialectError, TooMuch, as_written, load, parse_scalar
+from tuningfork.errors import ConfigError, shortened
+from tuningfork.files import opened
 
+LARGEST = 1 << 20  # bytes of a recipe
+
+_MOST_SAID = 20  # lines of what is wrong with one
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
-_FLOAT = re.compile(
-    r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$"
-)
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2 core scalars, and no key twice."""
-
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  pyyaml's own name
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        first_line: dict[str, int] = {}
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if key.value in first_line:
-                problem = f"{key.value} is given twice (first in line {first_line[key.value]}); keep one"
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
-            first_line[key.value] = key.start_mark.line + 1
-        return super().construct_mapping(node, deep=deep)
-
-    def scalar(self, text: str) -> Any:
-        """The value of one bare scalar."""
-        return self.construct_object(yaml.ScalarNode(self.resolve(yaml.ScalarNode, text, (True, False)), text))
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes any text that YAML 1.1 *or* our loader would read as something else."""
-
-
-_TAG = "tag:yaml.org,2002:"
-_Loader.add_implicit_resolver(_TAG + "null", re.compile(r"(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
-_Loader.add_implicit_resolver(_TAG + "bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
-_Loader.add_implicit_resolver(_TAG + "int", re.compile(r"[-+]?[0-9]{1,4000}$"), list("-+0123456789"))
-_Loader.add_implicit_resolver(_TAG + "float", _FLOAT, list("-+.0123456789"))
-_Loader.add_constructor(_TAG + "int", lambda loader, node: int(loader.construct_scalar(node)))  # pyyaml: 010 is 8
-_Dumper.add_representer(
-    str, lambda dumper, text: dumper.represent_scalar(_TAG + "str", text, style=None if text.isprintable() else '"')
-)
-_Dumper.add_implicit_resolver(_TAG + "float", _FLOAT, list("-+.0123456789"))
-
-
-def parse_scalar(text: str) -> Any:
-    """One value as it would stand in a recipe: ``"5e-7"`` -> 5e-07, ``"null"`` -> None, ``"chat"`` -> "chat"."""
-    return _Loader("").scalar(text)
-
-
-def to_text(values: Mapping[str, Any]) -> str:
-    """YAML that `parse` reads back exactly, floats to the last bit."""
-    return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False)
 
 
 def read(path: Path) -> str:
     """The text of a recipe file. Raises ConfigError where there is none, naming the file that was probably meant."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with opened(path) as file:
+            content = file.read(LARGEST + 1)
+        if len(content) > LARGEST:
+            raise ConfigError(f"{path} has more than {LARGEST:,} bytes, so it is no recipe: a YAML file with settings.")
+        return content.decode("utf-8-sig")
     except FileNotFoundError:
-        folder = path.parent
+        folder, names = path.parent, list[str]()
         if not folder.is_dir():
             raise ConfigError(f"{path}: there is no folder {folder}.") from None
-        near = difflib.get_close_matches(path.name, [entry.name for entry in folder.iterdir()], n=1, cutoff=0.5)
+        with suppress(OSError):
+            names = [entry.name for entry in folder.iterdir()]
+        near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
         hint = f" Did you mean {folder / near[0]}?" if near else ""
         raise ConfigError(f"{path}: there is no such recipe.{hint}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}). A recipe is a YAML file.") from None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+    except (OSError, ValueError) as error:  # the latter of a name with a NUL
+        raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
 
 
 def parse(text: str, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,29 +54,26 @@ def parse(text: str, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     Raises ConfigError, with one line for everything that is wrong. `name` says where the text comes from.
     """
     try:
-        tree = yaml.load(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise ConfigError(f"{name}: {where}{', '.join(filter(None, (error.context, error.problem)))}.") from None
-    except (yaml.YAMLError, ValueError, TypeError, AttributeError, KeyError) as error:  # the latter from odd tags
-        raise ConfigError(f"{name}: not YAML ({' '.join(str(error).split())}).") from None
+        tree = load(text)
+    except DialectError as error:
+        raise ConfigError(f"{name}: {shortened(str(error))}.") from None
     if tree is None:
-        raise ConfigError(f"{name} is empty. A recipe gives settings, for example:\n  model:\n    path: ./model")
+        raise ConfigError(f"{name} is empty. A recipe gives settings, for example:", "  model:", "    path: ./model")
     if not isinstance(tree, dict):
         raise ConfigError(f"{name} is {found(tree)}; allowed: the sections {', '.join(_sections(settings))}.")
+    sections = {section: content for section, content in tree.items() if isinstance(content, dict)}
+    given = {f"{section}.{key}": value for section, content in sections.items() for key, value in content.items()}
+    others = ((section, content) for section, content in tree.items() if section not in sections)
+    return validate(given, settings, f"{name}: ", _no_sections(others, settings))
 
-    given: dict[str, Any] = {}
-    wrong: list[str] = []
-    for section, content in tree.items():
-        if isinstance(content, dict):
-            given |= {f"{section}.{key}": value for key, value in content.items()}
-        elif section not in _sections(settings):
-            wrong.append(unknown(str(section), settings))
+
+def _no_sections(entries: Iterable[tuple[Any, Any]], settings: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with entries of a recipe that have no settings below them."""
+    for section, content in entries:
+        if section not in _sections(settings):
+            yield unknown(str(section), settings)
         elif content is not None:  # a section whose lines are all commented out is null, and fine
-            example = _first(section, settings)
-            wrong.append(f"{section} is {found(content)}; allowed: settings below it, such as {example}.")
-    return validate(given, settings, f"{name}: ", wrong)
+            yield f"{section} is {found(content)}; allowed: settings below it, such as {_first(section, settings)}."
 
 
 def parse_flags(flags: Sequence[str], settings: Mapping[str, Any], options: Collection[str] = ()) -> dict[str, Any]:
@@ -166,25 +125,34 @@ def split_flags(arguments: Sequence[str], own: Collection[str]) -> tuple[list[st
 def validate(
     given: Mapping[str, Any], settings: Mapping[str, Any], prefix: str, wrong: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Each value in its setting's type. Raises one ConfigError with a line, led by `prefix`, for everything wrong."""
-    wrong, values = list(wrong), {}
+    """Each value in its setting's type. Raises one ConfigError with a line, led by `prefix`, for everything wrong; for
+    the first twenty things if there are more."""
+    values: dict[str, Any] = {}
+    lines = list(islice(chain(wrong, _wrong(given, settings, values)), _MOST_SAID + 1))
+    if len(lines) > _MOST_SAID:
+        lines[-1] = "and so on; this may be no recipe at all."
+    if lines:
+        raise ConfigError(*(prefix + line for line in lines))
+    return values
+
+
+def _wrong(given: Mapping[str, Any], settings: Mapping[str, Any], values: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with given values; those with which nothing is go into `values`, in their setting's type."""
     for key, value in given.items():
         if key not in settings:
-            wrong.append(unknown(key, settings))
+            yield unknown(key, settings)
             continue
         try:
             values[key] = TypeAdapter(settings[key], config=_STRICT).validate_python(value)
         except (ValidationError, OverflowError):
             near = difflib.get_close_matches(str(value), _choices(settings[key]), n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
-            wrong.append(f"{key} is {found(value)}; allowed: {allowed(settings[key])}.{hint}")
-    if wrong:
-        raise ConfigError("\n".join(prefix + line for line in wrong))
-    return values
+            yield f"{key} is {found(value)}; allowed: {allowed(settings[key])}.{hint}"
 
 
 def unknown(key: str, settings: Mapping[str, Any], dashes: str = "", others: Iterable[str] = ()) -> str:
     """What to say about a key that does not exist: the nearest one that does, by its own name or initials first."""
+    key = shortened(key, 80)
     if key in _sections(settings):
         return f"{dashes}{key} is a section; name a setting in it, such as {dashes}{_first(key, settings)}."
     names, own = [*settings, *others], key.rpartition(".")[2]
@@ -237,10 +205,10 @@ def allowed(hint: Any) -> str:
 def found(value: Any) -> str:
     """A value from a recipe, as a message names it."""
     if isinstance(value, str):
-        return f"the text {value!r}"
+        return f"the text {shortened(value)!r}"
     if isinstance(value, (dict, list)):
         return "a mapping" if isinstance(value, dict) else "a list"
-    return yaml.dump(value, Dumper=_Dumper).removesuffix("...\n").strip()
+    return shortened(as_written(value))
 
 
 def _choices(hint: Any) -> list[str]:
@@ -268,8 +236,10 @@ def _value(text: str, hint: Any) -> Any:
     for kind, opening in ((list, "["), (dict, "{")):
         if any(get_origin(arm) is kind for arm in (hint, *get_args(hint))) and text.startswith(opening):
             try:
-                entries = yaml.load(text, Loader=_Loader)
-            except (yaml.YAMLError, ValueError):
+                entries = load(text)
+            except DialectError as error:
+                if isinstance(error.__cause__, TooMuch):
+                    raise ConfigError(f"command line: {shortened(text)}: {error}.") from None
                 entries = None
             if isinstance(entries, kind):
                 return entries

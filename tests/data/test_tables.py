@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import multiprocessing
+import os
 import shutil
 import time
 from dataclasses import replace
@@ -143,10 +144,10 @@ def test_tokens_of_a_template_that_prints_the_date_are_kept_for_that_date(
 
 @pytest.mark.parametrize(
     "damage",
-    (
+    [
         *("a bit", "a bit of the account", "cut short", "a file is gone", "no account", "no digests"),
-        *("digests are no JSON", "a file in its place", "a link to nothing"),
-    ),
+        *("digests are no JSON", "empty"),
+    ],
 )
 def test_a_damaged_entry_is_made_again_and_said(opened: Opened, tmp_path: Path, damage: str) -> None:
     table = write(tmp_path, ROWS)
@@ -162,13 +163,35 @@ def test_a_damaged_entry_is_made_again_and_said(opened: Opened, tmp_path: Path, 
         ids.write_bytes(ids.read_bytes()[:-4])
     elif damage == "digests are no JSON":
         digests.write_text("{")
-    elif "place" in damage or "link" in damage:
+    elif damage == "empty":
         shutil.rmtree(entry)
-        entry.touch() if "place" in damage else entry.symlink_to("nowhere")
+        entry.mkdir()
     else:
         {"a file is gone": ids, "no account": account, "no digests": digests}[damage].unlink()
     assert opened(table) == first
     assert opened.made == 2 and opened.said == [f"{entry}: damaged, made again"]
+
+
+@pytest.mark.parametrize("place", ["a file", "a link", "a link to nothing", "a foreign file in it", "a link in it"])
+def test_what_is_not_ours_is_not_removed_for_a_damaged_entry(opened: Opened, tmp_path: Path, place: str) -> None:
+    table = write(tmp_path, ROWS)
+    opened(table)
+    (entry,) = (tmp_path / "cache").iterdir()
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "notes.txt").write_text("precious")
+    if place == "a foreign file in it":
+        (entry / DIGESTS).unlink()
+        shutil.copy(precious / "notes.txt", entry)
+    elif place == "a link in it":
+        (entry / "ids").unlink()
+        (entry / "ids").symlink_to(precious / "notes.txt")
+    else:
+        shutil.rmtree(entry)
+        entry.write_text("precious") if place == "a file" else entry.symlink_to("absent" if "to" in place else precious)
+    with pytest.raises(RunFolderError, match=rf"{entry}.* (is a file|is a link|holds 'notes\.txt').*(Move|Remove)"):
+        opened(table)
+    assert os.path.lexists(entry) and (precious / "notes.txt").read_text() == "precious" and opened.made == 1
 
 
 def test_a_row_that_is_gone_in_a_later_pass_is_noticed(
@@ -225,14 +248,15 @@ def test_a_tokenizer_that_splits_special_tokens_has_its_own_entry(opened: Opened
 
 def test_what_a_kill_left_behind_is_removed(opened: Opened, tmp_path: Path) -> None:
     """And nothing else: the folder may be one that others keep things in."""
-    rest, others = tmp_path / "cache" / f"{'0123' * 8}.partial", tmp_path / "cache" / "model.partial"
+    cache = tmp_path / "cache"
+    rest, others = cache / f".{'0123' * 8}.tuningfork-{'01234567' * 2}.partial", cache / f"{'0123' * 8}.partial"
     for folder in (rest, others):
         folder.mkdir(parents=True)
         (folder / "ids").write_bytes(b"half")
-    (tmp_path / "cache" / f"{'4567' * 8}.partial").write_text("a file")
+    (cache / "notes.partial").write_text("a file")
     opened(write(tmp_path, ROWS))
-    left = {path.name for path in (tmp_path / "cache").iterdir()}
-    assert len(left) == 2 and (others / "ids").exists() and not rest.exists()
+    left = {path.name for path in cache.iterdir()}
+    assert len(left) == 3 and (others / "ids").exists() and not rest.exists()
 
 
 def test_a_cache_that_cannot_be_written_says_so(

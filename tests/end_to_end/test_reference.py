@@ -325,7 +325,8 @@ def die_flushing() -> None:
     count = iter(range(1, 1000))
 
     def syncing(handle: Any) -> None:
-        if os.readlink(f"/proc/self/fd/{handle}").endswith(".bin.partial") and next(count) == 1:
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{handle}"))
+        if name.startswith(".rows-") and name.endswith(".partial") and next(count) == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         fsync(handle)
 

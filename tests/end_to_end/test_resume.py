@@ -93,7 +93,7 @@ def stopped(crashed: Job, tmp_path: Path) -> Job:
     """A copy of it to go on with: checkpoints of steps 3 and 6, six lines of metrics."""
     shutil.copytree(crashed.folder, tmp_path, dirs_exist_ok=True)
     config = tmp_path / "run" / "config.yaml"
-    config.write_text(config.read_text().replace(str(crashed.folder), str(tmp_path)))
+    config.write_text(config.read_text().partition("\n")[2].replace(str(crashed.folder), str(tmp_path)))
     moved = {"output.dir": tmp_path / "run", "reference.cache": tmp_path / "cache"}
     return Job(tmp_path, crashed.settings | moved | {"data.train": tmp_path / "pairs.jsonl"})
 
@@ -279,10 +279,10 @@ MOMENTS: dict[str, Callable[[Job], bool]] = {
     "first checkpoint is there": lambda job: (job.run / "checkpoints" / "step-3").exists(),
     "a checkpoint is half written": lambda job: any((job.run / "checkpoints").glob("*.partial")),
     "8 lines": lambda job: lines_in(job.run / "metrics.jsonl") >= 8,
-    "a later checkpoint is half written": lambda job: any((job.run / "checkpoints").glob("step-1*.partial")),
+    "a later checkpoint is half written": lambda job: any((job.run / "checkpoints").glob(".step-1*.partial")),
     "19 lines": lambda job: lines_in(job.run / "metrics.jsonl") >= 19,
     "evaluated": lambda job: (job.run / "eval.json").exists(),
-    "the export has begun": lambda job: (job.run / "model.partial").exists(),
+    "the export has begun": lambda job: any(job.run.glob(".model.*.partial")),
 }
 
 
@@ -404,7 +404,10 @@ def test_resume_where_there_is_no_run_is_refused(finished: Job, job: Job) -> Non
     assert f"Did you mean {finished.run}?" in message and "without --resume" in message
     far = job.but({"output.dir": job.folder / "new" / "run"})
     assert "Did you mean" not in far.refused("train", "--resume") and not far.run.parent.exists()
-    for name in ("data", "config.yaml.partial"):  # a report on the data, and what a kill left behind
+    for name in (
+        "data",
+        f".config.yaml.tuningfork-{'0' * 16}.partial",
+    ):  # a report on the data, and what a kill left behind
         (job.run / name).mkdir(parents=True)
         assert "there is no run in" in job.refused("train", "--resume")
     job.but({"train.max_steps": 1}).done()

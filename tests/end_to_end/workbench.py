@@ -27,6 +27,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from tuningfork import cli
+from tuningfork.report.writer import read_metrics
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -168,7 +169,7 @@ class Job:
         return outcome.err
 
     def metrics(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
+        return read_metrics(self.run / "metrics.jsonl")
 
     def report(self) -> dict[str, Any]:
         return json.loads((self.run / "data_report.json").read_text())

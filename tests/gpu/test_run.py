@@ -67,7 +67,7 @@ def test_a_run_and_its_continuation(tmp_path, kind):
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / f"step-{STEPS}")
     shutil.rmtree(tmp_path / "cut" / "model")
     config = tmp_path / "cut" / "config.yaml"
-    config.write_text(config.read_text().replace("whole", "cut"))
+    config.write_text(config.read_text().partition("\n")[2].replace("whole", "cut"))
     assert "continuing from cut/checkpoints/step-2" in train(tmp_path, {**job, "output.dir": "cut"}, "--resume")
     whole, cut = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "cut"))
     assert whole.keys() == cut.keys()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
 from tests.models.folders import edit, folder_of, logits, plain_load, rewrite
 from tests.tiny import FAMILIES, tiny_model
-from tuningfork.models import attention
+from tuningfork.errors import ModelError
+from tuningfork.models import attention, digests
 from tuningfork.models.export import exported_config, exported_dtype, save
 from tuningfork.models.load import Loaded, comparable, load, load_config, load_tokenizer
 
@@ -149,7 +151,7 @@ def test_an_export_says_nothing_of_us(tmp_path):
     byte_bpe(chat_template=CHATML).save_pretrained(original)
     save(load(str(original)), tmp_path / "export")
     for file in (tmp_path / "export").glob("*.json"):
-        assert attention.NAME not in file.read_text(), file.name
+        assert attention.NAME not in file.read_text() or file.name == digests.NAME, file.name
     config = content(tmp_path / "export" / "config.json")
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["model_type"] == "llama"
@@ -269,7 +271,7 @@ def test_tokenizer_template_and_generation_settings_travel_to_the_byte(tmp_path,
     exported = {
         str(file.relative_to(tmp_path / "export")): file.read_bytes()
         for file in (tmp_path / "export").rglob("*")
-        if file.is_file() and file.name not in ("config.json", "model.safetensors")
+        if file.is_file() and file.name not in ("config.json", "model.safetensors", digests.NAME)
     }
     assert exported == there
 
@@ -277,7 +279,8 @@ def test_tokenizer_template_and_generation_settings_travel_to_the_byte(tmp_path,
 def test_without_generation_settings_there_are_none_in_the_export(tmp_path):
     (folder_of(tmp_path / "original") / "generation_config.json").unlink()
     save(load(str(tmp_path / "original")), tmp_path / "export")
-    assert sorted(file.name for file in (tmp_path / "export").iterdir()) == ["config.json", "model.safetensors"]
+    names = ["config.json", "model.safetensors", digests.NAME]
+    assert sorted(file.name for file in (tmp_path / "export").iterdir()) == names
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "olmo2", "gemma3", "cohere", "mistral"])
@@ -300,3 +303,80 @@ def test_a_tokenizer_in_new_names_is_exported_in_names_that_all_know(tmp_path, f
     assert ours.special_tokens_map == theirs.special_tokens_map
     assert ours("as <s> a tuning fork")["input_ids"] == theirs("as <s> a tuning fork")["input_ids"]
     assert (ours.eos_token, ours.pad_token, ours.bos_token) == ("</s>", "</s>", "<s>")
+
+
+# --- checksums --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    original, export = (tmp_path_factory.mktemp("digests") / name for name in ("original", "export"))
+    byte_bpe(chat_template=CHATML).save_pretrained(folder_of(original))
+    (original / "additional_chat_templates").mkdir()
+    (original / "additional_chat_templates" / "tool_use.jinja").write_text("{{ messages }}")
+    save(load(str(original)), export)
+    return export
+
+
+FILES = [
+    *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
+    *("chat_template.jinja", "additional_chat_templates/tool_use.jinja", digests.NAME),
+]
+
+
+def test_every_file_of_an_export_has_a_checksum(exported):
+    there = {str(file.relative_to(exported)) for file in exported.rglob("*") if file.is_file()}
+    assert there == {*FILES}
+    assert content(exported / digests.NAME)["xxh3_128"].keys() == there - {digests.NAME}
+    assert torch.equal(logits(plain_load(exported)), logits(load(str(exported)).model))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_one_flipped_bit_of_an_export_is_noticed(tmp_path, exported, name):
+    """Most give a model, a tokenizer or a template that works, and is another one."""
+    folder = shutil.copytree(exported, tmp_path / "copy")
+    whole = (folder / name).read_bytes()
+    for place in (len(whole) // 3, len(whole) // 2, 2 * len(whole) // 3, len(whole) - 2):
+        spoilt = bytearray(whole)
+        spoilt[place] ^= 1
+        (folder / name).write_bytes(spoilt)
+        with pytest.raises(ModelError) as caught:
+            load(str(folder))
+        assert digests.NAME in str(caught.value) or name in FILES[:2]  # which may not be JSON any more
+        if not name.endswith((".safetensors", "digests.json")):
+            with pytest.raises(ModelError):
+                load_tokenizer(str(folder))
+
+
+def test_what_is_changed_on_purpose_is_read_without_the_checksums(tmp_path, exported):
+    folder = shutil.copytree(exported, tmp_path / "copy")
+    (folder / "mine.txt").write_text("beside")
+    load_tokenizer(str(folder))
+    edit(folder / "generation_config.json", top_k=3)
+    with pytest.raises(ModelError, match=rf"not as it was exported.* changed on purpose, remove {digests.NAME}"):
+        load_config(str(folder))
+    (folder / digests.NAME).unlink()
+    assert load(str(folder)).model.generation_config.top_k == 3
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors"])
+def test_a_missing_file_of_an_export_is_named(tmp_path, exported, name):
+    folder = shutil.copytree(exported, tmp_path / "copy")
+    (folder / name).unlink()
+    with pytest.raises(ModelError, match=rf"{name}"):
+        load(str(folder))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"xxh3_128": [1]}', '{"xxh3_128": {"config.json": 1}}', "[" * 10**5])
+def test_checksums_that_are_none_are_named(tmp_path, exported, text):
+    folder = shutil.copytree(exported, tmp_path / "copy")
+    (folder / digests.NAME).write_text(text)
+    with pytest.raises(ModelError, match=f"{digests.NAME} is damaged"):
+        load_config(str(folder))
+
+
+def test_a_copy_by_links_is_the_same_model(tmp_path, exported):
+    (tmp_path / "linked").mkdir()
+    for file in exported.iterdir():
+        (tmp_path / "linked" / file.name).symlink_to(file)
+    load(str(tmp_path / "linked"))

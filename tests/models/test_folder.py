@@ -45,7 +45,7 @@ def test_a_quantized_model_in_an_older_file_is_refused(tmp_path, prefix):
 def test_a_broken_index_is_named(tmp_path, content):
     tiny_model("llama", torch.float32).save_pretrained(tmp_path, max_shard_size="40KB")
     (tmp_path / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json has no weight_map"):
+    with pytest.raises(ModelError, match=r"index\.json (has no weight_map|cannot be read: it holds no JSON)"):
         load(str(tmp_path))
 
 

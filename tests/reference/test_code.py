@@ -28,11 +28,15 @@ from tuningfork.train.setup import Start, open_reference
 STEPS = ("data.pack", "data.layout", "models.load", "models.policy", "kernels.select", "objective.head", "train.score")
 DECIDE_NO_BIT = {
     "errors": "words",
+    "files": "opens files that are whole",
+    "json_files": "reads small files with bounds",
     "models.checks": "refuses what is wrong in a model's files",
     "models.config": "what a setting may be",
+    "models.digests": "refuses an export that was spoilt",
     "models.flops": "counts what a token costs",
     "models.folder": "what lies beside the weights; the model's config is in the fingerprint",
     "models.support": "refuses models, and examples that are too long for one",
+    "models.trust": "refuses folders that ask for code of others",
     "models.weights": "brings weights into memory, where they are digested",
     "data.store": "where examples lie; their content is the key of what is scored",
     "data.bins": "which pack an example lies in; its log-prob is the same in any, which every start checks",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.tiny import random_examples, random_pairs
 from tuningfork.data.store import Selection, TokenTable, columns_of
-from tuningfork.errors import ReferenceMismatch
+from tuningfork.errors import ReferenceMismatch, RunFolderError
 from tuningfork.records import Source, TokenAnswer, TokenExample
 from tuningfork.reference import shards
 from tuningfork.reference.store import ReferenceStore
@@ -77,13 +78,38 @@ def test_an_example_with_one_answer_missing_is_missing(tmp_path):
 
 
 def test_half_a_write_is_no_shard(tmp_path):
-    """A kill while a shard is written leaves a .partial file; it is neither read nor in the way."""
+    """A kill while a shard is written leaves a .partial file; it is neither read nor in the way, and goes. A file that
+    somebody else calls so stays."""
     examples = random_pairs(3)
     filled(tmp_path, examples[:2])
     shard = shard_of(tmp_path)
-    (tmp_path / "rows-0123456789ab.bin.partial").write_bytes(shard.read_bytes()[:100])
+    rest, others = tmp_path / f".{shard.name}.tuningfork-{'0a' * 8}.partial", tmp_path / "rows-0123456789ab.bin.partial"
+    for half in (rest, others):
+        half.write_bytes(shard.read_bytes()[:100])
     again = ReferenceStore(tmp_path, FINGERPRINT)
     assert again.missing(examples) == examples[2:]
+    assert others.exists() and not rest.exists()
+
+
+@pytest.mark.parametrize("name", ["fingerprint.json", "rows-0123.bin"])
+@pytest.mark.parametrize("kind", ["link", "link to nothing", "pipe"])
+def test_a_file_of_the_cache_that_is_none_is_refused(tmp_path, name, kind):
+    """A pipe would wait for ever; a link may lead to whatever a stranger wants to be read or replaced."""
+    filled(tmp_path / "cache", random_pairs(2))
+    path, elsewhere = tmp_path / "cache" / name, tmp_path / "elsewhere"
+    path.unlink(missing_ok=True)
+    elsewhere.write_text("precious")
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to(elsewhere if kind == "link" else "absent")
+    with pytest.raises(RunFolderError, match=rf"{name} is a (link|named pipe)"):
+        ReferenceStore(tmp_path / "cache", FINGERPRINT)
+    assert elsewhere.read_text() == "precious" and os.path.lexists(path)
+
+
+def test_a_cache_folder_may_be_a_link(tmp_path):
+    examples = random_pairs(2)
+    filled(tmp_path / "disk", examples)
+    (tmp_path / "cache").symlink_to(tmp_path / "disk")
+    assert ReferenceStore(tmp_path / "cache", FINGERPRINT).missing(examples) == []
 
 
 def test_growing_data_scores_only_what_is_new(tmp_path):

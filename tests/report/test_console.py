@@ -4,6 +4,11 @@ import io
 import re
 
 import pytest
+from rich.console import Group
+from rich.padding import Padding
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
 
 from tuningfork.report.console import Console, duration, number, side_by_side, table
 
@@ -108,8 +113,45 @@ def test_text_is_printed_as_it_is_but_for_control_characters() -> None:
     console.attach(log.append)
     console.print("[red]x[/red] :smile: " + "long " * 40)
     console.print("\x1b[31mred\x07\ttab\nü \ud800")
-    assert log == ["[red]x[/red] :smile: " + "long " * 40, "�[31mred�\ttab\nü �"]
+    console.print("two", "lines")
+    console.print()
+    said = ["[red]x[/red] :smile: " + "long " * 40, "⟨U+001B⟩[31mred⟨U+0007⟩⇥tab↵ü ⟨U+D800⟩", "two\nlines", ""]
+    assert log == said
     assert out.getvalue() == "\n".join(log) + "\n"
+
+
+HOSTILE = "a\nstep-0 check: fine\r\x1b[2J\x9b1m\u202e\u2028[bold]b[/bold][link=http://x]c[/link]"
+SHOWN = "a↵step-0 check: fine⟨U+000D⟩⟨U+001B⟩[2J⟨U+009B⟩1m⟨U+202E⟩⟨U+2028⟩[bold]b[/bold][link=http://x]c[/link]"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_strangers_name_is_shown_and_forges_nothing(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the screen, in the bar and in the log; whatever way it comes to be said."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "400")
+    out, clock, log = Terminal() if terminal else io.StringIO(), Clock(), []
+    console = Console(out, clock=clock)
+    console.attach(log.append)
+    with console.phase(f"reading {HOSTILE}", 4, HOSTILE) as phase:
+        clock.now += 11
+        phase.advance(2, {HOSTILE: 1.0})
+        phase.bar.refresh()
+        console.print(HOSTILE)
+        console.log(HOSTILE)
+    grid = Table.grid()
+    grid.add_row(Text(HOSTILE[1:]), style=Style(bold=True))  # rich itself ends lines and drops the \r
+    console.draw(Group(grid, Padding(Text(HOSTILE[2:]), (0, 0, 0, 2))), width=400)
+    console.print(*table(HOSTILE, [(HOSTILE, "1")], width=400).split("\n"))
+    console.print(*side_by_side(HOSTILE, HOSTILE, "", width=400).split("\n"))
+
+    for said in (out.getvalue(), "\n".join(log)):
+        assert "\x1b[2J" not in said and "\x1b]8" not in said
+        if terminal:  # what the bar orders
+            said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", said)
+        assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e]", said)
+        assert said.count(SHOWN) >= 6
+        assert said.count("⟨U+001B⟩[2J⟨U+009B⟩1m⟨U+202E⟩⟨U+2028⟩[bold]b[/bold]") >= 8
+    assert f"reading {SHOWN}: 2/4 {SHOWN}, {SHOWN} 1, " in log[0]
 
 
 def test_an_ascii_stream_shows_a_question_mark_rather_than_fail() -> None:

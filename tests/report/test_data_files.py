@@ -32,20 +32,41 @@ def test_an_earlier_report_is_replaced(tmp_path: Path, report: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("name", [REPORT, PAGE])
-def test_what_somebody_else_made_stays(tmp_path: Path, report: dict[str, Any], name: str) -> None:
+@pytest.mark.parametrize("theirs", ['{"rows_read": 3}', "my notes on what tuningfork data said", ""])
+def test_what_somebody_else_made_stays(tmp_path: Path, report: dict[str, Any], name: str, theirs: str) -> None:
     """The account that a run writes has the same name as the report."""
     write(tmp_path, report, "1.0")
-    (tmp_path / name).write_text('{"rows_read": 3}')
+    (tmp_path / name).write_text(theirs)
     other = PAGE if name == REPORT else REPORT
     before = (tmp_path / other).read_bytes()
     with pytest.raises(RunFolderError, match=rf"{name} exists and was not made by `tuningfork data`.*Move it away"):
         write(tmp_path, report, "1.1")
-    assert (tmp_path / name).read_text() == '{"rows_read": 3}'
+    assert (tmp_path / name).read_text() == theirs
     assert (tmp_path / other).read_bytes() == before
     (tmp_path / name).unlink()
     (tmp_path / name).mkdir()
     with pytest.raises(RunFolderError, match=name):
         check(tmp_path)
+
+
+@pytest.mark.parametrize("name", [REPORT, PAGE, ""])
+def test_an_earlier_report_behind_a_link_stays(tmp_path: Path, report: dict[str, Any], name: str) -> None:
+    folder, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    write(elsewhere, report, "1.0")
+    before = {path.name: path.read_bytes() for path in elsewhere.iterdir()}
+    if name:
+        folder.mkdir()
+    (folder / name).symlink_to(elsewhere / name)
+    with pytest.raises(RunFolderError, match=rf"{name or 'data'} is a link.*Remove it"):
+        write(folder, report, "1.1")
+    assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == before
+
+
+def test_what_a_kill_left_of_a_report_is_cleared_away(tmp_path: Path, report: dict[str, Any]) -> None:
+    for name in (f".{PAGE}.tuningfork-{'0' * 16}.partial", "notes.partial"):
+        (tmp_path / name).touch()
+    write(tmp_path, report, "1.0")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [PAGE, REPORT, "notes.partial"]
 
 
 def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:

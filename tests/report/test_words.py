@@ -18,7 +18,6 @@ from tuningfork.report.words import (
     share,
     short_names,
     signed,
-    visible,
 )
 
 
@@ -60,21 +59,6 @@ def test_rows_and_what_is_left_out() -> None:
 def test_a_long_text_says_how_long_it_is() -> None:
     assert cut("abc", 3) == "abc"
     assert cut("a" * 1_000_003, 3) == "aaa … 1,000,000 more characters"
-
-
-@pytest.mark.parametrize(
-    ("text", "seen"),
-    [
-        ("plain, é, 日本, עברית, 🙂", "plain, é, 日本, עברית, 🙂"),
-        ("a\nb\tc", "a↵b⇥c"),
-        ("\x00\x1b[31m\x7f\x85", "⟨U+0000⟩⟨U+001B⟩[31m⟨U+007F⟩⟨U+0085⟩"),
-        ("\u202ecod\u2066", "⟨U+202E⟩cod⟨U+2066⟩"),
-        ("half \ud83d", "half ⟨U+D83D⟩"),
-        ("\u2028\u200b\ufeff\ue000", "⟨U+2028⟩⟨U+200B⟩⟨U+FEFF⟩⟨U+E000⟩"),
-    ],
-)
-def test_what_cannot_be_seen_is_made_visible(text: str, seen: str) -> None:
-    assert visible(text) == seen
 
 
 def test_sentences_and_differences() -> None:

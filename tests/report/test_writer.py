@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import zlib
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,9 @@ def test_a_line_is_on_disk_at_once_and_the_folder_holds_all_three_records(tmp_pa
     with RunWriter(folder) as writer:
         writer.line({"step": 1, "loss": 0.1, "mfu": None})
         writer.log("hello ü \udc80")
-        assert (folder / "metrics.jsonl").read_text() == '{"step": 1, "loss": 0.1, "mfu": null}\n'
+        line = '{"step": 1, "loss": 0.1, "mfu": null}'
+        checksum = zlib.crc32(line.encode())
+        assert (folder / "metrics.jsonl").read_text() == f'{line[:-1]}, "crc32": {checksum}}}\n'
         assert (folder / "log.txt").read_text() == "hello ü \\udc80\n"
         assert board(folder, "loss") == [(1, pytest.approx(0.1))]
         writer.scalars(1, {"loss": 0.25, "rewards/margin": None}, prefix="eval/")
@@ -93,6 +96,51 @@ def test_a_damaged_line_elsewhere_is_an_error(tmp_path: Path, bad: str) -> None:
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3  # untouched
 
 
+def test_one_flipped_bit_of_a_line_is_noticed(tmp_path: Path) -> None:
+    """Most bits of a digit, flipped, give another digit; and some of a name, another name."""
+    with RunWriter(tmp_path) as writer:
+        for step in range(1, 4):
+            writer.line({"step": step, "loss": 1 / step, "lr": 5e-7, "mfu": None, "tokens/s": 12345})
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_bytes()
+    first, second = whole.find(b"\n") + 1, whole.rfind(b"\n", 0, -1)
+    for place in range(first, second):
+        for bit in (1, 4):
+            spoilt = bytearray(whole)
+            spoilt[place] ^= bit
+            path.write_bytes(spoilt)
+            if b"\n" not in spoilt[place : place + 1]:
+                with pytest.raises(RunFolderError, match="line 2 is no line of metrics, or not as it was written"):
+                    read_metrics(path)
+    path.write_bytes(whole)
+    with RunWriter(tmp_path, resume_at_step=3) as writer:
+        assert writer.last_step == 3
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    "line", ['{"step": ' + "[" * 100_000, '{"step": 1e999}', '{"step": 1, "step": 2}', "[1]", "\udcff"]
+)
+def test_lines_that_would_end_in_a_traceback(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{line}\n{{"step": 3}}\n', errors="surrogateescape")
+    with pytest.raises(RunFolderError, match="line 1 is no line of metrics"):
+        read_metrics(path)
+
+
+def test_lines_that_are_missing_are_known(tmp_path: Path) -> None:
+    """As after a power cut, for lines are not flushed to the disk as checkpoints are."""
+    with RunWriter(tmp_path) as writer:
+        writer.line({"step": 1})
+        writer.line({"step": 2})
+    for step, last in ((1, 1), (5, 1)):
+        with RunWriter(tmp_path, resume_at_step=step) as writer:
+            assert writer.last_step == last
+    (tmp_path / "metrics.jsonl").unlink()
+    with RunWriter(tmp_path, resume_at_step=5) as writer:
+        assert writer.last_step == 0
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_json_cannot_say_is_refused_before_it_is_written(tmp_path: Path, value: float) -> None:
     with RunWriter(tmp_path) as writer:
@@ -154,3 +202,39 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunFolderError, match="file/run cannot be written: Not a directory"):
         RunWriter(tmp_path / "file" / "run")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "log.txt", "tensorboard"])
+def test_a_record_that_is_a_link_is_not_written_through(tmp_path: Path, name: str) -> None:
+    """A run folder of somebody else, whose log.txt leads to a file of ours."""
+    folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    (elsewhere / "file").write_text("precious")
+    (folder / name).symlink_to(elsewhere if name == "tensorboard" else elsewhere / "file")
+    with pytest.raises(RunFolderError, match=rf"{name} is a link.*Remove it"), RunWriter(folder, 3) as writer:
+        writer.log("hello")
+    assert (elsewhere / "file").read_text() == "precious" and len(list(elsewhere.iterdir())) == 1
+
+
+def test_an_event_file_is_always_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name can be guessed."""
+    monkeypatch.setattr("tuningfork.report.board.time.time_ns", lambda: 5)
+    path = tmp_path / "tensorboard" / f"events.out.tfevents.5.{os.getpid()}"
+    path.parent.mkdir()
+    (tmp_path / "elsewhere").write_text("precious")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RunFolderError, match="File exists"):
+        RunWriter(tmp_path)
+    assert (tmp_path / "elsewhere").read_text() == "precious"
+
+
+def test_json_holds_what_it_was_given_and_nothing_that_a_terminal_would_obey(tmp_path: Path) -> None:
+    value = {f"key{chr(code)}": chr(code) for code in (*range(0xA0), 0x61C, *range(0x2000, 0x2070), 0x1F600)}
+    write_json(tmp_path / "file.json", value)
+    text = (tmp_path / "file.json").read_text(encoding="utf-8")
+    assert json.loads(text) == value and "\U0001f600" in text
+    assert not set(text) & {
+        chr(code) for code in (*range(10), *range(11, 32), *range(0x7F, 0xA0), 0x61C, 0x2028, 0x202E)
+    }
+    assert not set(text) & set("\u200e\u200f\u2029\u202a\u202b\u202c\u202d\u2066\u2067\u2068\u2069")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch import nn
 from tuningfork import files
 from tuningfork.errors import RunFolderError
 from tuningfork.files import checksum
-from tuningfork.train.checkpoint import Progress, progress, restore, save
+from tuningfork.train.checkpoint import Progress, newest, progress, restore, save
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.optimizer import build_optimizer, set_learning_rate, step
 
@@ -70,6 +72,43 @@ def test_a_checkpoint_of_another_version_is_not_called_damaged(tmp_path, old, ne
         progress(path)
 
 
+def test_a_flipped_bit_is_noticed_before_anything_is_loaded(saved):
+    """What a run looks at first: where it stands, and with which activations it goes on."""
+    whole = (saved / "progress.json").read_text()
+    for old, new in (('"none"', '"nond"'), ('"step": 3', '"step": 7'), ("0.1", "0.3")):
+        (saved / "progress.json").write_text(whole.replace(old, new))
+        with pytest.raises(RunFolderError, match=r"progress\.json is damaged.*Remove that folder"):
+            progress(saved)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('"step": 3', '"step": "3"', "progress.json: step: Input should be a valid integer"),
+        ('"step": 3', '"step": NaN', "cannot be loaded"),
+        ('"before": {', '"before": [{', "cannot be loaded"),
+        ('{"pairs": 2, "loss": 0.1}', "[1]", "progress.json: before: Input should be"),
+        ('{"pairs": 2, "loss": 0.1}', "[" * 100_000, "cannot be loaded"),
+        ('"none"', "7", "progress.json: activation_memory: Input should be a valid string"),
+    ],
+)
+def test_a_checkpoint_that_was_made_up_is_refused_in_words(saved, old, new, said):
+    path = saved / "progress.json"
+    path.write_text(path.read_text().replace(old, new))
+    sealed = json.loads((saved / "digests.json").read_text())
+    (saved / "digests.json").write_text(json.dumps(sealed | {"progress.json": checksum(path)}))
+    for look in (progress, lambda path: restore(path, *parts())):
+        with pytest.raises(RunFolderError, match=said):
+            look(saved)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"\0", b"\xff{}", b"{", b"{}"])
+def test_progress_that_is_none(saved, content):
+    (saved / "progress.json").write_bytes(content)
+    with pytest.raises(RunFolderError, match=rf"{saved} (cannot be loaded|was written by another version)"):
+        progress(saved)
+
+
 def names() -> list[str]:
     return ["__0_0.distcp", ".metadata", "progress.json", "digests.json"]
 
@@ -112,3 +151,49 @@ def test_an_error_without_a_word_is_named_by_its_type(saved, monkeypatch):
     monkeypatch.setattr(dcp.DefaultLoadPlanner, "create_local_plan", failing)
     with pytest.raises(RunFolderError, match=r"cannot be loaded \(EOFError\)"):
         restore(saved, *parts())
+
+
+def test_only_what_was_saved_is_removed_for_newer_ones(tmp_path):
+    """A folder that looks like a checkpoint may be somebody's own, or hold what somebody put into it."""
+    for step_done in (1, 2, 3):
+        save(tmp_path, replace(PROGRESS, step=step_done), *parts(), keep_last=9)
+    (tmp_path / "step-2" / "notes.txt").write_text("the best one so far")
+    strange = ["step-10", "step-0", "step-05", "step-x", "step-4\n", "step-\u0663", "step-1.partial", "notes"]
+    for name in strange:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "precious").touch()
+    save(tmp_path, replace(PROGRESS, step=11), *parts(), keep_last=1)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-2", "step-11", *strange}
+    assert newest(tmp_path) == tmp_path / "step-11"
+    assert all((tmp_path / name / "precious").exists() for name in strange)
+
+
+def test_what_a_kill_left_of_a_checkpoint_is_cleared_away_and_nothing_else(tmp_path, saved):
+    ours, others = tmp_path / f".step-9.tuningfork-{'0' * 16}.partial", tmp_path / "step-9.partial"
+    for folder in (ours, others):
+        folder.mkdir()
+        (folder / "__0_0.distcp").touch()
+    assert newest(tmp_path) == saved
+    assert others.exists() and not ours.exists()
+
+
+@pytest.mark.parametrize("kind", ["link", "link to nothing", "file"])
+def test_what_bears_a_checkpoints_name_and_is_no_folder_is_refused(tmp_path, saved, kind):
+    saved.rename(tmp_path / "elsewhere")
+    saved.touch() if kind == "file" else saved.symlink_to("elsewhere" if kind == "link" else "absent")
+    with pytest.raises(RunFolderError, match=r"step-3 is a (link|file).*(Remove it|Move it away)"):
+        newest(tmp_path)
+    assert os.path.lexists(saved) and (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_checkpoints_file_that_is_none_is_refused(saved, name, kind):
+    path = saved / name
+    path.rename(saved.parent / name)
+    path.symlink_to(saved.parent / name) if kind == "link" else os.mkfifo(path)
+    with pytest.raises(RunFolderError, match=rf"{name} is a (link|named pipe)"):
+        restore(saved, *parts())
+    if name == "progress.json":
+        with pytest.raises(RunFolderError, match=rf"{name} is a (link|named pipe)"):
+            progress(saved)

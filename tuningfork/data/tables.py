@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -31,7 +30,18 @@ from tuningfork.data.store import Columns, TokenTable
 from tuningfork.data.survey import open_table
 from tuningfork.data.workers import Workers, check_started
 from tuningfork.errors import DataError, RunFolderError
-from tuningfork.files import ASIDE, check_sealed, exclusive, explained, remove, seal, whole_folder
+from tuningfork.files import (
+    DIGESTS,
+    check_plain,
+    check_sealed,
+    clear_abandoned,
+    exclusive,
+    explained,
+    read_plain,
+    remove,
+    seal,
+    whole_folder,
+)
 from tuningfork.records import Size
 
 Progress = Callable[[int, int], None]
@@ -42,7 +52,6 @@ Notice = Callable[[str], None]
 ACCOUNT = "account.json"
 ELSEWHERE = "set data.cache to another folder, or to null for none."
 CURE = f"Make room or permit it; or {ELSEWHERE}"
-ENTRY = re.compile(r"[0-9a-f]{32}")  # the names of entries; the folder may hold what is not ours
 CHANGED = "{table}: changed while it was read. Run again once it is whole."
 SETTINGS = (
     "format",
@@ -133,10 +142,9 @@ class TableReader:
     def _made(self, entry: Path, table: str, before: str, progress: Progress | None) -> tuple[Columns, TableAccount]:
         """The table's tokens, made and kept; no other process is at work in the cache. `before` is the table's hash."""
         with explained(entry.parent, CURE):
-            for rest in entry.parent.glob(f"*{ASIDE}"):
-                if ENTRY.fullmatch(rest.name.removesuffix(ASIDE)):  # of a process that was killed
-                    remove(rest)
+            clear_abandoned(entry.parent, held=True)
             if os.path.lexists(entry):
+                _check_ours(entry)
                 self.notice(f"{entry}: damaged, made again")
                 remove(entry)
         with whole_folder(entry, CURE) as aside:
@@ -154,13 +162,20 @@ class TableReader:
 
 def _read(entry: Path) -> tuple[Columns, TableAccount] | None:
     """What an entry of the cache holds; None where there is no whole one. Raises RunFolderError."""
+    check_plain(entry, folder=True)
     try:
         check_sealed(entry, (*store.TYPES, ACCOUNT))
-        return store.mapped(entry), TableAccount.from_json((entry / ACCOUNT).read_text())
+        return store.mapped(entry), TableAccount.from_json(read_plain(entry / ACCOUNT).decode())
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
         return None
     except OSError as error:
         raise RunFolderError(f"{entry} cannot be read: {error.strerror or error}. Permit it; or {ELSEWHERE}") from error
+
+
+def _check_ours(entry: Path) -> None:
+    """Raise RunFolderError where a damaged entry holds what no entry does: it is removed with all that is in it."""
+    if others := sorted({path.name for path in entry.iterdir()} - {*store.TYPES, ACCOUNT, DIGESTS}):
+        raise RunFolderError(f"{entry} holds {others[0]!r}, which is not ours to remove. Move it away; or {ELSEWHERE}")
 
 
 def _make(

@@ -5,6 +5,7 @@ Each check takes the `path` of the folder, to name it in errors.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +19,66 @@ from tuningfork.models.weights import Found
 
 CONSTANT = r"(rotary_emb\.inv_freq|\.masked_bias)$"
 """Names of buffers that older versions of the library stored, and that have one value for all models of a config."""
+_SLACK = 1 << 27  # numbers, half a GB; masks that some small models have as buffers are nearly as large
 _TRAINABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_layers(config: Any, stored: Mapping[str, Any]) -> None:
+    """Before a model is built, which takes a while for each layer: every layer has a tensor at least.
+
+    Raises:
+        ValueError: there are fewer tensors in the weights than config.json has layers.
+    """
+    layers = getattr(config, "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > len(stored):
+        name = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+        raise ValueError(
+            f"config.json sets {name} to {layers:,}, but the weights hold {counted(len(stored), 'tensor')}; get "
+            "config.json and weights that belong together"
+        )
+
+
+def check_size(model: PreTrainedModel, stored: Mapping[str, Any]) -> None:
+    """Before a model gets memory: it is not much larger than what is stored. `model` is a draft on the meta device.
+
+    A tensor that is missing, or has another shape, is refused by its name later; the library makes it for that.
+
+    Args:
+        stored: what lies in the folder's weight files, each with its shape.
+
+    Raises:
+        ValueError: weights and buffers of the model have many more numbers than the files have.
+    """
+    sizes = {
+        name: tensor.numel() for part in (model.named_parameters(), model.named_buffers()) for name, tensor in part
+    }
+    there = sum(tensor.shape.numel() for tensor in stored.values())
+    if sum(sizes.values()) <= 2 * there + _SLACK:
+        return
+    largest = max(sizes, key=lambda name: sizes[name])
+    shape = tuple(model.get_parameter_or_buffer(largest).shape)
+    factors = {
+        key: value
+        for key, value in model.config.to_dict().items()
+        if type(value) is int and value > 1 and max(shape) % value == 0
+    }
+    settings = [f"{key} to {value:,}" for key, value in factors.items() if value == max(factors.values())]
+    raise ValueError(
+        f"config.json describes a model of {sum(sizes.values()):,} numbers, its {largest} of shape {shape}, but the "
+        f"weights hold {there:,} numbers. It sets {' and '.join(settings) or 'sizes that are too large'}; get "
+        "config.json and weights that belong together"
+    )
+
+
+def check_room(needed: int) -> None:
+    """Before so many bytes are asked of the host: it gives out memory that it does not have, and ends whoever uses it.
+
+    Raises:
+        MemoryError: the whole of the machine's memory is smaller.
+    """
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        raise MemoryError(f"they need {needed / 1e9:,.1f} GB, and this machine has {there / 1e9:,.1f} GB of memory")
 
 
 def check_names(model: PreTrainedModel, info: dict[str, Any], found: Found | None, path: str) -> None:

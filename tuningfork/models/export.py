@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
+from tuningfork.errors import SAVING, enough_memory
+from tuningfork.models import digests
 from tuningfork.models.folder import CONFIG, GENERATION, to_json
 from tuningfork.models.load import Loaded, comparable
 
@@ -24,20 +26,23 @@ def save(loaded: Loaded, folder: Path, dtype: torch.dtype | None = None) -> None
 
     Tokenizer, chat template, generation settings and licence are the starting folder's to the byte, and config.json
     holds what it held, for training changes none of that: a library that wrote them anew would write them for its own
-    version. The model in memory stays as it is.
+    version. The model in memory stays as it is. Checksums of all files lie beside them (digests.py).
 
     Args:
         dtype: of the weights; None for the one that each tensor had on the disk.
 
     Raises:
         OSError: the disk refuses.
+        OutOfMemory: the machine has no room for a copy of the weights.
     """
-    _write_weights(loaded, folder, dtype)
+    with enough_memory("exporting the model", SAVING):
+        _write_weights(loaded, folder, dtype)
     for name, content in loaded.origin.files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
     config = exported_config(loaded.origin.config, loaded.model, dtype or loaded.stored_dtype)
     (folder / CONFIG).write_bytes(to_json(config))
+    digests.write(folder)
 
 
 def exported_config(start: Mapping[str, Any], model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Any]:

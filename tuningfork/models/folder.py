@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -14,7 +15,9 @@ from typing import Any
 import transformers
 from transformers import GenerationConfig
 
-from tuningfork.errors import ModelError, first_line
+from tuningfork.errors import ModelError, first_line, shortened
+from tuningfork.files import opened
+from tuningfork.json_files import read_object
 from tuningfork.models import trust, weights
 
 CONFIG = "config.json"
@@ -37,7 +40,14 @@ _AT_LEAST_ONE = (
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
+    "intermediate_size",
+    "max_position_embeddings",
+    *("n_layer", "n_embd", "n_head", "n_positions"),  # of older families
 )
+# Settings by which a config builds lists, and those by which a model builds tensors: more than any model has.
+_COUNTS, _MOST = re.compile(r"(^|_)(n|num)_(\w+_)?(layers?|blocks?|labels|experts)$"), 100_000
+_SIZES, _LARGEST = re.compile(r"(^|_)(size|dim|rank|heads?|embd|inner|positions|embeddings)(_|$)|^d_"), 2**31 - 1
+_LARGEST_BESIDE = 1 << 30  # bytes of all that an export takes over as it is
 _TOKENIZERS = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 
@@ -83,6 +93,7 @@ def check(path: str) -> None:
             "installed and leaves out where it is not. Merge it into the weights (peft's merge_and_unload) or remove "
             "its files."
         )
+    _check_files(folder)
     if not (folder / CONFIG).exists():
         raise ModelError(f"{path}: no config.json, so this is not a Hugging Face model folder.{other_formats(folder)}")
     if (folder / GENERATION).exists():
@@ -91,6 +102,22 @@ def check(path: str) -> None:
             GenerationConfig.from_pretrained(path, local_files_only=True)
         except Exception as error:
             raise _broken(path, GENERATION, error) from error
+
+
+def _check_files(folder: Path) -> None:
+    """Refuse a folder with entries that a reader would wait for, or read without an end."""
+    for entry in sorted(folder.iterdir()):
+        if entry.exists() and not entry.is_file() and not entry.is_dir():
+            raise ModelError(
+                f"{folder}: {entry.name} is neither a file nor a folder, but a pipe, a socket or a device. Remove it."
+            )
+
+
+def check_tokenizer(path: str) -> None:
+    """Refuse JSON beside a tokenizer that its library might not survive. Raises ModelError."""
+    for name in (TOKENIZER, "special_tokens_map.json", "added_tokens.json"):
+        if (Path(path) / name).exists():
+            read_json(path, name)
 
 
 def has_weights(path: str) -> bool:
@@ -160,11 +187,15 @@ def settings(path: str) -> dict[str, Any]:
                 f"{path}: config.json sets {key} to {config[key]!r}. Get the model in float32, float16 or bfloat16, or "
                 "correct config.json if its weights are."
             )
-    for key in _AT_LEAST_ONE:
-        value = config.get(key)
-        if isinstance(value, int) and value < 1:
+    for name, value in _flat(config):
+        key = name.rpartition(".")[2]
+        most = _MOST if _COUNTS.search(key) else _LARGEST if _SIZES.search(key) else None
+        if not isinstance(value, int):
+            continue
+        if (name in _AT_LEAST_ONE and value < 1) or (most is not None and abs(value) > most):
             raise ModelError(
-                f"{path}: config.json sets {key} to {value}; there is no such model. Get config.json anew."
+                f"{path}: config.json sets {name} to {shortened(str(value), 40)}; there is no such model. Get "
+                "config.json anew."
             )
     return config
 
@@ -175,7 +206,16 @@ def read(path: str) -> tuple[Origin, tuple[str, ...]]:
     config = read_json(path, CONFIG)
     there = sorted({file for pattern in _TRAVELS for file in folder.glob(pattern) if file.is_file()})
     there = [file for file in there if file.suffix not in trust.CODE]
-    files = {str(file.relative_to(folder)): file.read_bytes() for file in there}
+    if sum(file.stat().st_size for file in there) > _LARGEST_BESIDE:
+        largest = max(there, key=lambda file: file.stat().st_size)
+        raise ModelError(
+            f"{path}: what lies beside the weights is larger than {_LARGEST_BESIDE:,} bytes; the largest is "
+            f"{largest.name}, and an export would have it too. Remove what is no part of the model."
+        )
+    try:
+        files = {str(file.relative_to(folder)): _content(file) for file in there}
+    except OSError as error:
+        raise ModelError(f"{path}: {error.filename} cannot be read: {error.strerror or error}. Permit it.") from error
     notes: tuple[str, ...] = ()
     if config.pop("auto_map", None):
         notes += (
@@ -213,19 +253,26 @@ def known_to_older_readers(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_json(path: str, name: str) -> dict[str, Any]:
-    """The object in one of the folder's JSON files. Raises ModelError."""
+    """The object in one of the folder's JSON files. Raises ModelError, also where a setting is NaN or infinite."""
     try:
-        content = json.loads((Path(path) / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = read_object(Path(path) / name)
+        for setting, value in _flat(content):
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{setting} is {value}, which is no number of JSON")
+    except (OSError, ValueError) as error:
         raise _broken(path, name, error) from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path}: {name} holds no JSON object. Mend it or get it anew.")
     return content
+
+
+def _content(file: Path) -> bytes:
+    with opened(file) as content:
+        return content.read()
 
 
 def to_json(content: Mapping[str, Any]) -> bytes:
     """As transformers lays out such a file, but in the order given."""
-    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+    # A lone surrogate has no UTF-8; backslashreplace makes it \\ud800, which in a JSON string means the same.
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
 
 
 def _has_adapter(folder: Path) -> bool:

@@ -24,8 +24,8 @@ from transformers import (
 )
 from transformers.core_model_loading import WeightRenaming
 
-from tuningfork.errors import ModelError, first_line
-from tuningfork.models import attention, checks, folder, trust, weights
+from tuningfork.errors import LOADING, ModelError, enough_memory, first_line, is_of_memory
+from tuningfork.models import attention, checks, digests, folder, trust, weights
 from tuningfork.models.folder import Origin
 from tuningfork.models.support import check_config, check_modules
 from tuningfork.models.weights import Found, Stored
@@ -66,7 +66,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     Some versions of transformers put another way of cutting texts in place of the folder's own (5.17 does so for
     DeepSeek-V3): what comes of it looks like tokens and trains a model to write without spaces.
     """
-    load_config(path)  # which it reads, too: what is wrong there is not the tokenizer's
+    _config(path)  # which it reads, too: what is wrong there is not the tokenizer's
+    folder.check_tokenizer(path)
     for file in (folder.TOKENIZER, folder.CONFIG):
         if (Path(path) / file).exists():
             trust.check_tokenizer(folder.read_json(path, file), file, path)
@@ -104,6 +105,7 @@ def load_config(path: str) -> Any:
 def _config(path: str) -> Any:
     """The folder's config of whatever model. Raises ModelError."""
     folder.check(path)
+    digests.check(path, weights=False)
     settings = folder.settings(path)
     kind, library = settings["model_type"], f"transformers {transformers.__version__}"
     trust.check_settings(settings, path)
@@ -139,14 +141,19 @@ def load(
     Raises:
         ModelError: no folder, no config, no or incomplete weights, NaN in the weights, or a model that cannot be
             packed correctly.
+        OutOfMemory: the machine or the device has not the memory for them.
     """
-    draft, loaded = _opened(path, progress)
-    model = loaded.model
-    for weight, there in draft.unread:
-        weight.data = torch.empty(there.shape, dtype=_held(weight, there.shape, dtype), device=device)
-    hold_weights(model, dtype)
-    model.to(device)  # type: ignore[arg-type]
-    _read(draft, path, progress)
+    with enough_memory(_loading(path), LOADING):
+        draft, loaded = _opened(path, progress)
+        model = loaded.model
+        if device.type == "cpu":
+            held = ((there, _held(weight, there.shape, dtype)) for weight, there in draft.unread)
+            checks.check_room(sum(there.shape.numel() * kind.itemsize for there, kind in held))
+        for weight, there in draft.unread:
+            weight.data = torch.empty(there.shape, dtype=_held(weight, there.shape, dtype), device=device)
+        hold_weights(model, dtype)
+        model.to(device)  # type: ignore[arg-type]
+        _read(draft, path, progress)
     model.train()  # one mode for scoring and training, so that both run the same code; there is no dropout
     return loaded
 
@@ -163,13 +170,19 @@ def replace_weights(model: PreTrainedModel, path: str) -> tuple[str, ...]:
     Raises:
         ModelError: as for `load`. If the disk fails or a weight is no number, the model has some weights of each.
     """
-    draft, loaded = _opened(path)
+    with enough_memory(_loading(path), LOADING):
+        draft, loaded = _opened(path)
     ours, names = dict(_all_tensors(model)), {id(weight): name for name, weight in _all_tensors(loaded.model)}
     for weight, _ in draft.unread:
         weight.data = ours[names[id(weight)]].data
     _read(draft, path)
     model.load_state_dict(loaded.model.state_dict())  # what lies elsewhere; the rest is its own already
     return loaded.notes
+
+
+def _loading(path: str) -> str:
+    """What is done, for the error that says that there is no memory for it."""
+    return f"loading the weights of {path}, {weights.bytes_in(Path(path)) / 1e9:,.1f} GB on the disk"
 
 
 def _opened(path: str, progress: Callable[[int, int], None] = lambda done, total: None) -> tuple[_Draft, Loaded]:
@@ -179,11 +192,16 @@ def _opened(path: str, progress: Callable[[int, int], None] = lambda done, total
     if not folder.has_weights(path):
         looked = f"looked for {', '.join(weights.FILES)}"
         raise ModelError(f"{path}: no weights found ({looked}).{folder.other_formats(Path(path))}")
+    digests.check(path, weights=True)
     try:
         found = weights.stored_tensors(Path(path))
+        if found is not None:
+            checks.check_layers(config, found.tensors)
         draft = None if found is None else _draft(config, path, found.tensors)
         draft = draft or _whole(config, path, found, progress)
     except Exception as error:
+        if is_of_memory(error):
+            raise
         why = folder.unknown_value(path, error) or f"{first_line(error).rstrip('.')}.{folder.pointers(path)}"
         if isinstance(error, safetensors.SafetensorError):
             why += " A file of its weights is damaged or cut short: get it anew."
@@ -244,7 +262,9 @@ def _whole(config: Any, path: str, found: Found | None, progress: Callable[[int,
     """The model with its weights on the CPU; which tensors it gets is ours to say, all else the library's."""
     if found is None:
         state = weights.pickled_tensors(Path(path))
+        checks.check_layers(config, state)
     else:
+        checks.check_room(sum(there.bytes for there in found.tensors.values()))
         state = {name: torch.empty(there.shape, dtype=there.dtype) for name, there in found.tensors.items()}
         weights.read(((state[name], there) for name, there in found.tensors.items()), progress)
     _, _, traced = _traced(config, path, state)
@@ -286,8 +306,11 @@ def _from_state(config: Any, path: str, state: dict[str, Tensor]) -> tuple[PreTr
     with torch.device("meta"):
         # A kind of attention that config.json asks for need not be installed: ours takes its place.
         kind = type(
-            AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, trust_remote_code=False)
+            model := AutoModelForCausalLM.from_config(
+                config, attn_implementation=attention.NAME, trust_remote_code=False
+            )
         )
+    checks.check_size(model, state)
     model, info = kind.from_pretrained(None, config=config, state_dict=state, trust_remote_code=False, **_AS_WE_NEED_IT)
     model.name_or_path = model.config.name_or_path = path
     try:

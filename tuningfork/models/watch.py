@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from tuningfork.errors import ModelError, OutOfMemory, enough_memory, first_line
+from tuningfork.errors import LOADING, ModelError, OutOfMemory, enough_memory, first_line
 
 _ROWS = 2  # one row would look like a step of generation
 
@@ -64,7 +64,8 @@ def watch(model: PreTrainedModel, precision: AbstractContextManager[Any]) -> Wat
     where = f"{model.name_or_path}: " if model.name_or_path else ""
     kind = type(model).__name__
     try:
-        with enough_memory("watching the model"), torch.enable_grad(), precision, _blocks(model, fork), _Products(seen):
+        memory = enough_memory("watching the model", LOADING)
+        with memory, torch.enable_grad(), precision, _blocks(model, fork), _Products(seen):
             positions = torch.arange(_ROWS, device=ids.device)[None]
             model.base_model(input_ids=ids, position_ids=positions, use_cache=False, fork=fork)
     except ModelError as error:

@@ -16,7 +16,8 @@ import safetensors
 import torch
 from torch import Tensor
 
-from tuningfork.errors import of_pickle
+from tuningfork.errors import first_line, of_pickle
+from tuningfork.json_files import read_object
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -92,6 +93,12 @@ def stored_tensors(folder: Path) -> Found | None:
     return Found(found, unnamed, tuple(notes))
 
 
+def bytes_in(folder: Path) -> int:
+    """Bytes of a folder's weight files, in whichever format."""
+    files = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
 def pickled_tensors(folder: Path) -> dict[str, Tensor]:
     """The tensors of a folder's older weight files, on the CPU, each from the file that their index names for it.
 
@@ -120,11 +127,15 @@ def _plain(path: Path) -> Any:
 
 def weight_map(index: Path) -> dict[str, str]:
     """The file of each tensor that an index names. Raises ValueError where it does not say so, or a file is missing."""
-    content = json.loads(index.read_text())
-    file_of = content.get("weight_map") if isinstance(content, dict) else None
+    try:
+        file_of = read_object(index).get("weight_map")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{index.name} cannot be read: {first_line(error)}; get that file anew") from error
     if not isinstance(file_of, dict) or not all(isinstance(name, str) for name in file_of.values()):
         raise ValueError(f"{index.name} has no weight_map of tensor names to file names; get that file anew")
     for file in sorted(set(file_of.values())):
+        if Path(file).is_absolute() or ".." in Path(file).parts:
+            raise ValueError(f"{index.name} names {file}, which lies outside of the folder; get that file anew")
         if not (index.parent / file).is_file():
             raise ValueError(f"{index.name} names {file}, which is not there; get that file")
     return file_of

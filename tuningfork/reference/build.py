@@ -116,14 +116,14 @@ def check_rescored(
     wrong = wrongly_cached(store, packs, score, scored)
     if wrong:
         raise ReferenceMismatch(
-            f"{store.folder}: log-probs of before are not those that the starting model has now:\n"
-            f"{by_file(store, wrong)}\n"
+            f"{store.folder}: log-probs of before are not those that the starting model has now:",
+            *by_file(store, wrong),
             "Their fingerprint is this run's, so they are spoiled, or were scored by code or on a machine that differs "
-            "in what no fingerprint names. Remove these files: their rows are then scored again."
+            "in what no fingerprint names. Remove these files: their rows are then scored again.",
         )
 
 
-def by_file(store: ReferenceStore, wrong: Sequence[Difference]) -> str:
+def by_file(store: ReferenceStore, wrong: Sequence[Difference]) -> list[str]:
     """A line for each file of the cache that has wrong log-probs: how many, and the worst three. `wrong` has the worst
     first."""
     files = store.files_of([difference.example for difference in wrong])
@@ -131,4 +131,4 @@ def by_file(store: ReferenceStore, wrong: Sequence[Difference]) -> str:
     for file, count in Counter(files).items():
         worst = [str(difference) for difference, path in zip(wrong, files, strict=True) if path == file][:3]
         lines.append(f"  {file}: {counted(count, 'log-prob')}, worst {'; '.join(worst)}")
-    return "\n".join(lines)
+    return lines

@@ -9,13 +9,14 @@ them scored wrongly stays to be found.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from tuningfork.errors import ReferenceMismatch
-from tuningfork.files import clear_abandoned, whole_file
+from tuningfork.files import clear_abandoned, read_plain, whole_file
 from tuningfork.records import TokenExample, column, taken
 from tuningfork.reference import shards
 from tuningfork.reference.fingerprint import differing_facts
@@ -32,12 +33,13 @@ class ReferenceStore:
 
         Raises:
             ReferenceMismatch: the folder belongs to another fingerprint, or a shard of it is damaged.
+            RunFolderError: a file of it is a link, or cannot be written.
         """
         self.folder = folder
         self.fingerprint = fingerprint
         self._origin = json.dumps(sorted(fingerprint.items())).encode()
         path, rows = folder / "fingerprint.json", any(folder.glob("rows-*"))  # of other versions, too
-        if path.exists():
+        if os.path.lexists(path):
             _check_fingerprint(path, fingerprint)
         elif rows:
             raise ReferenceMismatch(
@@ -177,10 +179,14 @@ class ReferenceStore:
 
 def _check_fingerprint(path: Path, ours: dict[str, str]) -> None:
     try:
-        theirs = json.loads(path.read_bytes())
+        theirs = json.loads(read_plain(path))
         if not isinstance(theirs, dict):
             raise ValueError
-    except ValueError:
+    except OSError as error:
+        raise ReferenceMismatch(
+            f"{path} cannot be read: {error.strerror or error}. Permit it, or choose another reference.cache."
+        ) from error
+    except (ValueError, RecursionError):
         raise ReferenceMismatch(f"{path} is damaged. Remove the folder {path.parent} to build it anew.") from None
     different = differing_facts(ours, theirs)
     if different:
@@ -190,6 +196,7 @@ def _check_fingerprint(path: Path, ours: dict[str, str]) -> None:
         if {"code", "model code"} & {name for name, *_ in different}:
             lines.append("  so it was built by other code than this run would score with, and equal bits are not known")
         raise ReferenceMismatch(
-            f"{path.parent} holds the reference log-probs of another set-up:\n" + "\n".join(lines) + "\n"
-            "They would not equal this run's. Choose another reference.cache, or remove that folder to build it anew."
+            f"{path.parent} holds the reference log-probs of another set-up:",
+            *lines,
+            "They would not equal this run's. Choose another reference.cache, or remove that folder to build it anew.",
         )

@@ -11,14 +11,17 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from tuningfork.files import check_plain
+
 
 class Board:
     """One event file in a TensorBoard folder. TensorBoard forgets what earlier files say of `first_step` and later."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
+        check_plain(folder, folder=True)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"events.out.tfevents.{time.time_ns()}.{os.getpid()}"
-        self._records = RecordWriter(path.open("wb"))
+        self._records = RecordWriter(path.open("xb"))  # never into a file, or a link, that is there
         self._write(Event(file_version="brain.Event:2"))
         self._write(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
 

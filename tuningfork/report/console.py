@@ -1,10 +1,13 @@
-"""What a run says while it runs: a progress bar on a terminal, a plain line now and then anywhere else."""
+"""What a run says while it runs: a progress bar on a terminal, a plain line now and then anywhere else.
+
+A line may name a file or quote a row, and these may be a stranger's: whatever they hold is shown as characters. It
+never ends a line of ours, gives the terminal an order, turns the writing direction or is read as markup.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
-import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import StringIO
@@ -13,9 +16,12 @@ from typing import Any, TextIO
 from rich import box
 from rich import console as rich_console
 from rich import table as rich_table
+from rich.console import RenderableType, RenderResult
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.segment import Segment
 from rich.text import Text
 
+from tuningfork.errors import visible
 from tuningfork.report.stopwatch import Stopwatch
 
 Values = Mapping[str, float | None]
@@ -46,24 +52,30 @@ class Console:
             log(line)
         self._unlogged.clear()
 
-    def print(self, text: str = "") -> None:
-        text = printable(text)
-        if self.live:  # above the bar, if one is shown
-            self._rich.print(text, soft_wrap=True)
-        else:
-            self._plain(text)
-        self.log(text)
+    def print(self, *lines: str) -> None:
+        """Say these lines, or an empty one. Each stays one line, with what a terminal would obey made visible."""
+        self._say("\n".join(map(visible, lines)))
 
     def draw(self, renderable: Any, width: int = 100) -> None:
         """Print a rich object: on a terminal in colour and as wide as that is; elsewhere, and in the log, as text."""
         if self.live:
-            self._rich.print(renderable)
-            self.log(_drawn(renderable, width))
+            self._rich.print(_Visible(renderable))
+            self._record(_drawn(renderable, width))
         else:
-            self.print(_drawn(renderable, width))
+            self._say(_drawn(renderable, width))
 
-    def log(self, text: str) -> None:
+    def log(self, line: str) -> None:
         """Send a line to the log only."""
+        self._record(visible(line))
+
+    def _say(self, text: str) -> None:
+        if self.live:  # above the bar, if one is shown
+            self._rich.print(Text(text), soft_wrap=True)
+        else:
+            self._plain(text)
+        self._record(text)
+
+    def _record(self, text: str) -> None:
         if self._log:
             self._log(text)
         else:
@@ -102,7 +114,7 @@ class Phase:
         self._said_done: int | None = None
         self._values: Values = {}
         self.bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
             _State(self),
             console=console._rich,
@@ -110,7 +122,7 @@ class Phase:
             transient=True,
             refresh_per_second=4,
         )
-        self._task = self.bar.add_task(name, total=total, completed=done)
+        self._task = self.bar.add_task(visible(name), total=total, completed=done)
 
     def advance(self, count: int = 1, values: Values | None = None) -> None:
         """`count` more units are done; `values` such as {"loss": 0.69} are shown until others replace them."""
@@ -153,7 +165,18 @@ class _State(ProgressColumn):
         self._phase = phase
 
     def render(self, task: Task) -> Text:
-        return Text(self._phase.state())
+        return Text(visible(self._phase.state()))
+
+
+class _Visible:
+    """A rich object, with what a terminal would obey made visible in all of its text."""
+
+    def __init__(self, renderable: RenderableType) -> None:
+        self._renderable = renderable
+
+    def __rich_console__(self, console: rich_console.Console, options: rich_console.ConsoleOptions) -> RenderResult:
+        for segment in console.render(self._renderable, options):
+            yield segment if segment.control else Segment(visible(segment.text, newline="\n"), segment.style)
 
 
 def number(value: float) -> str:
@@ -167,11 +190,6 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
-def printable(text: str) -> str:
-    """The text without control characters, which a model may well generate and a terminal would obey."""
-    return "".join(c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs") else "�" for c in text)
-
-
 def table(title: str, rows: Sequence[tuple[str, ...]], width: int = 100) -> str:
     """Rows of text in aligned columns under a title. All but the first column are set right."""
     columns = len(rows[0]) if rows else 0
@@ -179,7 +197,8 @@ def table(title: str, rows: Sequence[tuple[str, ...]], width: int = 100) -> str:
     for column in range(columns):
         grid.add_column(justify="left" if column == 0 else "right", overflow="fold")
     for row in rows:
-        grid.add_row(*(Text(printable(cell)) for cell in row))
+        grid.add_row(*(Text(visible(cell)) for cell in row))
+    title = visible(title)
     return f"{title}\n{'-' * len(title)}\n{_drawn(grid, width)}"
 
 
@@ -188,12 +207,14 @@ def side_by_side(prompt: str, before: str, after: str, width: int = 100) -> str:
     columns = rich_table.Table(box=box.SIMPLE, width=width, title=None, pad_edge=False)
     for heading in ("before", "after"):
         columns.add_column(heading, ratio=1, overflow="fold")
-    columns.add_row(Text(printable(before)), Text(printable(after)))
-    return f"prompt: {printable(prompt)}\n{_drawn(columns, width)}"
+    columns.add_row(*(Text(visible(answer, newline="\n")) for answer in (before, after)))
+    return f"prompt: {visible(prompt)}\n{_drawn(columns, width)}"
 
 
 def _drawn(renderable: Any, width: int) -> str:
     """A rich object as plain text without trailing spaces."""
     out = StringIO()
-    rich_console.Console(file=out, width=width, color_system=None, force_terminal=False, emoji=False).print(renderable)
+    rich_console.Console(file=out, width=width, color_system=None, force_terminal=False, emoji=False).print(
+        _Visible(renderable)
+    )
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip("\n")

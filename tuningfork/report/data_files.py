@@ -7,25 +7,29 @@ from pathlib import Path
 from typing import Any
 
 from tuningfork.errors import RunFolderError
-from tuningfork.files import explained
+from tuningfork.files import check_plain, clear_abandoned, explained, plain
 from tuningfork.report.data_page import draw_page
 from tuningfork.report.writer import write_json, write_text
 
 FOLDER = "data"  # inside output.dir; a run may begin where there is nothing else
 REPORT, PAGE = "data_report.json", "data_report.html"
-MADE_BY = "tuningfork data"  # stands near the beginning of both files
-_BEGINNING = 1000  # bytes
+MADE_BY = "tuningfork data"
+_BEGINNING = 1000  # bytes, in which a report says what it is
+_OURS = {REPORT: f'"made_by": "{MADE_BY}"', PAGE: f'<meta name="generator" content="{MADE_BY} '}  # and in no other file
 
 
 def check(folder: Path) -> None:
-    """Raise RunFolderError where one of the files exists and is not an earlier report, or where no folder can be."""
+    """Raise RunFolderError where one of the files exists and is not an earlier report, or where no folder can be.
+
+    The folder itself, which lies in the run folder, must not be a link.
+    """
     place = next((path for path in (folder, *folder.parents) if path.exists() or path.is_symlink()), None)
     if place is not None and not place.is_dir():
         raise RunFolderError(f"{place} is a file, so {folder} cannot be made. Choose another output.dir.")
+    check_plain(folder, folder=True)
     for path in (folder / REPORT, folder / PAGE):
-        if not path.exists() and not path.is_symlink():
-            continue
-        if not _is_ours(path):
+        check_plain(path)
+        if path.exists() and not _is_ours(path):
             raise RunFolderError(
                 f"{path} exists and was not made by `{MADE_BY}`, so it is not replaced. Move it away or choose another "
                 "output.dir."
@@ -38,6 +42,7 @@ def write(folder: Path, report: Mapping[str, Any], version: str) -> list[Path]:
     Raises RunFolderError as `check`, and where the disk refuses.
     """
     check(folder)
+    clear_abandoned(folder)
     report = {"made_by": MADE_BY, "version": version, **report}
     write_json(folder / REPORT, report)
     write_text(folder / PAGE, draw_page(report))
@@ -45,7 +50,5 @@ def write(folder: Path, report: Mapping[str, Any], version: str) -> list[Path]:
 
 
 def _is_ours(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    with explained(path), path.open("rb") as file:
-        return MADE_BY.encode() in file.read(_BEGINNING)
+    with explained(path), open(path, "rb", opener=plain) as file:
+        return _OURS[path.name].encode() in file.read(_BEGINNING)

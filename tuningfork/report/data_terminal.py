@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from tuningfork.errors import counted
+from tuningfork.errors import counted, visible
 from tuningfork.report.words import (
     CUTS,
     Tree,
@@ -24,7 +24,6 @@ from tuningfork.report.words import (
     sentence,
     share,
     short_names,
-    visible,
 )
 
 Names = Mapping[str, str]

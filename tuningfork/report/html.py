@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from tuningfork.report.words import visible
+from tuningfork.errors import visible
 
 
 def text(value: Any) -> str:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from tuningfork.errors import counted
+from tuningfork.errors import counted, visible
 from tuningfork.report.html import text
-from tuningfork.report.words import cut, rows, visible
+from tuningfork.report.words import cut, rows
 
 _TEXT = 200  # characters shown of one token
 

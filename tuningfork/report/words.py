@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -113,25 +112,9 @@ def cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]} … {len(text) - most:,} more characters"
 
 
-def visible(text: str, newline: str = "↵") -> str:
-    """The text with everything to be seen that a reader would not see, or that would reorder or hide what is around it.
-
-    Line ends become `newline` and tabs ⇥. Other control characters, what only formats (such as a mark that turns the
-    writing direction) and what is no character (half a surrogate pair) become their code points: ⟨U+202E⟩.
-    """
-    return text if text.isprintable() else "".join(_seen(c, newline) for c in text)
-
-
 def by_reason(dropped_rows: Sequence[Tree]) -> dict[str, list[Tree]]:
     """reason -> its rows, of data_report.json's dropped_rows."""
     found: dict[str, list[Tree]] = {}
     for row in dropped_rows:
         found.setdefault(row["reason"], []).append(row)
     return found
-
-
-def _seen(character: str, newline: str) -> str:
-    if character in "\n\t":
-        return newline if character == "\n" else "⇥"
-    hidden = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp")
-    return f"⟨U+{ord(character):04X}⟩" if hidden else character

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tuningfork.errors import NonFiniteError, RunFolderError
-from tuningfork.files import explained, whole_file
+from tuningfork.errors import NonFiniteError, RunFolderError, escaped
+from tuningfork.files import append_plain, explained, read_plain, whole_file
+from tuningfork.json_files import as_object
 from tuningfork.report.board import Board
+
+CHECKSUM = "crc32"
+"""In a line of metrics.jsonl: zlib's CRC-32 of the line as `json.dumps` writes it without this number."""
 
 
 class RunWriter:
@@ -21,23 +27,30 @@ class RunWriter:
     - `log.txt`: what the run said
 
     A fresh run refuses a folder that has metrics already. A resumed one (`resume_at_step=n`, n the step of the
-    checkpoint) forgets everything after step n, so that no step stands twice. Raises RunFolderError.
+    checkpoint) forgets everything after step n, so that no step stands twice; `last_step` is that of the last line
+    that stays, 0 if there is none. Raises RunFolderError.
     """
 
     def __init__(self, folder: Path, resume_at_step: int | None = None) -> None:
         self.folder = folder
         self.metrics_path = folder / "metrics.jsonl"
         self.log_path = folder / "log.txt"
+        self.last_step = 0
         if resume_at_step is not None:
-            _keep_lines(self.metrics_path, last_step=resume_at_step)
-        elif self.metrics_path.exists():
+            kept = _keep_lines(self.metrics_path, last_step=resume_at_step)
+            self.last_step = kept[-1]["step"] if kept else 0
+        elif os.path.lexists(self.metrics_path):
             raise RunFolderError(
                 f"{self.metrics_path} exists. Add --resume to continue that run, or choose another output.dir."
             )
         with explained(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            self._metrics = self.metrics_path.open("a", encoding="utf-8")
-            self._board = Board(folder / "tensorboard", first_step=(resume_at_step or 0) + 1)
+            self._metrics = append_plain(self.metrics_path)
+            try:
+                self._board = Board(folder / "tensorboard", first_step=(resume_at_step or 0) + 1)
+            except BaseException:
+                self._metrics.close()
+                raise
 
     def line(self, metrics: Mapping[str, float | int | None]) -> None:
         """Append one line of numbers, among them "step". Raises NonFiniteError rather than write what JSON lacks."""
@@ -46,7 +59,7 @@ class RunWriter:
             if value is not None and not math.isfinite(value):
                 raise NonFiniteError(f"step {step}: {key} is {value}.")
         with explained(self.metrics_path):
-            self._metrics.write(json.dumps(metrics, allow_nan=False) + "\n")
+            self._metrics.write(_as_line(metrics))
             self._metrics.flush()
         self.scalars(step, {key: value for key, value in metrics.items() if key != "step"})
 
@@ -57,7 +70,7 @@ class RunWriter:
 
     def log(self, text: str) -> None:
         """Append a line of text to log.txt. Works after `close` too: a run's last words follow its last numbers."""
-        with explained(self.log_path), self.log_path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+        with explained(self.log_path), append_plain(self.log_path, errors="backslashreplace") as file:
             file.write(text + "\n")
 
     def close(self) -> None:
@@ -75,31 +88,49 @@ class RunWriter:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl; none where there is no file. A last line that a kill has torn is left out.
 
-    Raises RunFolderError for any other line that is not JSON.
+    Raises RunFolderError for any other line that is no JSON, or not as it was written, and where the file is a link.
     """
-    if not path.exists():
+    if not os.path.lexists(path):
         return []
-    texts = path.read_bytes().split(b"\n")  # a whole file ends in a newline, so its last piece is empty
-    lines = []
+    texts = read_plain(path).split(b"\n")  # a whole file ends in a newline, so its last piece is empty
+    lines, have_checksums = [], set[bool]()
     for number, text in enumerate(texts, start=1):
         try:
-            line = json.loads(text)
+            line = as_object(text)
+            checksum = line.pop(CHECKSUM, None)
+            have_checksums.add(checksum is not None)
+            if checksum not in (None, _checksum(json.dumps(line))) or len(have_checksums) > 1:
+                raise ValueError
             lines.append(line | {"step": int(line["step"])})
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError):
             if number < len(texts):
                 raise RunFolderError(
-                    f"{path}: line {number} is no line of metrics. Remove it, then try again."
+                    f"{path}: line {number} is no line of metrics, or not as it was written. Restore the file, or move "
+                    "it away: a run that continues begins a new one."
                 ) from None
     return lines
 
 
+def _as_line(metrics: Mapping[str, Any]) -> str:
+    """A line of metrics.jsonl: the numbers, and behind them their checksum, for most wrong digits are digits too."""
+    text = json.dumps(metrics, allow_nan=False)
+    return f"{text[:-1]}, {json.dumps(CHECKSUM)}: {_checksum(text)}}}\n"
+
+
+def _checksum(text: str) -> int:
+    return zlib.crc32(text.encode())
+
+
 def write_json(path: Path, value: Any) -> None:
-    """Write indented JSON, atomically. Raises NonFiniteError for a nan or infinity, RunFolderError as `write_text`."""
+    """Write indented JSON, atomically. Raises NonFiniteError for a nan or infinity, RunFolderError as `write_text`.
+
+    What a terminal would obey is written as JSON's own escapes, for people look at such files with `cat`.
+    """
     try:
         text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
     except ValueError:
         raise NonFiniteError(f"{path}: a number to be written is nan or infinite.") from None
-    write_text(path, text + "\n")
+    write_text(path, escaped(text) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -112,8 +143,9 @@ def write_text(path: Path, text: str) -> None:
         file.write(text.encode("utf-8", errors="backslashreplace"))
 
 
-def _keep_lines(path: Path, last_step: int) -> None:
-    """Cut metrics.jsonl back to the lines up to a step."""
-    lines = [json.dumps(line) + "\n" for line in read_metrics(path) if line["step"] <= last_step]
+def _keep_lines(path: Path, last_step: int) -> list[dict[str, Any]]:
+    """Cut metrics.jsonl back to the lines up to a step; returns these."""
+    lines = [line for line in read_metrics(path) if line["step"] <= last_step]
     if path.exists():
-        write_text(path, "".join(lines))
+        write_text(path, "".join(map(_as_line, lines)))
+    return lines

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,16 +15,28 @@ from typing import Any, BinaryIO, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
+from pydantic import TypeAdapter, ValidationError
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from tuningfork.errors import RunFolderError, first_line
-from tuningfork.files import ASIDE, Hashed, check_sealed, remove, seal, whole_folder
+from tuningfork.files import (
+    DIGESTS,
+    Hashed,
+    check_plain,
+    check_sealed,
+    clear_abandoned,
+    read_plain,
+    remove,
+    seal,
+    whole_folder,
+)
+from tuningfork.json_files import as_object
 from tuningfork.train.checkpoint_reader import Foreign, PlainPlanner, PlainReader
 
-_NAME = re.compile(r"step-(\d+)$")
+_NAME = re.compile(r"step-([1-9][0-9]*)")
 _PROGRESS = "progress.json"
 
 
@@ -43,7 +54,7 @@ class Progress:
 
 
 def save(folder: Path, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer, keep_last: int) -> Path:
-    """Write ``step-N`` in `folder`, then remove all but the newest `keep_last`.
+    """Write ``step-N`` in `folder`, then remove all but the newest `keep_last`, and none that holds foreign files.
 
     Raises:
         RunFolderError: the disk refuses. What was there before is still whole.
@@ -62,7 +73,8 @@ def save(folder: Path, progress: Progress, model: nn.Module, optimizer: torch.op
         (aside / _PROGRESS).write_text(json.dumps(asdict(progress)))
         seal(aside, files.checksums)  # dcp has no checksums, and loads a weight with a wrong bit as it is
     for old in _all(folder)[:-keep_last]:
-        remove(old)
+        if _is_ours(old):
+            remove(old)
     return path
 
 
@@ -85,24 +97,34 @@ class _HashedFiles(FileSystem):
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest whole checkpoint. What a kill left half written or half removed is cleared away."""
-    for rest in folder.glob(f"*{ASIDE}"):
-        shutil.rmtree(rest, ignore_errors=True)
-    return _all(folder)[-1] if _all(folder) else None
+    """The newest whole checkpoint. What a kill left half written or half removed is cleared away.
+
+    Raises RunFolderError where something by a checkpoint's name is no folder.
+    """
+    clear_abandoned(folder, held=True)
+    found = _all(folder)
+    return found[-1] if found else None
 
 
 def progress(path: Path) -> Progress:
     """Where the run of a checkpoint stood. Raises RunFolderError if it is damaged, or of another version."""
     try:
-        saved = dict(json.loads((path / _PROGRESS).read_text()))
-    except (OSError, ValueError, TypeError) as error:
+        saved = as_object(read_plain(path / _PROGRESS))
+    except (OSError, ValueError) as error:
         raise _damaged(path, error) from error
     if other := sorted({field.name for field in fields(Progress)} ^ saved.keys()):
         raise RunFolderError(
             f"{path} was written by another version of tuningfork ({_PROGRESS} differs in {', '.join(other)}). "
             "Continue with that version, or begin a new run in another output.dir."
         )
-    return Progress(**saved)
+    try:
+        check_sealed(path, only=(_PROGRESS,))
+        return TypeAdapter(Progress).validate_json(json.dumps(saved), strict=True)
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise _damaged(path, ValueError(f"{_PROGRESS}: {wrong}")) from error
+    except (OSError, ValueError) as error:
+        raise _damaged(path, error) from error
 
 
 def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
@@ -148,16 +170,28 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 
 
 def _all(folder: Path) -> list[Path]:
-    found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _NAME.match(path.name))]
+    """Every checkpoint, the oldest first."""
+    found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name))]
+    for _, path in found:
+        check_plain(path, folder=True)
     return [path for _, path in sorted(found)]
 
 
-def _os_error(error: CheckpointException) -> OSError | None:
-    """The disk's own complaint inside a failed save."""
+def _is_ours(path: Path) -> bool:
+    """Whether a checkpoint holds what was written there and nothing else, so that nobody's own files go with it."""
+    try:
+        sealed = as_object(read_plain(path / DIGESTS))
+    except (OSError, ValueError, RunFolderError):
+        return False
+    return {entry.name for entry in path.iterdir()} <= {*sealed, DIGESTS}
+
+
+def _os_error(error: CheckpointException) -> OSError | MemoryError | None:
+    """The disk's own complaint inside a failed save, or that there was no memory for it."""
     for failure, _ in error.failures.values():
         cause: BaseException | None = failure
         while cause is not None:
-            if isinstance(cause, OSError):
+            if isinstance(cause, OSError | MemoryError):
                 return cause
             cause = cause.__cause__ or cause.__context__
     return None

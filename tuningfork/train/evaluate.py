@@ -75,8 +75,8 @@ def check_start(start: Start, packs: Sequence[PackedBatch], reference: Reference
         raise ReferenceMismatch(
             f"step-0 check: {len(wrong)} of {2 * pairs} log-probs of the starting model are not those in the cache "
             f"{reference.folder}; worst {wrong[0]}. At the start the two must be equal to the bit, and the margin "
-            "exactly 0. The wrong ones lie in\n"
-            f"{by_file(reference, wrong)}\n"
-            "They are spoiled, or were scored by other code. Remove these files: their rows are then scored again."
+            "exactly 0. The wrong ones lie in",
+            *by_file(reference, wrong),
+            "They are spoiled, or were scored by other code. Remove these files: their rows are then scored again.",
         )
     return pairs

@@ -1,7 +1,7 @@
 """The run folder: made once, continued only when asked, never overwritten.
 
 It is looked at before anything else happens, and made when training begins: a run that never began leaves nothing.
-A report of `tuningfork data` may lie in it already.
+A report of `tuningfork data` may lie in it already. The folder may be a link, and what a run keeps in it may not.
 """
 
 from __future__ import annotations
@@ -11,11 +11,18 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import xxhash
+
 from tuningfork.errors import RunFolderError
-from tuningfork.files import ASIDE
+from tuningfork.files import check_plain, is_aside, read_plain
 from tuningfork.report import data_files
 
+_CHECKSUM = "# These settings as the run wrote them have the checksum"
 CONFIG = "config.yaml"  # the first file of a run, written once the reference is scored and before the first step
+
+LOG = "log.txt"  # grows line by line; all other files are replaced as a whole
+FILES = (CONFIG, "data_report.json", "metrics.jsonl", LOG, "eval.json", "summary.json")
+FOLDERS = ("checkpoints", "tensorboard", "model")
 
 # Settings that may change between a run and its continuation: they decide where, how often, and at most how gradients
 # are rounded. model.path and model.dtype may be spelt anew: a checkpoint knows which model and dtype they must name.
@@ -29,17 +36,18 @@ FREE_TO_CHANGE = (
 
 def has_begun(folder: Path) -> bool:
     """Whether there is a run to go on with."""
-    return os.path.isfile(folder / CONFIG)
+    return os.path.lexists(folder / CONFIG)
 
 
 def check(folder: Path, resume: bool) -> None:
     """Whether a run may begin in this folder, or with `resume` go on there. It may be absent.
 
     Raises:
-        RunFolderError: it holds a run and `resume` is not given, or none and it is; or it holds something else.
+        RunFolderError: it holds a run and `resume` is not given, or none and it is; or it holds something else, or
+            something under a run's names that no run makes, such as a link.
     """
     found = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
-    others = {name for name in found if name != data_files.FOLDER and not name.endswith(ASIDE)}
+    others = {name for name in found if name != data_files.FOLDER and not is_aside(name)}
     if others and not has_begun(folder):
         raise RunFolderError(f"{folder} is no run folder: it has files, but no {CONFIG}. Choose another output.dir.")
     if has_begun(folder) and not resume:
@@ -53,17 +61,34 @@ def check(folder: Path, resume: bool) -> None:
             f"run writes before its first step.{beside} To begin one there, give the command without --resume: what "
             "was scored for the reference already is used."
         )
+    for name in (*FILES, *FOLDERS):
+        check_plain(folder / name, folder=name in FOLDERS, writes=name == LOG)
 
 
 def read_config(folder: Path) -> str | None:
-    """The settings of the run in a folder, as text; None where there is no run. Raises RunFolderError."""
+    """The settings of the run in a folder, as text; None where there is no run.
+
+    Raises RunFolderError, also where they are not as they were written.
+    """
     path = folder / CONFIG
     try:
-        return path.read_text(errors="replace")
+        text = read_plain(path).decode(errors="replace")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise RunFolderError(f"{path} cannot be read: {error.strerror or error}.") from error
+    first, _, rest = text.partition("\n")
+    if _CHECKSUM in first and first + "\n" + rest != with_checksum(rest):
+        raise RunFolderError(
+            f"{path} is not as the run wrote it. Restore it; or, if it was changed on purpose, remove its first line, "
+            "which has its checksum."
+        )
+    return text
+
+
+def with_checksum(settings: str) -> str:
+    """The text of a run's config.yaml: a line with a checksum, which YAML passes over, then its settings."""
+    return f"{_CHECKSUM} {xxhash.xxh3_128_hexdigest(settings.encode(errors='backslashreplace'))}\n{settings}"
 
 
 def check_settings(folder: Path, changes: Mapping[str, tuple[object, object]]) -> None:
@@ -78,6 +103,7 @@ def check_settings(folder: Path, changes: Mapping[str, tuple[object, object]]) -
     if changed:
         lines = [f"  {key}: the run has {old!r}, now {new!r}" for key, (old, new) in changed.items()]
         raise RunFolderError(
-            f"{folder} is a run with other settings:\n" + "\n".join(lines) + "\n"
-            "A continued run must have the same. Set them back, or choose another output.dir."
+            f"{folder} is a run with other settings:",
+            *lines,
+            "A continued run must have the same. Set them back, or choose another output.dir.",
         )

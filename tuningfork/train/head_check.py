@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tuningfork.errors import ModelError, enough_memory
+from tuningfork.errors import LOADING, ModelError, enough_memory
 from tuningfork.models.policy import Policy, picked
 from tuningfork.objective.head import Head
 from tuningfork.records import PackedBatch
@@ -29,7 +29,7 @@ def check_head(policy: Policy, head: Head, path: str) -> None:
         ModelError: the head's log-probs or gradients are wrong on this device.
     """
     batch = probe_pack(probes(policy), share_prompt=True, compiled=False).to(policy.device)
-    with enough_memory("checking the head"):
+    with enough_memory("checking the head", LOADING):
         with torch.no_grad():
             hidden = policy.hidden_rows(batch)
         given = [t.detach() for t in (hidden, policy.head_weight, policy.head_bias) if t is not None]

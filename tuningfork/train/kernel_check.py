@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tuningfork.errors import ModelError, enough_memory
+from tuningfork.errors import LOADING, ModelError, enough_memory
 from tuningfork.models.policy import Policy
 from tuningfork.records import ForkLayout, PackedBatch
 from tuningfork.train.head_check import NOTHING_IS_TRAINED
@@ -68,7 +68,7 @@ class KernelCheck:
         """
         usual_policy = Policy.plain(policy.model, policy.dtype)
         batch = probe_pack(probes(policy), share_prompt, compiling).to(policy.device)
-        with enough_memory("checking the kernels"):
+        with enough_memory("checking the kernels", LOADING):
             _check_attention(policy, batch, path)
             usual_policy.keep_activations("block")  # where memory is short, it is short here too
             usual = _through(usual_policy, batch)
@@ -81,7 +81,7 @@ class KernelCheck:
 
     def compare(self, policy: Policy) -> None:
         """Take the pack through the policy as it will train. Raises ModelError where its numbers are not the plain."""
-        with enough_memory("checking the kernels"):
+        with enough_memory("checking the kernels", LOADING):
             found = _through(policy, self.batch)
         what = f"{self.path}: the {'compiled ' if policy.compiled else ''}blocks"
         _check(what, "hidden states", found.hidden, self.usual.hidden, self.exact.hidden)

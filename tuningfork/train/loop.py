@@ -32,7 +32,7 @@ from tuningfork.train.batch import StepBatch
 from tuningfork.train.checkpoint import Progress
 from tuningfork.train.config import OutputConfig, TrainConfig
 from tuningfork.train.evaluate import Evaluation, check_start, evaluate
-from tuningfork.train.folder import CONFIG
+from tuningfork.train.folder import CONFIG, with_checksum
 from tuningfork.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from tuningfork.train.setup import Data, Start, dtype_name, model_digest, open_reference, starting_weights
 from tuningfork.train.step import train_step
@@ -73,7 +73,7 @@ def run(
         RunFolderError: the disk refuses, or the checkpoint belongs to another run.
     """
     folder = Path(output.dir)
-    clear_abandoned(folder)
+    clear_abandoned(folder, held=True)
     order = EpochOrder.plan(len(data.train), config.examples_per_step, config.seed, config.epochs, config.max_steps)
     loader = PackLoader(data.train, order, data.limits, pin_memory=start.policy.device.type == "cuda")
     last = checkpoint.newest(folder / "checkpoints")
@@ -116,11 +116,13 @@ def run(
 
     peak = peak_flops(_card(start.policy.device), "bfloat16" if start.policy.dtype == torch.bfloat16 else "float32")
     totals = RunTotals(peak)
-    write_text(folder / CONFIG, config_text)
+    write_text(folder / CONFIG, with_checksum(config_text))
     write_json(folder / "data_report.json", _reports(data))
     with RunWriter(folder, resume_at_step=result.steps_done) as writer:
         console.attach(writer.log)
         console.print(console.startup.line())
+        if writer.last_step < result.steps_done:
+            console.print(f"{writer.metrics_path}: no line of the steps after {writer.last_step:,} is left")
 
         def save() -> None:
             _check_weights(start.policy.model, result.steps_done)
@@ -201,7 +203,8 @@ def training_steps(
         set_learning_rate(optimizer, lr)
         torch.manual_seed(config.seed * 2**32 + step)  # for rounding by chance: a pure function of (seed, step)
         try:
-            with enough_memory(f"step {step + 1}"):
+            rows = max(len(pairs.pack.input_ids) for pairs in batch.packs)
+            with enough_memory(f"step {step + 1}, with packs of up to {rows:,} rows"):
                 outcome = train_step(
                     start.policy, start.head, start.objective, optimizer, batch, config.max_grad_norm, step == 0
                 )

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from tuningfork.data.layout import build
 from tuningfork.data.pack import SMALLEST_COMPILED, PackLimits
-from tuningfork.errors import ModelError, OutOfMemory, enough_memory
+from tuningfork.errors import LOADING, ModelError, OutOfMemory, enough_memory
 from tuningfork.models import attention
 from tuningfork.models.policy import Policy
 from tuningfork.models.support import positions
@@ -46,7 +46,7 @@ def _compare(model: PreTrainedModel, path: str) -> None:
     batch = probe_pack(examples, share_prompt=True, compiled=False).to(model.device)
     with torch.no_grad():
         try:
-            with enough_memory("checking the model"):
+            with enough_memory("checking the model", LOADING):
                 packed, again = (_score_packed(policy, batch) for _ in range(2))
         except (ModelError, OutOfMemory):
             raise
@@ -61,7 +61,7 @@ def _compare(model: PreTrainedModel, path: str) -> None:
                 "starting policy. Set every rate of dropout or layer drop in config.json to 0."
             )
         try:
-            with enough_memory("checking the model"):
+            with enough_memory("checking the model", LOADING):
                 alone = torch.cat([score for example in examples for score in _score_alone(model, example)])
         except OutOfMemory:
             raise

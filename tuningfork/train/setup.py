@@ -20,7 +20,7 @@ from tuningfork.data.loader import packs_in_windows
 from tuningfork.data.pack import PackLimits, split_fitting
 from tuningfork.data.sources import Use, check_sources
 from tuningfork.data.store import Selection
-from tuningfork.errors import ConfigError, DataError, counted
+from tuningfork.errors import READING, ConfigError, DataError, counted, enough_memory
 from tuningfork.models import activations
 from tuningfork.models.config import ModelConfig
 from tuningfork.models.load import Loaded, comparable, load, load_config
@@ -170,7 +170,7 @@ def read_sources(
 ) -> tuple[Sequence[TokenExample], DataReport]:
     """The examples of all sources that a run would use, and the account of their rows. Raises DataError."""
     name = Path(sources).name if isinstance(sources, str) else counted(len(sources), "source")
-    with console.phase(f"reading {name}", total=0, unit="rows") as phase:
+    with enough_memory(f"reading {name}", READING), console.phase(f"reading {name}", total=0, unit="rows") as phase:
 
         def progress(done: int, total: int) -> None:
             phase.total = total

@@ -1,0 +1,92 @@
+"""Where a run may begin or go on: in a folder that is its own, through no link, beside nothing foreign; and the
+settings that it keeps there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tuningfork.config import RunConfig, from_yaml, to_yaml
+from tuningfork.errors import RunFolderError
+from tuningfork.train.folder import CONFIG, FILES, FOLDERS, LOG, check, has_begun, read_config, with_checksum
+
+SETTINGS = with_checksum(to_yaml(RunConfig()))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A folder as a run leaves it, with its names only."""
+    folder = tmp_path / "run"
+    for name in FOLDERS:
+        (folder / name).mkdir(parents=True)
+    for name in FILES:
+        (folder / name).touch()
+    return folder
+
+
+def test_a_run_goes_on_where_all_is_its_own(run: Path, tmp_path: Path) -> None:
+    check(run, resume=True)
+    (run / "notes").symlink_to(tmp_path)  # of the user, and no name of ours
+    (tmp_path / "link").symlink_to(run)
+    check(tmp_path / "link", resume=True)
+    with pytest.raises(RunFolderError, match="Add --resume"):
+        check(run, resume=False)
+
+
+@pytest.mark.parametrize("name", [*FILES, *FOLDERS])
+@pytest.mark.parametrize("kind", ["link", "link to nothing", "pipe"])
+def test_a_name_of_ours_that_is_a_link_or_a_pipe_is_refused_before_anything_is_read(
+    run: Path, name: str, kind: str
+) -> None:
+    path, elsewhere = run / name, run.parent / "elsewhere"
+    path.rename(elsewhere)
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to(elsewhere if kind == "link" else "absent")
+    with pytest.raises(RunFolderError, match=rf"{name} is a (link|named pipe).*(Remove it|Move it away)"):
+        check(run, resume=True)
+    if name == CONFIG:  # also read for its day by commands that do not train
+        assert has_begun(run)
+        with pytest.raises(RunFolderError, match=r"config\.yaml is a (link|named pipe)"):
+            read_config(run)
+
+
+def test_a_log_with_a_second_name_is_refused(run: Path) -> None:
+    (run.parent / "other").hardlink_to(run / LOG)
+    with pytest.raises(RunFolderError, match=r"log\.txt is a file with 2 names"):
+        check(run, resume=True)
+
+
+@pytest.mark.parametrize("name", ["notes.partial", "model.partial", ".step-1.partial"])
+def test_a_strangers_partial_is_no_rest_of_a_run(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(RunFolderError, match="is no run folder"):
+        check(tmp_path, resume=False)
+    (tmp_path / name).rename(tmp_path / f".config.yaml.tuningfork-{'0' * 16}.partial")
+    check(tmp_path, resume=False)
+
+
+def test_settings_with_a_checksum_are_the_same_settings(tmp_path: Path) -> None:
+    assert read_config(tmp_path) is None
+    (tmp_path / CONFIG).write_text(SETTINGS)
+    assert from_yaml(read_config(tmp_path) or "", CONFIG) == RunConfig()
+
+
+def test_settings_that_were_spoilt_are_refused(tmp_path: Path) -> None:
+    """Another learning rate is a learning rate, and a part of the settings is a recipe."""
+    wholes = SETTINGS.encode()
+    spoilt = [SETTINGS.replace("5.0e-07", "7.0e-07"), SETTINGS[: len(SETTINGS) // 2], SETTINGS + "\n", SETTINGS[:-1]]
+    assert SETTINGS not in spoilt
+    contents = [text.encode() for text in spoilt]
+    for place in range(SETTINGS.index("checksum ") + 9, len(wholes), 7):
+        contents.append(wholes[:place] + bytes([wholes[place] ^ 1]) + wholes[place + 1 :])
+    for content in contents:
+        (tmp_path / CONFIG).write_bytes(content)
+        with pytest.raises(RunFolderError, match=r"config\.yaml is not as the run wrote it.* remove its first line"):
+            read_config(tmp_path)
+
+
+def test_what_was_changed_on_purpose_is_read_without_its_checksum(tmp_path: Path) -> None:
+    text = SETTINGS.partition("\n")[2].replace("2048", "4096")
+    (tmp_path / CONFIG).write_text(text)
+    assert from_yaml(read_config(tmp_path) or "", CONFIG).data.max_length == 4096
