@@ -13,6 +13,7 @@ from tests.end_to_end.workbench import Job, call, make_pairs, write_rows
 from tests.payload import Payload
 from tuningfork.data import workers
 from tuningfork.files import DIGESTS, seal
+from tuningfork.models import digests
 
 
 @pytest.fixture
@@ -56,6 +57,7 @@ def test_a_policy_is_no_more_trusted_than_a_model(finished: Job, shelf: Path, ra
     config = json.loads((policy / "config.json").read_text())
     (policy / "config.json").write_text(json.dumps(config | {"model_type": "x", "auto_map": {"AutoConfig": "own.X"}}))
     (policy / "own.py").write_text(f"import os\nos.mkdir({str(ran)!r})\n")
+    (policy / digests.NAME).unlink()
     assert "which is never run here" in finished.refused("eval", "--policy", str(policy))
     assert asked == [] and not ran.exists()
 
