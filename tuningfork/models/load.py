@@ -66,7 +66,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     Some versions of transformers put another way of cutting texts in place of the folder's own (5.17 does so for
     DeepSeek-V3): what comes of it looks like tokens and trains a model to write without spaces.
     """
-    _config(path)  # which it reads, too: what is wrong there is not the tokenizer's
+    load_config(path)  # which it reads, too: what is wrong there is not the tokenizer's
     folder.check_tokenizer(path)
     for file in (folder.TOKENIZER, folder.CONFIG):
         if (Path(path) / file).exists():
