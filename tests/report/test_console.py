@@ -91,7 +91,7 @@ def test_a_terminal_gets_a_bar_and_the_log_plain_lines(monkeypatch: pytest.Monke
             phase.bar.refresh()
         console.print("saved [bold]")
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
-    assert "━" in shown and "2/4 steps, loss 1, 0.09091 steps/s, 0:00:22 elapsed, 0:00:22 left" in shown
+    assert "━" in shown and "2/4 steps, 0.09091 steps/s, 0:00:22 left, loss 1, 0:00:22 elapsed" in shown
     assert log == [
         "training: 1/4 steps, loss 0, 0.09091 steps/s, 0:00:11 elapsed, 0:00:33 left",
         "training: 2/4 steps, loss 1, 0.09091 steps/s, 0:00:22 elapsed, 0:00:22 left",
