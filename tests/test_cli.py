@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 
 import tuningfork
 from tuningfork.cli import main
@@ -27,13 +28,45 @@ def test_a_reader_that_leaves_ends_the_command_quietly(arguments):
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def printed_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The lines of a help page of a terminal of 80 columns."""
+    with pytest.raises(SystemExit) as caught:
+        main([*arguments, "--help"])
+    assert caught.value.code == 0
+    return capsys.readouterr().out.splitlines()
+
+
 @pytest.mark.parametrize(
     ("command", "own"), [("data", ["--strict"]), ("train", ["--resume"]), ("reference", []), ("eval", ["--policy"])]
 )
 def test_help_of_a_command_shows_all_that_it_takes(command, own, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main([command, "--help"])
-    assert caught.value.code == 0
-    shown = [line.split() for line in capsys.readouterr().out.partition("Settings of a run")[0].splitlines()]
-    assert shown[0][:4] == ["usage:", "tuningfork", command, "[recipe]"]
-    assert [words[0] for words in shown[1:] if words] == ["recipe", *own]
+    lines = printed_help([command], capsys)
+    assert lines[0].split()[:4] == ["usage:", "tuningfork", command, "[recipe]"]
+    about = lines[1 : next(place for place, line in enumerate(lines) if "Settings of a run" in line)]
+    named = [line.split()[0] for line in about if line and not line.startswith(" ")]
+    assert named == ["recipe", *own]
+
+
+@pytest.mark.parametrize("command", [[], ["data"], ["train"], ["reference"], ["eval"]])
+def test_help_fits_80_columns(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = printed_help(command, capsys)
+    assert max(map(cell_len, lines)) <= 80
+    if command:  # no line is broken where the source breaks it, which leaves short ones within a sentence
+        meaning = next(place for place, line in enumerate(lines) if "What becomes of a longer example" in line)
+        assert all(len(line.strip("│ ")) > 60 for line in lines[meaning : meaning + 2])
+
+
+def test_help_shows_lists_and_mappings_of_a_recipe_as_they_may_stand_there(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "80")
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("data: {train: [a.jsonl, b.jsonl], shares: [1, 2], columns: {q: prompt}}\n")
+    page = " ".join(line.strip("│ ") for line in printed_help(["data", str(recipe)], capsys))
+    for shown in ("""'["a.jsonl", "b.jsonl"]'""", "'[1.0, 2.0]'", """'{"q": "prompt"}'"""):
+        assert f"(recipe: {shown})" in page
+
+
+def test_the_package_runs_as_a_module():
+    command = [sys.executable, "-m", "tuningfork", "--version"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"tuningfork {tuningfork.__version__}\n"

@@ -19,21 +19,22 @@ from tuningfork.report.words import visible
 _INTRODUCTION = """\
 Train language models on preference pairs.
 
-A run is described by one recipe, a YAML file; every key of it can be overridden by a dotted flag. The shortest:
+A run is described by one recipe, a YAML file, and every key of it can be
+overridden by a dotted flag. The shortest:
 
     model: {path: ./my-model}        a Hugging Face model folder
     data:  {train: pairs.jsonl}      rows of prompt, chosen, rejected
 """
 _EXAMPLES = """\
 examples:
-  tuningfork data recipe.yaml                                   what is in the data and what a run on it costs; no GPU
-  tuningfork train recipe.yaml                                  train; results go to output.dir
-  tuningfork train recipe.yaml --train.learning_rate 1e-6       with one setting changed
-  tuningfork train recipe.yaml --resume                         go on after a kill or Ctrl-C
-  tuningfork reference recipe.yaml                              only score the reference (train does it by itself)
-  tuningfork eval recipe.yaml                                   the trained model on data.eval, against its reference
-  tuningfork eval recipe.yaml --policy other/model              another model against the same reference
-  tuningfork train --help                                       every setting, with its meaning and default
+  tuningfork data recipe.yaml                   what the data is, and costs
+  tuningfork train recipe.yaml                  train; writes to output.dir
+  tuningfork train recipe.yaml --train.seed 1   with one setting changed
+  tuningfork train recipe.yaml --resume         go on after a kill or Ctrl-C
+  tuningfork reference recipe.yaml              score the reference, no more
+  tuningfork eval recipe.yaml                   the trained model on data.eval
+  tuningfork eval recipe.yaml --policy ./model  another one, same reference
+  tuningfork train --help                       every setting and its default
 """
 # What a command takes beside a recipe and settings: option -> meaning.
 _OWN: dict[str, dict[str, str]] = {
