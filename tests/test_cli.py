@@ -70,3 +70,40 @@ def test_the_package_runs_as_a_module():
     command = [sys.executable, "-m", "tuningfork", "--version"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == f"tuningfork {tuningfork.__version__}\n"
+
+
+@pytest.fixture
+def without_libraries(tmp_path):
+    """Runs the command line where heavy libraries say their name and end the process as soon as they are imported."""
+    for library in ("torch", "transformers", "datasets", "pyarrow", "pandas"):
+        (tmp_path / f"{library}.py").write_text(f"raise SystemExit('{library} is imported')\n")
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        found = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
+        command = [sys.executable, "-m", "tuningfork", *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=found, capture_output=True, text=True, timeout=60)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--help"], 0, "usage: tuningfork"),
+        (["train", "--help"], 0, "--train.learning_rate"),
+        (["train", "none.yaml"], 2, "there is no such recipe"),
+        (["train", "--model.path", "m", "--data.train", "d", "--train.sede", "1"], 2, "did you mean --train.seed?"),
+        (["train", "--model.path", "m", "--data.train", "d", "--pack.tokens", "64"], 2, "Raise pack.tokens"),
+    ],
+)
+def test_help_and_mistakes_in_a_recipe_wait_for_no_heavy_library(without_libraries, arguments, status, said):
+    done = without_libraries(*arguments)
+    assert (done.returncode, "is imported" in done.stderr) == (status, False)
+    assert said in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("command", ["data", "train", "reference", "eval"])
+def test_a_command_says_that_it_loads_libraries_before_it_does(without_libraries, command):
+    done = without_libraries(command, "--model.path", "m", "--data.train", "d")
+    assert done.stdout == "loading PyTorch and transformers\n"
+    assert done.stderr.endswith(" is imported\n")

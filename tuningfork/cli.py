@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tuningfork import __version__
 from tuningfork.errors import TuningforkError, enough_memory
+from tuningfork.report.console import Console
 from tuningfork.report.words import visible
 
 _INTRODUCTION = """\
@@ -115,24 +116,25 @@ def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Packs differ a little in size; with fixed blocks of memory each new size would leave holes behind.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    # Heavy imports only now: help and mistakes in a recipe answer at once.
+    # Heavy imports only now: help and mistakes in a recipe answer at once, and a wait is explained before it begins.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for library in ("torchao", "torch.utils._pytree"):  # of kernels for other cards, and of each other's future
         logging.getLogger(library).setLevel(logging.ERROR)
-    from tuningfork import commands
+    console = Console()
+    console.startup.add("imports", time.monotonic() - begun)
+    with console.stage("imports", "loading PyTorch and transformers"):
+        from tuningfork import commands
 
     with enough_memory(name):
         if name == "train":
-            console = commands.Console()
-            console.startup.add("imports", time.monotonic() - begun)
             return commands.train(config, own.resume, console)
         if name == "data":
-            return commands.data(config, own.strict)
+            return commands.data(config, own.strict, console)
         if name == "reference":
-            return commands.reference(config)
-        return commands.evaluate(config, own.policy)
+            return commands.reference(config, console)
+        return commands.evaluate(config, own.policy, console)
 
 
 if __name__ == "__main__":

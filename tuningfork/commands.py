@@ -44,6 +44,8 @@ from tuningfork.train.setup import (
     start_model,
 )
 
+READING_MODEL = "reading the model's config and tokenizer"
+
 
 def train(config: RunConfig, resume: bool, console: Console | None = None) -> int:
     """`tuningfork train`: the main job."""
@@ -80,16 +82,17 @@ def _train(config: RunConfig, resume: bool, folder: Path, console: Console) -> i
     return 0
 
 
-def data(config: RunConfig, strict: bool) -> int:
+def data(config: RunConfig, strict: bool, console: Console | None = None) -> int:
     """`tuningfork data`: what is in the recipe's data and what a run on it costs, before any GPU is asked for.
 
     Returns 1 if `strict` and something is wrong that a careful person would stop on.
     """
-    console = Console()
+    console = console or Console()
     config = _dated_as_its_run(config)
     folder = Path(config.output.dir) / data_files.FOLDER
     data_files.check(folder)  # before minutes of reading
-    model, tokenizer = load_config(config.model.path), load_tokenizer(config.model.path)
+    with console.stage("data", READING_MODEL):
+        model, tokenizer = load_config(config.model.path), load_tokenizer(config.model.path)
     objective = PreferenceObjective(config.objective)
 
     reports = []
@@ -127,10 +130,10 @@ def data(config: RunConfig, strict: bool) -> int:
     return 1 if strict and summary.strict else 0
 
 
-def reference(config: RunConfig) -> int:
+def reference(config: RunConfig, console: Console | None = None) -> int:
     """`tuningfork reference`: fill the reference cache and nothing else."""
     check_one_process()
-    console = Console()
+    console = console or Console()
     config = _dated_as_its_run(config)
     if not PreferenceObjective(config.objective).needs_reference:
         raise ConfigError(f"objective.name {config.objective.name} has no reference; there is nothing to score.")
@@ -142,10 +145,10 @@ def reference(config: RunConfig) -> int:
     return 0
 
 
-def evaluate(config: RunConfig, policy: str | None) -> int:
+def evaluate(config: RunConfig, policy: str | None, console: Console | None = None) -> int:
     """`tuningfork eval`: a trained model on the held-out pairs, against the recipe's reference."""
     check_one_process()
-    console = Console()
+    console = console or Console()
     if config.data.eval is None:
         raise ConfigError("data.eval must be set to evaluate; for example: --data.eval held_out.jsonl")
     path = policy or str(Path(config.output.dir) / "model")
@@ -233,10 +236,11 @@ def _prepare(config: RunConfig, console: Console) -> tuple[Data, Start]:
     """Data and model of a run whose data has a date."""
     device = choose_device(config.train.device)
     compiled = choose_compile(config.model.compile, device)
-    with console.startup.time("data"):
+    objective = PreferenceObjective(config.objective)
+    with console.stage("data", READING_MODEL):
         load_config(config.model.path)  # what cannot be trained is said before what its tokenizer lacks
         tokenizer = load_tokenizer(config.model.path)
-        objective = PreferenceObjective(config.objective)
+    with console.startup.time("data"):
         data = read_data(config.model, config.data, config.pack, objective, tokenizer, compiled, console)
     start = start_model(config.model, config.objective, config.pack, config.train, device, console)
     return data, start

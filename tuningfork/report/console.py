@@ -83,6 +83,21 @@ class Console:
         finally:
             phase.say()
 
+    @contextmanager
+    def stage(self, name: str, doing: str) -> Iterator[None]:
+        """A part of the start that has no units to count: timed as `name`, and said as what it is `doing`.
+
+        On a terminal that is seen while it lasts; elsewhere it is a line as it begins. The log has the times instead.
+        No phase may begin within it.
+        """
+        with self.startup.time(name):
+            if self.live:
+                with self._rich.status(Text(doing)):
+                    yield
+            else:
+                self._plain(doing)
+                yield
+
     def _plain(self, text: str) -> None:
         encoding = self.stream.encoding or "utf-8"  # an ASCII-only stream gets ? for what it cannot show
         try:

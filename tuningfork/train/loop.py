@@ -92,7 +92,7 @@ def run(
     if start.objective.needs_reference:
         used, cache = Selection([data.train], order.used_indices()), reference_config.cache
         reference = open_reference(start, pack.share_prompt, cache, used, data.limits, console, data.held_out, weights)
-        with console.startup.time("step-0 check"):
+        with console.stage("step-0 check", "checking that margins are exactly 0 before the first step"):
             result.pairs_checked = check_start(start, loader.step(0), reference)
         console.print(f"step-0 check: margin exactly 0 for {result.pairs_checked} of {result.pairs_checked} pairs")
     evaluated = saved is not None and saved.before is not None and saved.held_out_digest == begun.held_out_digest
@@ -106,7 +106,7 @@ def run(
 
     optimizer = build_optimizer(start.policy.model, config)
     if last is not None:
-        with console.startup.time("checkpoint"):
+        with console.stage("checkpoint", f"reading {last}"):
             saved = checkpoint.restore(last, start.policy.model, optimizer)
         result.steps_done = saved.step
         if evaluated and saved.before is not None:
