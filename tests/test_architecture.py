@@ -82,7 +82,7 @@ def test_the_reader_of_imports_sees_what_is_there():
 
 
 def test_every_module_lives_in_a_known_room():
-    known = {*ROOMS, *EVERYONE, *COMPOSERS, "recipe", ""}
+    known = {*ROOMS, *EVERYONE, *COMPOSERS, "recipe", "hints", ""}
     assert {room(module) for module in modules()} <= known
 
 
@@ -104,8 +104,9 @@ def test_what_everyone_imports_imports_nothing_else():
         assert imports(name) <= EVERYONE, name
 
 
-def test_recipe_knows_errors_only_and_is_known_to_config_and_cli_only():
-    assert imports("recipe") == {"errors"}
+def test_recipe_knows_errors_and_hints_only_and_is_known_to_config_and_cli_only():
+    assert imports("recipe") == {"errors", "hints"}
+    assert imports("hints") == frozenset()
     assert {module for module in modules() if "recipe" in imports(module)} <= {"config", "cli"}
 
 

@@ -17,6 +17,7 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from tuningfork.errors import ConfigError
+from tuningfork.hints import hint
 
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 _FLOAT = re.compile(
@@ -110,7 +111,7 @@ def parse(text: str, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(content, dict):
             given |= {f"{section}.{key}": value for key, value in content.items()}
         elif section not in _sections(settings):
-            wrong.append(unknown(str(section), settings))
+            wrong.append(unknown(str(section), settings, value=content))
         elif content is not None:  # a section whose lines are all commented out is null, and fine
             example = _first(section, settings)
             wrong.append(f"{section} is {found(content)}; allowed: settings below it, such as {example}.")
@@ -131,7 +132,8 @@ def parse_flags(flags: Sequence[str], settings: Mapping[str, Any], options: Coll
         name, equals, text = flag[2:].partition("=")
         key = name.replace("-", "_")
         if key not in settings:
-            raise ConfigError(unknown(name, settings, "--", [option.lstrip("-") for option in options]))
+            following = text if equals else next((text for text in rest[:1] if not text.startswith("--")), None)
+            raise ConfigError(unknown(name, settings, "--", [option.lstrip("-") for option in options], following))
         if key in given:
             raise ConfigError(f"--{name} is given twice; keep one.")
         if not equals:
@@ -170,7 +172,7 @@ def validate(
     wrong, values = list(wrong), {}
     for key, value in given.items():
         if key not in settings:
-            wrong.append(unknown(key, settings))
+            wrong.append(unknown(key, settings, value=value))
             continue
         try:
             values[key] = TypeAdapter(settings[key], config=_STRICT).validate_python(value)
@@ -179,14 +181,19 @@ def validate(
             hint = f" Did you mean {near[0]}?" if near else ""
             wrong.append(f"{key} is {found(value)}; allowed: {allowed(settings[key])}.{hint}")
     if wrong:
-        raise ConfigError("\n".join(prefix + line for line in wrong))
+        raise ConfigError("\n".join(prefix + line for line in dict.fromkeys(wrong)))  # a section is named once
     return values
 
 
-def unknown(key: str, settings: Mapping[str, Any], dashes: str = "", others: Iterable[str] = ()) -> str:
-    """What to say about a key that does not exist: the nearest one that does, by its own name or initials first."""
+def unknown(
+    key: str, settings: Mapping[str, Any], dashes: str = "", others: Iterable[str] = (), value: Any = None
+) -> str:
+    """What to say about a key that does not exist: what stands for it here where it is another trainer's, else the
+    nearest one that does, by its own name or initials first."""
     if key in _sections(settings):
         return f"{dashes}{key} is a section; name a setting in it, such as {dashes}{_first(key, settings)}."
+    if elsewhere := hint(key, value, dashes):
+        return elsewhere
     names, own = [*settings, *others], key.rpartition(".")[2]
     same_name = [name for name in names if name.rpartition(".")[2] == own]
     short_for = [name for name in names if len(own) > 1 and _initials(name.rpartition(".")[2]) == own]

@@ -6,7 +6,7 @@ import sys
 import time
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from io import StringIO
 from typing import Any, TextIO
 
@@ -78,7 +78,7 @@ class Console:
         """
         phase = Phase(self, name, total, unit, done)
         try:
-            with phase.bar if self.live else nullcontext():
+            with phase.bar:
                 yield phase
         finally:
             phase.say()
@@ -117,12 +117,7 @@ class Phase:
         self._start = self._advanced_at = self._said_at = console.clock()
         self._said_done: int | None = None
         self._values: Values = {}
-        self.bar = Live(  # to be entered on a terminal only
-            BarLine(printable(name), lambda: (self.done, self.total, self._beside_bar())),
-            console=console._rich,
-            transient=True,
-            refresh_per_second=4,
-        )
+        self.bar = _Bar(BarLine(printable(name), lambda: (self.done, self.total, self._beside_bar())), console)
 
     def advance(self, count: int = 1, values: Values | None = None) -> None:
         """`count` more units are done; `values` such as {"loss": 0.69} are shown until others replace them."""
@@ -171,6 +166,18 @@ class Phase:
             self._console.print(line)
         else:
             self._console.log(line)
+
+
+class _Bar(Live):
+    """A line that stays the last of the terminal; where there is none, nothing."""
+
+    def __init__(self, line: BarLine, console: Console) -> None:
+        super().__init__(line, console=console._rich, transient=True, refresh_per_second=4)
+        self._shown = console.live
+
+    def start(self, refresh: bool = False) -> None:
+        if self._shown:
+            super().start(refresh)
 
 
 def number(value: float) -> str:
