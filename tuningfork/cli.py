@@ -40,10 +40,10 @@ examples:
 # What a command takes beside a recipe and settings: option -> meaning.
 _OWN: dict[str, dict[str, str]] = {
     "data": {
-        "--strict": "exit with status 1 if the objective refuses rows, if rows are dropped, repeat each other or "
-        "contradict each other, if held-out rows have a prompt that is trained on, if words of a row spell control "
-        "tokens, if a row is longer than the model's positions, or if a sequence begins with BOS twice; not for rows "
-        "that a mix or their own weight of 0 leaves out, nor for rows that are cut"
+        "--strict": "exit with status 1 not only if training would refuse to start, but also if rows are dropped, "
+        "repeat each other or contradict each other, if held-out rows have a prompt that is trained on, if words of a "
+        "row spell control tokens, or if a sequence begins with BOS twice; not for rows that a mix or their own weight "
+        "of 0 leaves out, nor for rows that are cut"
     },
     "train": {"--resume": "continue the run in output.dir, which must be there"},
     "reference": {},
@@ -54,8 +54,8 @@ _OWN: dict[str, dict[str, str]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
-    Returns the exit status: 0 done, 1 `data --strict` found something, 2 the user can mend it, 130 stopped by Ctrl-C or
-    SIGTERM, 141 nobody reads on.
+    Returns the exit status: 0 done, 1 `data` found something, 2 the user can mend it, 130 stopped by Ctrl-C
+    or SIGTERM, 141 nobody reads on.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()

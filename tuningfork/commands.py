@@ -85,7 +85,8 @@ def _train(config: RunConfig, resume: bool, folder: Path, console: Console) -> i
 def data(config: RunConfig, strict: bool, console: Console | None = None) -> int:
     """`tuningfork data`: what is in the recipe's data and what a run on it costs, before any GPU is asked for.
 
-    Returns 1 if `strict` and something is wrong that a careful person would stop on.
+    Returns 1 if training would refuse to start, or if `strict` and something is wrong that a careful person would stop
+    on. Packs are those of this machine, where train.device does not name another.
     """
     console = console or Console()
     config = _dated_as_its_run(config)
@@ -108,9 +109,10 @@ def data(config: RunConfig, strict: bool, console: Console | None = None) -> int
     held_out = None if config.data.eval is None else read(config.data.eval, "eval")
     check_names_used(config.data, *reports)
     per_step, epochs, most = config.train.examples_per_step, config.train.epochs, config.train.max_steps
-    # The run's packs, not this machine's: a recipe that leaves the device open is for a GPU.
-    device = torch.device("cpu" if config.train.device == "cpu" else "cuda")
+    # A GPU that is asked for by name need not be here.
+    device = torch.device("cuda") if config.train.device == "cuda" else choose_device(config.train.device)
     compiled = choose_compile(config.model.compile, device)
+    counted_for = f"a {'GPU' if device.type == 'cuda' else 'CPU'}, blocks {'compiled' if compiled else 'not compiled'}"
     summary = summarize(
         train,
         held_out,
@@ -121,13 +123,16 @@ def data(config: RunConfig, strict: bool, console: Console | None = None) -> int
         config.pack,
         EpochOrder.plan(len(train.examples), per_step, config.train.seed, epochs, most),
         PackLimits.plan(config.pack.tokens, config.pack.share_prompt, compiled),
+        counted_for,
     )
     report = summary.as_dict()
     console.draw(draw_report(report))
+    if device.type == "cpu" and config.train.device == "auto":
+        console.print("no GPU is seen here; --train.device cuda counts the packs of a run on one")
     console.print()
     for path in data_files.write(folder, report, __version__):
         console.print(str(path))
-    return 1 if strict and summary.strict else 0
+    return 1 if summary.refused or (strict and summary.strict) else 0
 
 
 def reference(config: RunConfig, console: Console | None = None) -> int:
@@ -191,7 +196,7 @@ def summary(result: RunResult, data: Data) -> str:
     places = [
         ("exported model", str(result.folder / "model")),
         ("metrics", str(result.folder / "metrics.jsonl")),
-        ("data report", str(result.folder / "data_report.json")),
+        ("rows used and dropped", str(result.folder / run_folder.ROWS)),
         ("settings", str(result.folder / "config.yaml")),
         ("log", str(result.folder / "log.txt")),
     ]

@@ -16,6 +16,7 @@ from tuningfork.files import ASIDE
 from tuningfork.report import data_files
 
 CONFIG = "config.yaml"  # the first file of a run, written once the reference is scored and before the first step
+ROWS = "data_rows.json"  # the account of every row that the run read
 
 # Settings that may change between a run and its continuation: they decide where, how often, and at most how gradients
 # are rounded. model.path and model.dtype may be spelt anew: a checkpoint knows which model and dtype they must name.

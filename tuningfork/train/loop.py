@@ -32,7 +32,7 @@ from tuningfork.train.batch import StepBatch
 from tuningfork.train.checkpoint import Progress
 from tuningfork.train.config import OutputConfig, TrainConfig
 from tuningfork.train.evaluate import Evaluation, check_start, evaluate
-from tuningfork.train.folder import CONFIG
+from tuningfork.train.folder import CONFIG, ROWS
 from tuningfork.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from tuningfork.train.setup import Data, Start, dtype_name, model_digest, open_reference, starting_weights
 from tuningfork.train.step import train_step
@@ -117,7 +117,7 @@ def run(
     peak = peak_flops(_card(start.policy.device), "bfloat16" if start.policy.dtype == torch.bfloat16 else "float32")
     totals = RunTotals(peak)
     write_text(folder / CONFIG, config_text)
-    write_json(folder / "data_report.json", _reports(data))
+    write_json(folder / ROWS, _accounts(data))
     with RunWriter(folder, resume_at_step=result.steps_done) as writer:
         console.attach(writer.log)
         console.print(console.startup.line())
@@ -294,12 +294,10 @@ def _check_weights(model: torch.nn.Module, step: int) -> None:
             raise NonFiniteError(f"step {step}: the step moved {name} to nan or infinity. Lower train.learning_rate.")
 
 
-def _reports(data: Data) -> dict[str, object]:
-    """data_report.json: the training file's account, and the held-out file's below `eval`."""
-    report: dict[str, object] = report_dict(data.train_report)
-    if data.held_out_report is not None:
-        report["eval"] = report_dict(data.held_out_report)
-    return report
+def _accounts(data: Data) -> dict[str, object]:
+    """data_rows.json: what became of every row, under the names that the two data sets have in data_report.json."""
+    held_out = None if data.held_out_report is None else report_dict(data.held_out_report)
+    return {"train": report_dict(data.train_report), "eval": held_out}
 
 
 def _card(device: torch.device) -> str:
