@@ -21,7 +21,7 @@ from tuningfork.config import (
     settings,
     to_yaml,
 )
-from tuningfork.errors import ConfigError
+from tuningfork.errors import ConfigError, DataError
 from tuningfork.recipe import parse_scalar, split_flags, to_text
 
 BOTH = ["--model.path", "m", "--data.train", "d.jsonl"]
@@ -82,6 +82,7 @@ OTHER = {  # not any text will do
     "data.date": "2026-01-31",
     "data.columns": {"question": "prompt", "7": "chosen"},
     "data.roles": {"agent": "assistant"},
+    "data.template": "none",
 }
 
 
@@ -471,3 +472,62 @@ def test_every_setting_has_a_meaning() -> None:
 def test_a_tag_that_does_not_fit_its_value_is_an_error_of_the_recipe(value: str) -> None:
     with pytest.raises(ConfigError, match=r"r\.yaml"):
         from_yaml(f"train: {{seed: {value}}}", "r.yaml")
+
+
+def test_a_tilde_is_the_home_of_the_user_in_every_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setattr(config_module, "read_template", lambda name: None)
+    given: dict[str, Any] = {
+        "model.path": "~/model",
+        "data.train": ["~/a.jsonl", "hub:x/~y", "b.jsonl"],
+        "data.eval": "~/held/*.jsonl",
+        "data.cache": "~/tokens",
+        "data.template": "~/t.jinja",
+        "reference.cache": "~",
+        "output.dir": "~/runs/first",
+    }
+    assert set(given) == set(config_module.PATHS)
+    tree: dict[str, Any] = {}
+    for key, value in given.items():
+        section, _, name = key.partition(".")
+        tree.setdefault(section, {})[name] = value
+    Path("r.yaml").write_text(to_text(tree))
+    found = settings(load_run_config(Path("r.yaml"), [], "tuningfork train"))
+    assert {key: found[key] for key in given} == {
+        "model.path": "/home/me/model",
+        "data.train": ["/home/me/a.jsonl", "hub:x/~y", "b.jsonl"],
+        "data.eval": "/home/me/held/*.jsonl",
+        "data.cache": "/home/me/tokens",
+        "data.template": "/home/me/t.jinja",
+        "reference.cache": "/home/me",
+        "output.dir": "/home/me/runs/first",
+    }
+    assert load(None, "--output.dir=~/other").output.dir == "/home/me/other"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "data.template t.jinja: there is no such file. Give chat, none or a .jinja file."),
+        (b"", "data.template t.jinja: is empty."),
+        (b"\xff", "data.template t.jinja: is not UTF-8 text (byte 0). Save it as UTF-8."),
+        (b"x" * (1 << 20 | 1), "data.template t.jinja: has more than 1,048,576 bytes, so it is no chat template."),
+    ],
+)
+def test_a_template_file_that_cannot_be_used_is_said_with_the_recipe(content: bytes | None, message: str) -> None:
+    if content is not None:
+        Path("t.jinja").write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        load(None, "--data.template", "t.jinja")
+    assert str(caught.value) == message
+    with pytest.raises(ConfigError, match=r"allowed: chat, none, or the path of a file that ends in \.jinja"):
+        load(None, "--data.template", "llama3")
+
+
+def test_a_field_of_the_files_may_be_left_out() -> None:
+    assert load("data: {columns: {tools: null, q: prompt}}").data.columns == {"tools": None, "q": "prompt"}
+    assert load(None, "--data.columns", "{tools: null}").data.columns == {"tools": None}
+    with pytest.raises(ConfigError, match=r"data\.roles is a mapping; allowed: a mapping of names to names, such as"):
+        load("data: {roles: {x: null}}")
+    with pytest.raises(ConfigError, match="a mapping of names to names, or to null, such as"):
+        load("data: {columns: {x: 3}}")

@@ -108,7 +108,8 @@ def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str
 
     mine, flags = split_flags(arguments, _OWN[name])
     own = parser.parse_args([name, *mine])
-    config = load_run_config(own.recipe, flags, f"tuningfork {name}", options=_OWN[name])
+    recipe = own.recipe and own.recipe.expanduser()
+    config = load_run_config(recipe, flags, f"tuningfork {name}", options=_OWN[name])
 
     with suppress(ValueError):  # not in the main thread: whoever embeds us handles signals
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends a command as Ctrl-C does
@@ -134,7 +135,7 @@ def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str
             return commands.data(config, own.strict, console)
         if name == "reference":
             return commands.reference(config, console)
-        return commands.evaluate(config, own.policy, console)
+        return commands.evaluate(config, own.policy and os.path.expanduser(own.policy), console)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from tuningfork import __version__
 from tuningfork.config import RunConfig, check, differing_settings, from_yaml, to_yaml
 from tuningfork.data.audit import check_names_used
 from tuningfork.data.loader import EpochOrder
+from tuningfork.data.own_template import with_template
 from tuningfork.data.pack import PackLimits
 from tuningfork.data.sources import Use, check_sources
 from tuningfork.data.summary.sets import SetData
@@ -94,6 +95,7 @@ def data(config: RunConfig, strict: bool, console: Console | None = None) -> int
     data_files.check(folder)  # before minutes of reading
     with console.stage("data", READING_MODEL):
         model, tokenizer = load_config(config.model.path), load_tokenizer(config.model.path)
+    config = replace(config, data=with_template(tokenizer, config.data))
     objective = PreferenceObjective(config.objective)
 
     reports = []
@@ -245,8 +247,14 @@ def _prepare(config: RunConfig, console: Console) -> tuple[Data, Start]:
     with console.stage("data", READING_MODEL):
         load_config(config.model.path)  # what cannot be trained is said before what its tokenizer lacks
         tokenizer = load_tokenizer(config.model.path)
+    settings = with_template(tokenizer, config.data)
+    if settings != config.data:
+        console.print(
+            f"chat template: {config.data.template}; it is no part of the exported model, so put it there as "
+            "chat_template.jinja to generate as it was trained"
+        )
     with console.startup.time("data"):
-        data = read_data(config.model, config.data, config.pack, objective, tokenizer, compiled, console)
+        data = read_data(config.model, settings, config.pack, objective, tokenizer, compiled, console)
     start = start_model(config.model, config.objective, config.pack, config.train, device, console)
     return data, start
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 from tuningfork import recipe as recipes
 from tuningfork.data.columns import check_columns
 from tuningfork.data.config import DataConfig, PackConfig
+from tuningfork.data.own_template import read_template
 from tuningfork.data.roles import check_roles
 from tuningfork.errors import ConfigError, counted
 from tuningfork.models.config import ModelConfig
@@ -45,6 +47,9 @@ REQUIRED = {"model.path": "./model", "data.train": "./pairs.jsonl"}
 """Settings without a usable default, each with an example."""
 
 
+PATHS = ("model.path", "data.train", "data.eval", "data.cache", "data.template", "reference.cache", "output.dir")
+"""Settings that name files or folders, in which ~ is the user's home."""
+
 _METAVAR: dict[Any, str] = {int: "INTEGER", float: "NUMBER", str: "TEXT", bool: "true|false"}
 _LONGEST_METAVAR = 50  # characters; longer ones are named in the meaning
 _WIDEST_TEXT = 100  # columns
@@ -56,14 +61,16 @@ def load_run_config(
     """The checked settings of a run: defaults, then the recipe, then dotted flags.
 
     `--help` among the flags prints every setting, with the recipe's values, and exits. `options` are the command's own
-    flags with their meanings, so that a mistyped one is recognised. Raises ConfigError.
+    flags with their meanings, so that a mistyped one is recognised. Raises ConfigError; DataError for a template file.
     """
     given = recipes.parse(recipes.read(recipe), str(recipe), SETTINGS) if recipe else {}
     if {"-h", "--help"} & set(flags):
         print_help(prog, options or {}, given)
     given |= recipes.parse_flags(flags, SETTINGS, options or ())
+    given |= {key: _at_home(given[key]) for key in PATHS if key in given}
     config = _build(given)
     check(config)
+    read_template(config.data.template)  # a file that is not there is said before anything is loaded
     return config
 
 
@@ -252,6 +259,13 @@ def _named_in_text(hint: Any) -> str:
     """The values of a setting that has too many to stand behind its name."""
     too_many = get_origin(hint) is Literal and _metavar(hint) == _METAVAR[str]
     return f" {recipes.allowed(hint).capitalize()}." if too_many else ""
+
+
+def _at_home(paths: Any) -> Any:
+    """A path, or each of several, with the user's home for a ~ at its beginning."""
+    if isinstance(paths, list):
+        return [_at_home(path) for path in paths]
+    return os.path.expanduser(paths) if isinstance(paths, str) else paths
 
 
 def _metavar(hint: Any) -> str:

@@ -234,7 +234,8 @@ def allowed(hint: Any) -> str:
     if get_origin(hint) is list:
         return f"a list with each entry {allowed(get_args(hint)[0])}"
     if get_origin(hint) is dict:
-        return "a mapping of names to names, such as {theirs: ours}"
+        left_out = ", or to null" if type(None) in get_args(get_args(hint)[1]) else ""
+        return f"a mapping of names to names{left_out}, such as {{theirs: ours}}"
     if arms := get_args(hint):  # T | U | None
         either = " or ".join(allowed(arm) for arm in arms if arm is not type(None))
         return f"{either}, or null" if type(None) in arms else either
