@@ -12,6 +12,7 @@ from tuningfork import __version__
 from tuningfork.config import RunConfig, check, differing_settings, from_yaml, to_yaml
 from tuningfork.data.audit import check_names_used
 from tuningfork.data.loader import EpochOrder
+from tuningfork.data.own_template import with_template
 from tuningfork.data.pack import PackLimits
 from tuningfork.data.sources import Use, check_sources
 from tuningfork.data.summary.sets import SetData
@@ -43,6 +44,8 @@ from tuningfork.train.setup import (
     settle_activations,
     start_model,
 )
+
+READING_MODEL = "reading the model's config and tokenizer"
 
 
 def train(config: RunConfig, resume: bool, console: Console | None = None) -> int:
@@ -80,16 +83,19 @@ def _train(config: RunConfig, resume: bool, folder: Path, console: Console) -> i
     return 0
 
 
-def data(config: RunConfig, strict: bool) -> int:
+def data(config: RunConfig, strict: bool, console: Console | None = None) -> int:
     """`tuningfork data`: what is in the recipe's data and what a run on it costs, before any GPU is asked for.
 
-    Returns 1 if `strict` and something is wrong that a careful person would stop on.
+    Returns 1 if training would refuse to start, or if `strict` and something is wrong that a careful person would stop
+    on. Packs are those of this machine, where train.device does not name another.
     """
-    console = Console()
+    console = console or Console()
     config = _dated_as_its_run(config)
     folder = Path(config.output.dir) / data_files.FOLDER
     data_files.check(folder)  # before minutes of reading
-    model, tokenizer = load_config(config.model.path), load_tokenizer(config.model.path)
+    with console.stage("data", READING_MODEL):
+        model, tokenizer = load_config(config.model.path), load_tokenizer(config.model.path)
+    config = replace(config, data=with_template(tokenizer, config.data))
     objective = PreferenceObjective(config.objective)
 
     reports = []
@@ -105,9 +111,10 @@ def data(config: RunConfig, strict: bool) -> int:
     held_out = None if config.data.eval is None else read(config.data.eval, "eval")
     check_names_used(config.data, *reports)
     per_step, epochs, most = config.train.examples_per_step, config.train.epochs, config.train.max_steps
-    # The run's packs, not this machine's: a recipe that leaves the device open is for a GPU.
-    device = torch.device("cpu" if config.train.device == "cpu" else "cuda")
+    # A GPU that is asked for by name need not be here.
+    device = torch.device("cuda") if config.train.device == "cuda" else choose_device(config.train.device)
     compiled = choose_compile(config.model.compile, device)
+    counted_for = f"a {'GPU' if device.type == 'cuda' else 'CPU'}, blocks {'compiled' if compiled else 'not compiled'}"
     summary = summarize(
         train,
         held_out,
@@ -118,19 +125,22 @@ def data(config: RunConfig, strict: bool) -> int:
         config.pack,
         EpochOrder.plan(len(train.examples), per_step, config.train.seed, epochs, most),
         PackLimits.plan(config.pack.tokens, config.pack.share_prompt, compiled),
+        counted_for,
     )
     report = summary.as_dict()
     console.draw(draw_report(report))
+    if device.type == "cpu" and config.train.device == "auto":
+        console.print("no GPU is seen here; --train.device cuda counts the packs of a run on one")
     console.print()
     for path in data_files.write(folder, report, __version__):
         console.print(str(path))
-    return 1 if strict and summary.strict else 0
+    return 1 if summary.refused or (strict and summary.strict) else 0
 
 
-def reference(config: RunConfig) -> int:
+def reference(config: RunConfig, console: Console | None = None) -> int:
     """`tuningfork reference`: fill the reference cache and nothing else."""
     check_one_process()
-    console = Console()
+    console = console or Console()
     config = _dated_as_its_run(config)
     if not PreferenceObjective(config.objective).needs_reference:
         raise ConfigError(f"objective.name {config.objective.name} has no reference; there is nothing to score.")
@@ -142,10 +152,10 @@ def reference(config: RunConfig) -> int:
     return 0
 
 
-def evaluate(config: RunConfig, policy: str | None) -> int:
+def evaluate(config: RunConfig, policy: str | None, console: Console | None = None) -> int:
     """`tuningfork eval`: a trained model on the held-out pairs, against the recipe's reference."""
     check_one_process()
-    console = Console()
+    console = console or Console()
     if config.data.eval is None:
         raise ConfigError("data.eval must be set to evaluate; for example: --data.eval held_out.jsonl")
     path = policy or str(Path(config.output.dir) / "model")
@@ -188,7 +198,7 @@ def summary(result: RunResult, data: Data) -> str:
     places = [
         ("exported model", str(result.folder / "model")),
         ("metrics", str(result.folder / "metrics.jsonl")),
-        ("data report", str(result.folder / "data_report.json")),
+        ("rows used and dropped", str(result.folder / run_folder.ROWS)),
         ("settings", str(result.folder / "config.yaml")),
         ("log", str(result.folder / "log.txt")),
     ]
@@ -234,11 +244,18 @@ def _prepare(config: RunConfig, console: Console) -> tuple[Data, Start]:
     """Data and model of a run whose data has a date."""
     device = choose_device(config.train.device)
     compiled = choose_compile(config.model.compile, device)
-    with console.startup.time("data"):
+    objective = PreferenceObjective(config.objective)
+    with console.stage("data", READING_MODEL):
         load_config(config.model.path)  # what cannot be trained is said before what its tokenizer lacks
         tokenizer = load_tokenizer(config.model.path)
-        objective = PreferenceObjective(config.objective)
-        data = read_data(config.model, config.data, config.pack, objective, tokenizer, compiled, console)
+    settings = with_template(tokenizer, config.data)
+    if settings != config.data:
+        console.print(
+            f"chat template: {config.data.template}; it is no part of the exported model, so put it there as "
+            "chat_template.jinja to generate as it was trained"
+        )
+    with console.startup.time("data"):
+        data = read_data(config.model, settings, config.pack, objective, tokenizer, compiled, console)
     start = start_model(config.model, config.objective, config.pack, config.train, device, console)
     return data, start
 

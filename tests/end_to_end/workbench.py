@@ -171,8 +171,9 @@ class Job:
     def metrics(self) -> list[dict[str, Any]]:
         return read_metrics(self.run / "metrics.jsonl")
 
-    def report(self) -> dict[str, Any]:
-        return json.loads((self.run / "data_report.json").read_text())
+    def report(self, use: str = "train") -> dict[str, Any]:
+        """What became of the rows to train on, or of those to evaluate on."""
+        return json.loads((self.run / "data_rows.json").read_text())[use]
 
     def exported(self) -> dict[str, torch.Tensor]:
         return load_file(self.run / "model" / "model.safetensors")

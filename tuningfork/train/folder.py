@@ -19,6 +19,7 @@ from tuningfork.report import data_files
 
 _CHECKSUM = "# These settings as the run wrote them have the checksum"
 CONFIG = "config.yaml"  # the first file of a run, written once the reference is scored and before the first step
+ROWS = "data_rows.json"  # the account of every row that the run read
 
 LOG = "log.txt"  # grows line by line; all other files are replaced as a whole
 FILES = (CONFIG, "data_report.json", "metrics.jsonl", LOG, "eval.json", "summary.json")

@@ -32,7 +32,7 @@ from tuningfork.train.batch import StepBatch
 from tuningfork.train.checkpoint import Progress
 from tuningfork.train.config import OutputConfig, TrainConfig
 from tuningfork.train.evaluate import Evaluation, check_start, evaluate
-from tuningfork.train.folder import CONFIG, with_checksum
+from tuningfork.train.folder import CONFIG, ROWS, with_checksum
 from tuningfork.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from tuningfork.train.setup import Data, Start, dtype_name, model_digest, open_reference, starting_weights
 from tuningfork.train.step import train_step
@@ -92,7 +92,7 @@ def run(
     if start.objective.needs_reference:
         used, cache = Selection([data.train], order.used_indices()), reference_config.cache
         reference = open_reference(start, pack.share_prompt, cache, used, data.limits, console, data.held_out, weights)
-        with console.startup.time("step-0 check"):
+        with console.stage("step-0 check", "checking that margins are exactly 0 before the first step"):
             result.pairs_checked = check_start(start, loader.step(0), reference)
         console.print(f"step-0 check: margin exactly 0 for {result.pairs_checked} of {result.pairs_checked} pairs")
     evaluated = saved is not None and saved.before is not None and saved.held_out_digest == begun.held_out_digest
@@ -106,7 +106,7 @@ def run(
 
     optimizer = build_optimizer(start.policy.model, config)
     if last is not None:
-        with console.startup.time("checkpoint"):
+        with console.stage("checkpoint", f"reading {last}"):
             saved = checkpoint.restore(last, start.policy.model, optimizer)
         result.steps_done = saved.step
         if evaluated and saved.before is not None:
@@ -117,7 +117,7 @@ def run(
     peak = peak_flops(_card(start.policy.device), "bfloat16" if start.policy.dtype == torch.bfloat16 else "float32")
     totals = RunTotals(peak)
     write_text(folder / CONFIG, with_checksum(config_text))
-    write_json(folder / "data_report.json", _reports(data))
+    write_json(folder / ROWS, _accounts(data))
     with RunWriter(folder, resume_at_step=result.steps_done) as writer:
         console.attach(writer.log)
         console.print(console.startup.line())
@@ -297,12 +297,10 @@ def _check_weights(model: torch.nn.Module, step: int) -> None:
             raise NonFiniteError(f"step {step}: the step moved {name} to nan or infinity. Lower train.learning_rate.")
 
 
-def _reports(data: Data) -> dict[str, object]:
-    """data_report.json: the training file's account, and the held-out file's below `eval`."""
-    report: dict[str, object] = report_dict(data.train_report)
-    if data.held_out_report is not None:
-        report["eval"] = report_dict(data.held_out_report)
-    return report
+def _accounts(data: Data) -> dict[str, object]:
+    """data_rows.json: what became of every row, under the names that the two data sets have in data_report.json."""
+    held_out = None if data.held_out_report is None else report_dict(data.held_out_report)
+    return {"train": report_dict(data.train_report), "eval": held_out}
 
 
 def _card(device: torch.device) -> str:

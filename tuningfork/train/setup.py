@@ -209,21 +209,21 @@ def start_model(
     compiled = choose_compile(model.compile, device)
     # What cannot be had is said now, before minutes of reading and scoring.
     activations.check(train.activation_memory, compiled)
-    with console.startup.time("device"):
+    with console.stage("device", f"setting up {device_name(device)}"):
         torch.zeros(1, device=device)  # the first use of a GPU sets it up, which is no part of what follows
     with console.startup.time("weights"):
         loaded = _load(model, device, console)
     console.startup.bytes["weights"] = loaded.stored_bytes
-    with console.startup.time("self-check"):
+    with console.stage("self-check", "checking that packed examples equal the same ones alone"):
         check_packed_equals_alone(loaded.model, model.path)
     hold_gradients(loaded.model, train)
     policy = Policy.fast(loaded.model, dtype)
     head = Head(policy.kernels, policy.transform, objective.head_chunk_rows)
-    with console.startup.time("head check"):
+    with console.stage("head check", "checking the head"):
         check_head(policy, head, model.path)
     check = None
     if compiled or not policy.has_plain_kernels:
-        with console.startup.time("kernel check"):
+        with console.stage("kernel check", "computing what kernels and compiled blocks are checked against"):
             check = KernelCheck.begin(policy, model.path, pack.share_prompt, compiled)
     if compiled:
         policy.compile()
@@ -240,7 +240,7 @@ def start_model(
         )
     policy.keep_activations("block" if train.activation_memory == "auto" else train.activation_memory)
     if check is not None:
-        with console.startup.time("kernel check"):
+        with console.stage("kernel check", "compiling and checking kernels and blocks"):
             check.compare(policy)
     if window := window_not_reached(policy):
         console.print(f"checks at the start: not beyond the layers' window of {window:,}, which is too long for that")
@@ -269,7 +269,7 @@ def settle_activations(
         with console.startup.time("activation memory"):
             settle(start.policy, start.head, limits, partial(optimizer_bytes, config=train), console)
     if start.check is not None and start.policy.activation_memory != "block":  # which `start_model` has compared
-        with console.startup.time("kernel check"):
+        with console.stage("kernel check", "compiling and checking kernels and blocks"):
             start.check.compare(start.policy)
 
 
@@ -335,7 +335,7 @@ def open_reference(
 
 def starting_weights(policy: Policy, console: Console) -> str:
     """The hash of the weights as they are: to be asked for before they move."""
-    with console.startup.time("weights digest"):
+    with console.stage("weights digest", "hashing the weights"):
         return weights_digest(tensors_of(policy.model))
 
 
