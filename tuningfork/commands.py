@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,10 +27,11 @@ from tuningfork.records import DataReport
 from tuningfork.report import data_files
 from tuningfork.report.console import Console, table
 from tuningfork.report.data_terminal import draw_report
+from tuningfork.report.writer import Scores
 from tuningfork.train import checkpoint, optimizer
 from tuningfork.train import folder as run_folder
-from tuningfork.train.evaluate import Evaluation
 from tuningfork.train.evaluate import evaluate as evaluate_packs
+from tuningfork.train.exported import MODEL
 from tuningfork.train.loop import RunResult, run
 from tuningfork.train.setup import (
     Data,
@@ -73,7 +75,8 @@ def _train(config: RunConfig, resume: bool, folder: Path, console: Console) -> i
         data, start = _prepare(config, console)
         settle_activations(start, config.train, data.limits, last, console)
         text = to_yaml(config)
-        result = run(data, start, text, config.pack, config.reference, config.train, config.output, console)
+        length = None if before is None else before.train
+        result = run(data, start, text, config.pack, config.reference, config.train, config.output, console, length)
     if not result.finished:
         return 130
     console.print("\n" + summary(result, data))
@@ -160,7 +163,7 @@ def evaluate(config: RunConfig, policy: str | None) -> int:
     _take_weights(start, path, config.model, console)
     with console.phase("evaluating", len(data.held_out), "pairs") as phase:
         result = evaluate_packs(start, start.packs(data.held_out, data.limits), store, phase.advance)
-    console.print(table(f"{path} on {config.data.eval}", _evaluation_rows(None, result)))
+    console.print(table(f"{path} on {config.data.eval}", _evaluation_rows({"": result.as_dict()})))
     return 0
 
 
@@ -171,7 +174,11 @@ def summary(result: RunResult, data: Data) -> str:
         checked = counted(result.pairs_checked, "pair")
         parts.append(f"step-0 check: margin exactly 0 for all {checked} of the first step")
     if result.after is not None:
-        parts.append(table("held-out pairs", _evaluation_rows(result.before, result.after)))
+        columns: dict[str, Scores] = {} if result.before is None else {"before": result.before.as_dict()}
+        columns["after"] = result.after.as_dict()
+        if result.best is not None and result.best.step != result.steps_done:
+            columns[f"step {result.best.step}, the best"] = result.best.scores
+        parts.append(table("held-out pairs", _evaluation_rows(columns)))
     if result.throughput.get("steps"):
         rates = result.throughput
         rows = [
@@ -186,7 +193,7 @@ def summary(result: RunResult, data: Data) -> str:
             rows.append(("warm-up (compilation), not in the rates", f"{rates['warmup_seconds']:.0f} s"))
         parts.append(table("training", rows))
     places = [
-        ("exported model", str(result.folder / "model")),
+        (f"exported model, step {result.exported_step}", str(result.folder / MODEL)),
         ("metrics", str(result.folder / "metrics.jsonl")),
         ("data report", str(result.folder / "data_report.json")),
         ("settings", str(result.folder / "config.yaml")),
@@ -264,12 +271,12 @@ def _held_out_rows(data: Data) -> list[tuple[str, str]]:
     return [] if data.held_out_report is None else _data_rows("held-out", data.held_out_report)
 
 
-def _evaluation_rows(before: Evaluation | None, after: Evaluation) -> list[tuple[str, ...]]:
-    """One row a number; with a column for the starting model if it was evaluated."""
-    rows: list[tuple[str, ...]] = [("", "before", "after") if before else ("", "")]
+def _evaluation_rows(columns: Mapping[str, Scores]) -> list[tuple[str, ...]]:
+    """One row a number, one column an evaluation under its heading."""
+    rows: list[tuple[str, ...]] = [("", *columns)]
     names = {"rewards/accuracy": "accuracy", "rewards/margin": "margin", "loss": "loss", "pairs": "pairs"}
     for key, name in names.items():
-        values = [evaluation.as_dict()[key] for evaluation in (before, after) if evaluation is not None]
+        values = [scores[key] for scores in columns.values()]
         shown = [f"{value:.1%}" if name == "accuracy" else _number(value) for value in values]
         rows.append((name, *shown))
     return rows

@@ -107,6 +107,27 @@ def check(config: RunConfig) -> None:
             f"reference.cache is {config.reference.cache}, but objective.name simpo has no reference. Remove it."
         )
     _check_pack(config.pack, config.data.max_length)
+    _check_evaluation(config)
+
+
+def _check_evaluation(config: RunConfig) -> None:
+    """Raises ConfigError where settings of evaluations have nothing to work on."""
+    every, train, output = config.train.eval_every, config.train, config.output
+    if every is not None and config.data.eval is None:
+        raise ConfigError(
+            f"train.eval_every is {every}, but there is nothing to evaluate on. Set data.eval to held-out pairs, or "
+            "remove it."
+        )
+    if every is None and train.best_by != TrainConfig().best_by:
+        raise ConfigError(
+            f"train.best_by is {train.best_by}, but only with train.eval_every is there a best step. Set that, or "
+            "remove it."
+        )
+    if every is None and output.export == "best":
+        raise ConfigError(
+            "output.export is best, but only with train.eval_every is there a best step. Set that, or output.export: "
+            "last."
+        )
 
 
 def _check_pack(pack: PackConfig, max_length: int) -> None:

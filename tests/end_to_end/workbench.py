@@ -167,6 +167,15 @@ class Job:
         return outcome.err
 
     def metrics(self) -> list[dict[str, Any]]:
+        """The lines of training steps."""
+        return [line for line in self.lines() if "lr" in line]
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The lines of held-out pairs, without the time that they took."""
+        lines = [line for line in self.lines() if "lr" not in line]
+        return [{key: value for key, value in line.items() if key != "eval/seconds"} for line in lines]
+
+    def lines(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
 
     def report(self) -> dict[str, Any]:

@@ -19,7 +19,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 
 from tuningfork.errors import RunFolderError, first_line
 from tuningfork.files import ASIDE, Hashed, check_sealed, remove, seal, whole_folder
@@ -30,9 +35,10 @@ _PROGRESS = "progress.json"
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a run stands, beside its tensors. The data's position is the number of steps done."""
+    """Where a run stands, beside its tensors. The data's position is the number of examples trained on."""
 
     step: int  # steps done
+    examples: int  # trained on in these; the last step of a run by epochs may hold fewer than the others
     data_digest: str  # of the examples trained on; a resumed run must have the same
     start_model: str  # content hash of the model the run started from, and so of its reference
     dtype: str  # of the computation; `model.dtype: auto` names another one on another device
@@ -41,13 +47,20 @@ class Progress:
     before: dict[str, Any] | None  # the starting model on these (Evaluation.saved); None where there are none
 
 
-def save(folder: Path, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer, keep_last: int) -> Path:
-    """Write ``step-N`` in `folder`, then remove all but the newest `keep_last`.
+def save(
+    folder: Path,
+    progress: Progress,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    keep_last: int,
+    best: int | None = None,
+) -> Path:
+    """Write ``step-N`` in `folder`, then remove all but the newest `keep_last` and the one of step `best`.
 
     Raises:
         RunFolderError: the disk refuses. What was there before is still whole.
     """
-    path = folder / f"step-{progress.step}"
+    path = at(folder, progress.step)
     if path.exists():  # a run that was killed between this save and its end, and came by again
         return path
     with whole_folder(path) as aside:
@@ -60,9 +73,20 @@ def save(folder: Path, progress: Progress, model: nn.Module, optimizer: torch.op
             raise _os_error(error) or error from error
         (aside / _PROGRESS).write_text(json.dumps(asdict(progress)))
         seal(aside, files.checksums)  # dcp has no checksums, and loads a weight with a wrong bit as it is
-    for old in _all(folder)[:-keep_last]:
-        remove(old)
+    prune(folder, keep_last, best)
     return path
+
+
+def prune(folder: Path, keep_last: int, best: int | None) -> None:
+    """Remove all checkpoints but the newest `keep_last` and the one of step `best`."""
+    for old in _all(folder)[:-keep_last]:
+        if best is None or old != at(folder, best):
+            remove(old)
+
+
+def at(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step is, or would be."""
+    return folder / f"step-{step}"
 
 
 class _HashedFiles(FileSystem):
@@ -111,17 +135,29 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> P
         RunFolderError: the checkpoint is damaged, or belongs to another model.
     """
     state = _state(model, optimizer)
+    stood = _load(path, state)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    torch.set_rng_state(state["rng"])
+    return stood
+
+
+def restore_weights(path: Path, model: nn.Module) -> None:
+    """Load a checkpoint's weights alone into a model. Raises RunFolderError as `restore`."""
+    state = {"model": get_model_state_dict(model)}
+    _load(path, state)
+    set_model_state_dict(model, state["model"])
+
+
+def _load(path: Path, state: dict[str, Any]) -> Progress:
+    """Fill what stands in `state` from a checkpoint, and say where the run stood. Raises RunFolderError."""
     try:
         check_sealed(path)
         with _one_process():
             dcp.load(state, checkpoint_id=path, no_dist=True)
-        stood = progress(path)
+        return progress(path)
     except (CheckpointException, OSError, ValueError, KeyError, TypeError) as error:
         cause = error.failures[0][0] if isinstance(error, CheckpointException) and error.failures else error
         raise _damaged(path, cause) from error
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    torch.set_rng_state(state["rng"])
-    return stood
 
 
 def _damaged(path: Path, cause: BaseException) -> RunFolderError:

@@ -21,10 +21,12 @@ CONFIG = "config.yaml"  # the first file of a run, written once the reference is
 # are rounded. model.path and model.dtype may be spelt anew: a checkpoint knows which model and dtype they must name.
 FREE_TO_CHANGE = (
     *("output.", "train.device", "train.activation_memory", "train.gradient_dtype"),
-    *("reference.cache", "objective.head_chunk_rows"),
+    *("reference.cache", "objective.head_chunk_rows", "train.eval_every"),
     *("data.cache", "data.workers"),
     *("model.path", "model.dtype"),
 )
+
+LENGTH = ("train.epochs", "train.max_steps")  # they may be raised, see extend.py
 
 
 def has_begun(folder: Path) -> bool:
@@ -75,9 +77,14 @@ def check_settings(folder: Path, changes: Mapping[str, tuple[object, object]]) -
     changed = {key: values for key, values in changes.items() if not key.startswith(FREE_TO_CHANGE)}
     if changed.get("data.date", ("",))[0] is None:  # the run's day was taken out: its data will tell
         del changed["data.date"]
+    for key in LENGTH:
+        old, new = changed.get(key, (None, None))
+        if not (isinstance(old, int | float) and isinstance(new, int | float) and new < old):
+            changed.pop(key, None)  # the data will tell whether the run becomes longer
     if changed:
         lines = [f"  {key}: the run has {old!r}, now {new!r}" for key, (old, new) in changed.items()]
         raise RunFolderError(
             f"{folder} is a run with other settings:\n" + "\n".join(lines) + "\n"
-            "A continued run must have the same. Set them back, or choose another output.dir."
+            "A continued run must have the same; only train.epochs and train.max_steps may be raised. Set them back, "
+            "or choose another output.dir."
         )
