@@ -141,7 +141,7 @@ def reference(config: RunConfig) -> int:
     cache, share = config.reference.cache, config.pack.share_prompt
     store = open_reference(start, share, cache, data.train, data.limits, console, data.held_out)
     covered = counted(len(data.train) + len(data.held_out), "example")
-    console.print(f"{config.reference.cache}: {counted(len(store), 'answer')} cached, all of {covered} covered")
+    console.print(f"{store.folder}: {counted(len(store), 'answer')} cached, all of {covered} covered")
     return 0
 
 

@@ -133,6 +133,12 @@ class Job:
     def cache(self) -> Path:
         return Path(self.settings["reference.cache"])
 
+    @property
+    def entry(self) -> Path:
+        """The one entry of the reference cache."""
+        [path] = self.cache.iterdir()
+        return path
+
     def but(self, changes: Mapping[str, Any] | None = None, **sections: Mapping[str, Any]) -> Job:
         """The same job with other settings: but({"train.seed": 3}), or but(train={"seed": 3})."""
         flat = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}

@@ -32,6 +32,7 @@ from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import DataReport, PackedBatch, TokenExample, column
 from tuningfork.reference.build import check_rescored, fill, to_rescore
 from tuningfork.reference.code import model_code_digest
+from tuningfork.reference.entries import open_entry
 from tuningfork.reference.fingerprint import fingerprint, tensors_of, text_digest, weights_digest
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.console import Console, Phase
@@ -301,9 +302,9 @@ def open_reference(
     held_out: Sequence[TokenExample] = (),
     weights: str | None = None,
 ) -> ReferenceStore:
-    """The reference cache of the *starting* model, filled for these examples and the held-out ones.
+    """The entry of the reference cache that is the *starting* model's, filled for these examples and the held-out ones.
 
-    `weights` is the hash of its weights, where that is known already. Some of what the cache had before is scored
+    `weights` is the hash of its weights, where that is known already. Some of what the entry had before is scored
     again, and must come to the same bits. Raises ReferenceMismatch.
     """
     policy = start.policy
@@ -320,7 +321,7 @@ def open_reference(
         **{"model code": model_code_digest(policy.model)},
     )
     with console.startup.time("reference"):
-        store = ReferenceStore(Path(cache), facts)
+        store = open_entry(Path(cache), facts, console.print)
         parts = [Selection([examples]), Selection([held_out])]
         again = Selection([parts[part].take(places) for part, places in to_rescore(store, parts)])
         if again:
