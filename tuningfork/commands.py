@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
 from tuningfork import __version__
 from tuningfork.config import RunConfig, check, differing_settings, from_yaml, to_yaml
-from tuningfork.data.audit import check_names_used
+from tuningfork.data.audit import check_names_used, dataset_digest
 from tuningfork.data.loader import EpochOrder
 from tuningfork.data.pack import PackLimits
 from tuningfork.data.sources import Use, check_sources
@@ -24,7 +24,7 @@ from tuningfork.models.load import comparable, load_config, load_tokenizer, repl
 from tuningfork.models.support import positions
 from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import DataReport
-from tuningfork.report import data_files
+from tuningfork.report import data_files, eval_files
 from tuningfork.report.console import Console, table
 from tuningfork.report.data_terminal import draw_report
 from tuningfork.report.writer import Scores
@@ -39,11 +39,15 @@ from tuningfork.train.setup import (
     check_one_process,
     choose_compile,
     choose_device,
+    device_name,
+    dtype_name,
+    model_digest,
     open_reference,
     read_data,
     read_sources,
     settle_activations,
     start_model,
+    starting_weights,
 )
 
 
@@ -146,24 +150,44 @@ def reference(config: RunConfig) -> int:
 
 
 def evaluate(config: RunConfig, policy: str | None) -> int:
-    """`tuningfork eval`: a trained model on the held-out pairs, against the recipe's reference."""
+    """`tuningfork eval`: a trained model on the held-out pairs, against the recipe's reference; without data.train."""
     check_one_process()
     console = Console()
-    if config.data.eval is None:
-        raise ConfigError("data.eval must be set to evaluate; for example: --data.eval held_out.jsonl")
     path = policy or str(Path(config.output.dir) / "model")
     if not Path(path).is_dir():
         raise ModelError(f"{path} is not a folder. Train first, or name a model folder with --policy.")
+    folder = Path(config.output.dir) / eval_files.FOLDER
+    eval_files.check(folder)  # before minutes of scoring
     config = _dated_as_its_run(config)
-    data, start = _prepare(config, console)
-    store = None
+    data, start = _prepare(config, console, train_too=False)
+    weights, share, cache = starting_weights(start.policy, console), config.pack.share_prompt, config.reference.cache
+    starting, store = model_digest(start.policy, weights), None
     if start.objective.needs_reference:
-        examples = data.held_out
-        store = open_reference(start, config.pack.share_prompt, config.reference.cache, examples, data.limits, console)
+        store = open_reference(start, share, cache, data.held_out, data.limits, console, weights=weights)
     _take_weights(start, path, config.model, console)
     with console.phase("evaluating", len(data.held_out), "pairs") as phase:
         result = evaluate_packs(start, start.packs(data.held_out, data.limits), store, phase.advance)
     console.print(table(f"{path} on {config.data.eval}", _evaluation_rows({"": result.as_dict()})))
+    facts = {
+        "policy": model_digest(start.policy, starting_weights(start.policy, console)),
+        "reference": None if store is None else starting,
+        "data": dataset_digest(data.held_out),
+        "objective": asdict(config.objective),
+        "dtype": dtype_name(start.policy.dtype),
+        "device": device_name(start.policy.device),
+    }
+    report = data.held_out_report
+    assert report is not None
+    more = {
+        "policy_path": os.path.abspath(path),
+        "reference_path": None if store is None else config.model.path,
+        "data_eval": config.data.eval,
+        "data_date": config.data.date,
+        "rows": {"read": report.rows_read, "used": report.used, "dropped": report.dropped},
+        "seconds": result.seconds,
+        "version": __version__,
+    }
+    console.print(f"\nwritten to {eval_files.write(folder, facts, result.as_dict(), more)}")
     return 0
 
 
@@ -236,15 +260,15 @@ def _dated_as_its_run(config: RunConfig) -> RunConfig:
         ) from error
 
 
-def _prepare(config: RunConfig, console: Console) -> tuple[Data, Start]:
-    """Data and model of a run whose data has a date."""
+def _prepare(config: RunConfig, console: Console, train_too: bool = True) -> tuple[Data, Start]:
+    """Data and model of a run whose data has a date; without `train_too`, the held-out data alone."""
     device = choose_device(config.train.device)
     compiled = choose_compile(config.model.compile, device)
     with console.startup.time("data"):
         load_config(config.model.path)  # what cannot be trained is said before what its tokenizer lacks
         tokenizer = load_tokenizer(config.model.path)
         objective = PreferenceObjective(config.objective)
-        data = read_data(config.model, config.data, config.pack, objective, tokenizer, compiled, console)
+        data = read_data(config.model, config.data, config.pack, objective, tokenizer, compiled, console, train_too)
     start = start_model(config.model, config.objective, config.pack, config.train, device, console)
     return data, start
 

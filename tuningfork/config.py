@@ -40,34 +40,43 @@ SETTINGS = recipes.settings_of(RunConfig)
 REQUIRED = {"model.path": "./model", "data.train": "./pairs.jsonl"}
 """Settings without a usable default, each with an example."""
 
+TO_EVALUATE = {"model.path": "./model", "data.eval": "./held_out.jsonl"}
+"""Those of a command that does not train."""
+
 
 _METAVAR: dict[Any, str] = {int: "INTEGER", float: "NUMBER", str: "TEXT", bool: "true|false"}
 
 
 def load_run_config(
-    recipe: Path | None, flags: Sequence[str], prog: str, *, options: Mapping[str, str] | None = None
+    recipe: Path | None,
+    flags: Sequence[str],
+    prog: str,
+    *,
+    options: Mapping[str, str] | None = None,
+    required: Mapping[str, str] = REQUIRED,
 ) -> RunConfig:
     """The checked settings of a run: defaults, then the recipe, then dotted flags.
 
     `--help` among the flags prints every setting, with the recipe's values, and exits. `options` are the command's own
-    flags with their meanings, so that a mistyped one is recognised. Raises ConfigError.
+    flags with their meanings, so that a mistyped one is recognised; `required` the settings that it cannot do without.
+    Raises ConfigError.
     """
     given = recipes.parse(recipes.read(recipe), str(recipe), SETTINGS) if recipe else {}
     if {"-h", "--help"} & set(flags):
-        print_help(prog, options or {}, given)
+        print_help(prog, options or {}, given, required)
     given |= recipes.parse_flags(flags, SETTINGS, options or ())
     config = _build(given)
-    check(config)
+    check(config, required)
     return config
 
 
-def check(config: RunConfig) -> None:
+def check(config: RunConfig, required: Mapping[str, str] = REQUIRED) -> None:
     """Refuse settings that are missing, contradict each other, or that nothing would read. Raises ConfigError."""
     name, defaults = config.objective.name, RunConfig()
 
-    missing = [key for key in REQUIRED if not settings(config)[key]]
+    missing = [key for key in required if not settings(config)[key]]
     if missing:
-        flags = " ".join(f"--{key} {REQUIRED[key]}" for key in missing)
+        flags = " ".join(f"--{key} {required[key]}" for key in missing)
         raise ConfigError(f"{' and '.join(missing)} must be set, in the recipe or by flag; for example: {flags}")
     _check_mix(config.data)
     _check_date(config.data.date)
@@ -152,6 +161,8 @@ def _check_mix(data: DataConfig) -> None:
         raise ConfigError("data.shares and data.counts are both given. Keep one: parts of the whole, or numbers.")
     sources = [data.train] if isinstance(data.train, str) else data.train
     for name, numbers in given.items():
+        if not data.train:
+            raise ConfigError(f"data.{name} is for data.train, which is not given. Remove it, or name data.train.")
         if len(numbers) != len(sources):
             raise ConfigError(
                 f"data.{name} has {counted(len(numbers), 'entry', 'entries')}, but data.train names "
@@ -189,7 +200,9 @@ def differing_settings(a: RunConfig, b: RunConfig) -> dict[str, tuple[Any, Any]]
     return {key: (of_a[key], of_b[key]) for key in of_a if of_a[key] != of_b[key]}
 
 
-def print_help(prog: str, options: Mapping[str, str], given: Mapping[str, Any]) -> NoReturn:
+def print_help(
+    prog: str, options: Mapping[str, str], given: Mapping[str, Any], required: Mapping[str, str]
+) -> NoReturn:
     """Print what a command takes: a recipe, its options, and every setting with its type, meaning and value, which is
     the default unless the recipe has `given` it. Then exit with status 0.
 
@@ -212,7 +225,7 @@ def print_help(prog: str, options: Mapping[str, str], given: Mapping[str, Any]) 
             str_from_instance=lambda value: [value if isinstance(value, str) else recipes.found(value)],
         )
 
-    shown = _build(dict.fromkeys(REQUIRED, tyro.MISSING) | dict(given))
+    shown = _build(dict.fromkeys(required, tyro.MISSING) | dict(given))
     label = tyro.conf.arg(help_behavior_hint=lambda value: f"(recipe: {value})")
     for section in fields(shown):  # tyro takes a label from a type only, so a room is shown as a class of its own
         room = getattr(shown, section.name)

@@ -1,7 +1,7 @@
 """The run folder: made once, continued only when asked, never overwritten.
 
 It is looked at before anything else happens, and made when training begins: a run that never began leaves nothing.
-A report of `tuningfork data` may lie in it already.
+A report of `tuningfork data` and evaluations of `tuningfork eval` may lie in it already.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tuningfork.errors import RunFolderError
 from tuningfork.files import ASIDE
-from tuningfork.report import data_files
+from tuningfork.report import data_files, eval_files
 
 CONFIG = "config.yaml"  # the first file of a run, written once the reference is scored and before the first step
 
@@ -41,7 +41,8 @@ def check(folder: Path, resume: bool) -> None:
         RunFolderError: it holds a run and `resume` is not given, or none and it is; or it holds something else.
     """
     found = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
-    others = {name for name in found if name != data_files.FOLDER and not name.endswith(ASIDE)}
+    may_be = (data_files.FOLDER, eval_files.FOLDER)
+    others = {name for name in found if name not in may_be and not name.endswith(ASIDE)}
     if others and not has_begun(folder):
         raise RunFolderError(f"{folder} is no run folder: it has files, but no {CONFIG}. Choose another output.dir.")
     if has_begun(folder) and not resume:

@@ -59,7 +59,10 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 @dataclass(frozen=True)
 class Data:
-    """Examples to train on and held-out ones, each with the account of its file. The objective takes all of them."""
+    """Examples to train on and held-out ones, each with the account of its file. The objective takes all of them.
+
+    Without training data, as to evaluate, its account is empty.
+    """
 
     train: Sequence[TokenExample]
     train_report: DataReport
@@ -126,8 +129,12 @@ def read_data(
     tokenizer: PreTrainedTokenizerBase,
     compiled: bool,
     console: Console,
+    train_too: bool = True,
 ) -> Data:
     """Read, tokenize and audit the recipe's files, for every command that scores them. `data` has a date.
+
+    Args:
+        train_too: read data.train; otherwise data.eval alone, and there need be no other.
 
     Raises:
         DataError: a file or a row cannot be used, or a row is none that the objective has a loss for.
@@ -137,14 +144,17 @@ def read_data(
     config = load_config(model.path)
     if data.eval is not None:
         check_sources(data.eval, "eval")
-    train, train_report = read_sources(data.train, tokenizer, data, pack, config.vocab_size, console)
+    train: Sequence[TokenExample] = []
     held_out: Sequence[TokenExample] = []
-    held_out_report = None
+    train_report, held_out_report = DataReport(), None
+    if train_too:
+        train, train_report = read_sources(data.train, tokenizer, data, pack, config.vocab_size, console)
     if data.eval is not None:
         held_out, held_out_report = read_sources(
             data.eval, tokenizer, data, pack, config.vocab_size, console, use="eval"
         )
-    check_names_used(data, *(report for report in (train_report, held_out_report) if report is not None))
+    if train_too or not data.train:  # names of fields may be meant for rows that are not read now
+        check_names_used(data, *(report for report in (train_report, held_out_report) if report is not None))
     examples, longest = Selection([train, held_out]), positions(config)
     lengths = column(examples, "longest")
     if longest and lengths.max() > longest:
