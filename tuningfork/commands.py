@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from tuningfork import __version__
 from tuningfork.config import RunConfig, check, differing_settings, from_yaml, to_yaml
 from tuningfork.data.audit import check_names_used, dataset_digest
+from tuningfork.data.hub import commit_in, newest_commit, pinned
 from tuningfork.data.loader import EpochOrder
 from tuningfork.data.pack import PackLimits
 from tuningfork.data.sources import Use, check_sources
@@ -20,12 +22,13 @@ from tuningfork.data.summary.summarize import summarize
 from tuningfork.errors import ConfigError, ModelError, RunFolderError, counted
 from tuningfork.files import exclusive
 from tuningfork.models.config import ModelConfig
+from tuningfork.models.hub import HUB, HubName, fetch, hub_name
 from tuningfork.models.load import comparable, load_config, load_tokenizer, replace_weights
 from tuningfork.models.support import positions
 from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import DataReport
 from tuningfork.report import data_files, eval_files
-from tuningfork.report.console import Console, table
+from tuningfork.report.console import Console, Phase, table
 from tuningfork.report.data_terminal import draw_report
 from tuningfork.report.writer import Scores
 from tuningfork.train import checkpoint, optimizer
@@ -69,16 +72,16 @@ def _train(config: RunConfig, resume: bool, folder: Path, console: Console) -> i
     with exclusive(folder, cure="Choose another output.dir, or make room or permit it."):
         run_folder.check(folder, resume)
         before = _run_in(folder)
-        config = _dated(config, before)
+        config = _as_before(config, before)
         if before is not None:
             run_folder.check_settings(folder, differing_settings(before, config))
         optimizer.check(config.train)  # before minutes of reading and scoring
         last = checkpoint.newest(folder / "checkpoints")
         if before is not None and last is None:
             console.print(f"{folder}: the run had not come to its first checkpoint; it begins at its first step")
+        config, text = _located(config, console)
         data, start = _prepare(config, console)
         settle_activations(start, config.train, data.limits, last, console)
-        text = to_yaml(config)
         length = None if before is None else before.train
         result = run(data, start, text, config.pack, config.reference, config.train, config.output, console, length)
     if not result.finished:
@@ -96,6 +99,7 @@ def data(config: RunConfig, strict: bool) -> int:
     config = _dated_as_its_run(config)
     folder = Path(config.output.dir) / data_files.FOLDER
     data_files.check(folder)  # before minutes of reading
+    config, _ = _located(config, console, weights=False)
     model, tokenizer = load_config(config.model.path), load_tokenizer(config.model.path)
     objective = PreferenceObjective(config.objective)
 
@@ -141,6 +145,7 @@ def reference(config: RunConfig) -> int:
     config = _dated_as_its_run(config)
     if not PreferenceObjective(config.objective).needs_reference:
         raise ConfigError(f"objective.name {config.objective.name} has no reference; there is nothing to score.")
+    config, _ = _located(config, console)
     data, start = _prepare(config, console)
     cache, share = config.reference.cache, config.pack.share_prompt
     store = open_reference(start, share, cache, data.train, data.limits, console, data.held_out)
@@ -153,12 +158,14 @@ def evaluate(config: RunConfig, policy: str | None) -> int:
     """`tuningfork eval`: a trained model on the held-out pairs, against the recipe's reference; without data.train."""
     check_one_process()
     console = Console()
-    path = policy or str(Path(config.output.dir) / "model")
+    path = policy or str(Path(config.output.dir) / MODEL)
+    if (name := hub_name(path)) is not None:
+        path = _fetched(name, console, weights=True)[0]
     if not Path(path).is_dir():
         raise ModelError(f"{path} is not a folder. Train first, or name a model folder with --policy.")
     folder = Path(config.output.dir) / eval_files.FOLDER
     eval_files.check(folder)  # before minutes of scoring
-    config = _dated_as_its_run(config)
+    config, _ = _located(_dated_as_its_run(config), console)
     data, start = _prepare(config, console, train_too=False)
     weights, share, cache = starting_weights(start.policy, console), config.pack.share_prompt, config.reference.cache
     starting, store = model_digest(start.policy, weights), None
@@ -247,13 +254,59 @@ def _dated(config: RunConfig, run: RunConfig | None) -> RunConfig:
     return replace(config, data=config.data.dated(began=run.data.date if run else None))
 
 
+def _as_before(config: RunConfig, run: RunConfig | None) -> RunConfig:
+    """The same with what the run in its folder has settled: the day, and the commits of what is from the hub."""
+    config = _dated(config, run)
+    if run is None:
+        return config
+    ours, theirs = hub_name(config.model.path), hub_name(run.model.path)
+    model, data = config.model, config.data
+    if ours is not None and theirs is not None and ours == HubName(theirs.repository, None):
+        model = replace(model, path=run.model.path)
+    data = replace(data, train=pinned(data.train, commit_in(run.data.train)))
+    if data.eval is not None:
+        data = replace(data, eval=pinned(data.eval, commit_in(run.data.eval)))
+    return replace(config, model=model, data=data)
+
+
+def _located(config: RunConfig, console: Console, weights: bool = True) -> tuple[RunConfig, str]:
+    """The same with everything from the hub at one commit and the model's path on this machine; and as config.yaml
+    keeps it, where the model's name with that commit stands for its path. Raises ModelError."""
+    data = replace(config.data, train=pinned(config.data.train, newest_commit))
+    if data.eval is not None:
+        data = replace(data, eval=pinned(data.eval, newest_commit))
+    config = replace(config, data=data)
+    name = hub_name(config.model.path)
+    if name is None:
+        return config, to_yaml(config)
+    folder, fixed = _fetched(name, console, weights)
+    kept = replace(config, model=replace(config.model, path=f"{HUB}{fixed}"))
+    return replace(config, model=replace(config.model, path=folder)), to_yaml(kept)
+
+
+def _fetched(name: HubName, console: Console, weights: bool) -> tuple[str, HubName]:
+    with ExitStack() as stack:
+        phase: Phase | None = None
+
+        def progress(done: int, total: int) -> None:
+            nonlocal phase
+            if phase is None:
+                phase = stack.enter_context(console.phase(f"downloading {name}", 0, "MB"))
+            phase.total = -(-total // 10**6)
+            phase.advance(-(-done // 10**6) - phase.done)
+
+        folder, fixed = fetch(name, weights, progress)
+    console.print(f"{fixed}: {folder}")
+    return folder, fixed
+
+
 def _dated_as_its_run(config: RunConfig) -> RunConfig:
     """The same with a day, for a command that only reads. Raises ConfigError where the run does not tell its day."""
-    if config.data.date is not None:
-        return config
     try:
-        return _dated(config, _run_in(Path(config.output.dir)))
+        return _as_before(config, _run_in(Path(config.output.dir)))
     except (ConfigError, RunFolderError) as error:
+        if config.data.date is not None:
+            return config
         raise ConfigError(
             f"{error}\nIt was read for the day that the chat templates of the run in output.dir print. Set data.date, "
             "or choose another output.dir."

@@ -161,6 +161,19 @@ def test_the_best_step_is_exported_on_request_and_the_last_stays(watched: Job, a
     assert unequal(again.exported(), last) == []
 
 
+def test_a_damaged_best_checkpoint_is_named_with_the_ways_out(watched: Job, again: Job) -> None:
+    """Nothing is exported from it; without it the best of the others is, or the last on request."""
+    shutil.copytree(watched.run, again.run)
+    (data,) = (again.run / "checkpoints" / "step-3").glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:-1])
+    best = again.but({"output.export": "best"})
+    message = best.refused("train", "--resume")
+    assert "step-3 cannot be loaded" in message and "output.export: last" in message
+    assert not (again.run / "model").exists()
+    shutil.rmtree(again.run / "checkpoints" / "step-3")
+    assert "exported model, step 10" in best.done("train", "--resume").out
+
+
 def test_a_run_exports_its_best_step_at_once(again: Job) -> None:
     again.but({"output.export": "best"}).done()
     state = state_of(again.run / "checkpoints" / "step-3")

@@ -31,6 +31,7 @@ from tuningfork.files import ASIDE, Hashed, check_sealed, remove, seal, whole_fo
 
 _NAME = re.compile(r"step-(\d+)$")
 _PROGRESS = "progress.json"
+_BEFORE_IT = "Remove that folder; --resume then takes the checkpoint before it."
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +145,11 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> P
 def restore_weights(path: Path, model: nn.Module) -> None:
     """Load a checkpoint's weights alone into a model. Raises RunFolderError as `restore`."""
     state = {"model": get_model_state_dict(model)}
-    _load(path, state)
+    _load(path, state, "Remove that folder, or set output.export: last; then --resume exports another step.")
     set_model_state_dict(model, state["model"])
 
 
-def _load(path: Path, state: dict[str, Any]) -> Progress:
+def _load(path: Path, state: dict[str, Any], cure: str = _BEFORE_IT) -> Progress:
     """Fill what stands in `state` from a checkpoint, and say where the run stood. Raises RunFolderError."""
     try:
         check_sealed(path)
@@ -157,14 +158,11 @@ def _load(path: Path, state: dict[str, Any]) -> Progress:
         return progress(path)
     except (CheckpointException, OSError, ValueError, KeyError, TypeError) as error:
         cause = error.failures[0][0] if isinstance(error, CheckpointException) and error.failures else error
-        raise _damaged(path, cause) from error
+        raise _damaged(path, cause, cure) from error
 
 
-def _damaged(path: Path, cause: BaseException) -> RunFolderError:
-    return RunFolderError(
-        f"{path} cannot be loaded ({first_line(cause)}). "
-        "Remove that folder; --resume then takes the checkpoint before it."
-    )
+def _damaged(path: Path, cause: BaseException, cure: str = _BEFORE_IT) -> RunFolderError:
+    return RunFolderError(f"{path} cannot be loaded ({first_line(cause)}). {cure}")
 
 
 @contextmanager

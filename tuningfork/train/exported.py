@@ -23,15 +23,16 @@ RECORD = "export.json"  # written before the model, so that it is true of any mo
 
 
 def export_model(
-    start: Start, folder: Path, output: OutputConfig, step: int, checkpoint_of: Path | None, console: Console
+    start: Start, folder: Path, output: OutputConfig, step: int, weights_at: Path | None, console: Console
 ) -> None:
     """Write the model after `step` steps into the run folder, as a Hugging Face folder.
 
-    It is the model in memory, or one whose weights lie in `checkpoint_of`. One of the same step that is there already
-    is this run's own, and stays; one of another step is kept under a name with that step.
+    It is the model in memory, or one whose weights lie in the checkpoint `weights_at`, which are read into it. A model
+    of the same step that is there already is this run's own, and stays; one of another step is kept under a name with
+    that step.
 
     Raises:
-        RunFolderError: the disk refuses, or the model was exported before in another dtype.
+        RunFolderError: the disk refuses, the checkpoint is damaged, or the model was exported before in another dtype.
     """
     path = folder / MODEL
     asked = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(output.export_dtype)
@@ -48,8 +49,8 @@ def export_model(
     write_json(folder / RECORD, {"step": step})
     rounding = ", which rounds small updates away; output.export_dtype: float32 keeps all digits"
     console.print(f"exporting the model in {dtype_name(dtype)}{rounding if dtype != torch.float32 else ''}")
-    if checkpoint_of is not None:
-        checkpoint.restore_weights(checkpoint_of, start.policy.model)
+    if weights_at is not None:
+        checkpoint.restore_weights(weights_at, start.policy.model)
     with whole_folder(path) as aside:
         export.save(start.loaded, aside, asked)
 

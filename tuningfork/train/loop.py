@@ -209,12 +209,9 @@ def run(
         if totals.all.steps or not (folder / "summary.json").exists():
             seconds = {phase: round(spent, 3) for phase, spent in console.startup.seconds.items()}
             write_json(folder / "summary.json", {**result.throughput, "startup_seconds": seconds})
-        exported = best() if output.export == "best" else None
-        if exported is None or exported == result.steps_done:
-            result.exported_step, weights_at = result.steps_done, None
-        else:
-            result.exported_step, weights_at = exported, checkpoint.at(checkpoints, exported)
-        export_model(start, folder, output, result.exported_step, weights_at, console)
+        result.exported_step = best() or result.steps_done if output.export == "best" else result.steps_done
+        other = None if result.exported_step == result.steps_done else checkpoint.at(checkpoints, result.exported_step)
+        export_model(start, folder, output, result.exported_step, other, console)
     result.finished = True
     return result
 
