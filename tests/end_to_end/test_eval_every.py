@@ -169,7 +169,8 @@ def test_a_damaged_best_checkpoint_is_named_with_the_ways_out(watched: Job, agai
     best = again.but({"output.export": "best"})
     message = best.refused("train", "--resume")
     assert "step-3 cannot be loaded" in message and "output.export: last" in message
-    assert not (again.run / "model").exists()
+    assert json.loads((again.run / "export.json").read_text()) == {"step": 10}
+    assert unequal(again.exported(), watched.exported()) == []
     shutil.rmtree(again.run / "checkpoints" / "step-3")
     assert "exported model, step 10" in best.done("train", "--resume").out
 

@@ -37,20 +37,21 @@ def export_model(
     path = folder / MODEL
     asked = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(output.export_dtype)
     dtype = asked or start.loaded.stored_dtype
-    if path.exists() and (other := _step_of(folder)) != step:
-        _set_aside(path, folder / f"{MODEL}-step-{other}", console)
-    if path.exists():
+    there = _step_of(folder) if path.exists() else None
+    if there == step:
         stored = load_config(str(path)).dtype
         if stored != dtype:
             raise RunFolderError(
                 f"{path} was exported in {stored}, now {dtype} is asked for. Remove it, then --resume."
             )
         return
+    if weights_at is not None:
+        checkpoint.restore_weights(weights_at, start.policy.model)
+    if there is not None:
+        _set_aside(path, folder / f"{MODEL}-step-{there}", console)
     write_json(folder / RECORD, {"step": step})
     rounding = ", which rounds small updates away; output.export_dtype: float32 keeps all digits"
     console.print(f"exporting the model in {dtype_name(dtype)}{rounding if dtype != torch.float32 else ''}")
-    if weights_at is not None:
-        checkpoint.restore_weights(weights_at, start.policy.model)
     with whole_folder(path) as aside:
         export.save(start.loaded, aside, asked)
 
