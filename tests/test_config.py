@@ -77,6 +77,9 @@ NEEDS = {
     "objective.gamma": ["--objective.name", "simpo"],
     "model.weights": ["--train.optimizer", "adamw_8bit"],
     "train.gradient_dtype": ["--train.optimizer", "adamw_8bit", "--model.weights", "bfloat16"],
+    "train.eval_every": ["--data.eval", "held_out.jsonl"],
+    "train.best_by": ["--data.eval", "held_out.jsonl", "--train.eval_every", "5"],
+    "output.export": ["--data.eval", "held_out.jsonl", "--train.eval_every", "5"],
 }
 
 

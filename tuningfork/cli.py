@@ -48,7 +48,10 @@ _OWN: dict[str, dict[str, str]] = {
     },
     "train": {"--resume": "continue the run in output.dir, which must be there"},
     "reference": {},
-    "eval": {"--policy": "the model folder to score; output.dir/model unless given"},
+    "eval": {
+        "--policy": "the model folder to score; output.dir/model unless given. If no recipe is, it is the config.yaml "
+        "of the run that exported that model"
+    },
 }
 
 
@@ -122,13 +125,18 @@ def _parser() -> argparse.ArgumentParser:
 
 def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str]) -> int:
     begun = time.monotonic()
-    from tuningfork.config import load_run_config
+    from tuningfork.config import REQUIRED, TO_EVALUATE, load_run_config
     from tuningfork.recipe import split_flags
 
     mine, flags = split_flags(arguments, _OWN[name])
     own = parser.parse_args([name, *mine])
-    recipe = own.recipe and own.recipe.expanduser()
-    config = load_run_config(recipe, flags, f"tuningfork {name}", options=_OWN[name])
+    recipe, required = own.recipe and own.recipe.expanduser(), REQUIRED
+    if name == "eval":
+        required = TO_EVALUATE
+        if recipe is None and own.policy and (of_its_run := Path(own.policy).parent / "config.yaml").is_file():
+            recipe = of_its_run
+            print(f"recipe: {visible(str(recipe))}, of the run that the model is from")
+    config = load_run_config(recipe, flags, f"tuningfork {name}", options=_OWN[name], required=required)
 
     with suppress(ValueError):  # not in the main thread: whoever embeds us handles signals
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends a command as Ctrl-C does

@@ -47,6 +47,9 @@ SETTINGS = recipes.settings_of(RunConfig)
 REQUIRED = {"model.path": "./model", "data.train": "./pairs.jsonl"}
 """Settings without a usable default, each with an example."""
 
+TO_EVALUATE = {"model.path": "./model", "data.eval": "./held_out.jsonl"}
+"""Those of a command that does not train."""
+
 
 PATHS = ("model.path", "data.train", "data.eval", "data.cache", "data.template", "reference.cache", "output.dir")
 """Settings that name files or folders, or lists of them, in which ~ is the user's home."""
@@ -57,31 +60,37 @@ _WIDEST_TEXT = 100  # columns
 
 
 def load_run_config(
-    recipe: Path | None, flags: Sequence[str], prog: str, *, options: Mapping[str, str] | None = None
+    recipe: Path | None,
+    flags: Sequence[str],
+    prog: str,
+    *,
+    options: Mapping[str, str] | None = None,
+    required: Mapping[str, str] = REQUIRED,
 ) -> RunConfig:
     """The checked settings of a run: defaults, then the recipe, then dotted flags.
 
     `--help` among the flags prints every setting, with the recipe's values, and exits. `options` are the command's own
-    flags with their meanings, so that a mistyped one is recognised. Raises ConfigError; DataError for a template file.
+    flags with their meanings, so that a mistyped one is recognised; `required` the settings that it cannot do without.
+    Raises ConfigError; DataError for a template file.
     """
     given = recipes.parse(recipes.read(recipe), str(recipe), SETTINGS) if recipe else {}
     if {"-h", "--help"} & set(flags):
-        print_help(prog, options or {}, given)
+        print_help(prog, options or {}, given, required)
     given |= recipes.parse_flags(flags, SETTINGS, options or ())
     given |= {key: _at_home(given[key]) for key in PATHS if key in given}
     config = _build(given)
-    check(config)
+    check(config, required)
     read_template(config.data.template)  # a file that is not there is said before anything is loaded
     return config
 
 
-def check(config: RunConfig) -> None:
+def check(config: RunConfig, required: Mapping[str, str] = REQUIRED) -> None:
     """Refuse settings that are missing, contradict each other, or that nothing would read. Raises ConfigError."""
     name, defaults = config.objective.name, RunConfig()
 
-    missing = [key for key in REQUIRED if not settings(config)[key]]
+    missing = [key for key in required if not settings(config)[key]]
     if missing:
-        flags = " ".join(f"--{key} {REQUIRED[key]}" for key in missing)
+        flags = " ".join(f"--{key} {required[key]}" for key in missing)
         raise ConfigError(f"{' and '.join(missing)} must be set, in the recipe or by flag; for example: {flags}")
     _check_paths(settings(config))
     _check_mix(config.data)
@@ -122,6 +131,27 @@ def check(config: RunConfig) -> None:
             f"reference.cache is {config.reference.cache}, but objective.name simpo has no reference. Remove it."
         )
     _check_pack(config.pack, config.data.max_length)
+    _check_evaluation(config)
+
+
+def _check_evaluation(config: RunConfig) -> None:
+    """Raises ConfigError where settings of evaluations have nothing to work on."""
+    every, train, output = config.train.eval_every, config.train, config.output
+    if every is not None and config.data.eval is None:
+        raise ConfigError(
+            f"train.eval_every is {every}, but there is nothing to evaluate on. Set data.eval to held-out pairs, or "
+            "remove it."
+        )
+    if every is None and train.best_by != TrainConfig().best_by:
+        raise ConfigError(
+            f"train.best_by is {train.best_by}, but only with train.eval_every is there a best step. Set that, or "
+            "remove it."
+        )
+    if every is None and output.export == "best":
+        raise ConfigError(
+            "output.export is best, but only with train.eval_every is there a best step. Set that, or output.export: "
+            "last."
+        )
 
 
 def _check_pack(pack: PackConfig, max_length: int) -> None:
@@ -159,6 +189,8 @@ def _check_mix(data: DataConfig) -> None:
         raise ConfigError("data.shares and data.counts are both given. Keep one: parts of the whole, or numbers.")
     sources = [data.train] if isinstance(data.train, str) else data.train
     for name, numbers in given.items():
+        if not data.train:
+            raise ConfigError(f"data.{name} is for data.train, which is not given. Remove it, or name data.train.")
         if len(numbers) != len(sources):
             raise ConfigError(
                 f"data.{name} has {counted(len(numbers), 'entry', 'entries')}, but data.train names "
@@ -196,7 +228,9 @@ def differing_settings(a: RunConfig, b: RunConfig) -> dict[str, tuple[Any, Any]]
     return {key: (of_a[key], of_b[key]) for key in of_a if of_a[key] != of_b[key]}
 
 
-def print_help(prog: str, options: Mapping[str, str], given: Mapping[str, Any]) -> NoReturn:
+def print_help(
+    prog: str, options: Mapping[str, str], given: Mapping[str, Any], required: Mapping[str, str]
+) -> NoReturn:
     """Print what a command takes: a recipe, its options, and every setting with its type, meaning and value, which is
     the default unless the recipe has `given` it. Then exit with status 0.
 
@@ -220,7 +254,7 @@ def print_help(prog: str, options: Mapping[str, str], given: Mapping[str, Any]) 
             str_from_instance=lambda value: [_as_written(value)],
         )
 
-    shown = _build(dict.fromkeys(REQUIRED, tyro.MISSING) | dict(given))
+    shown = _build(dict.fromkeys(required, tyro.MISSING) | dict(given))
     for section in fields(shown):  # tyro takes a label from a type only, so a room is shown as a class of its own,
         # and keeps the line breaks of a docstring, so it is given words
         room = getattr(shown, section.name)

@@ -20,7 +20,7 @@ from tests.end_to_end.test_reference import rows_of
 from tests.end_to_end.workbench import Child, Job, Outcome, call, job_in, make_pairs, state_of, unequal, write_rows
 from tuningfork.models import export
 from tuningfork.report.writer import RunWriter
-from tuningfork.train import checkpoint, loop, setup
+from tuningfork.train import checkpoint, held_out, loop, setup
 
 STEPS = 20
 
@@ -196,7 +196,7 @@ def interrupt_at(owner: Any, name: str, call: int, number: int) -> None:
 
 
 def interrupt_final_evaluation(number: int) -> None:
-    interrupt_at(loop, "evaluate", 2, number)
+    interrupt_at(held_out, "evaluate", 2, number)
 
 
 def interrupt_export(number: int) -> None:

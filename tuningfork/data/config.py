@@ -20,8 +20,9 @@ class DataConfig:
 
     train: str | list[str] = ""
     """Examples to train on, from one source or a list of them: a file (JSONL, JSON, Parquet, CSV or TSV, plain or
-    gzipped), a pattern such as shards/*.parquet, a folder, or hub:owner/name:split. Of a folder or a hub name with
-    splits, the one for training."""
+    gzipped), a pattern such as shards/*.parquet, a folder, or hub:owner/name:split, also with @revision behind the name
+    and without hub: where there is no such path. Of a folder or a hub name with splits, the one for training.
+    config.yaml has the commit of a hub name."""
     shares: list[Annotated[float, Field(gt=0)]] | None = None
     """Part of the examples that each source of a list makes up, in any unit: [3, 1]. As many are taken as can be, and
     at least one of each."""

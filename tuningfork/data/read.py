@@ -154,7 +154,10 @@ def _loading(name: str) -> Iterator[None]:
             yield
     except Exception as error:  # the library raises whatever its own libraries raise
         hint = (
-            "Check the name, and the network unless it was loaded before" if name.startswith(HUB) else "Save it again"
+            "Check the name, and the network unless it was loaded before; without one, get its files on another "
+            f"machine (hf download {_parse_hub(name)[0]} --repo-type dataset --local-dir FOLDER) and name these"
+            if name.startswith(HUB)
+            else "Save it again"
         )
         raise DataError(f"{name}: cannot be loaded ({cause(error)[:300]}). {hint}.") from error
 

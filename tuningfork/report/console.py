@@ -139,6 +139,19 @@ class Phase:
         if self._advanced_at - self._said_at >= self._console.every:
             self.say(to_screen=not self._console.live)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Other work in the middle of this, such as a phase of its own: the bar gives way, and the clock stands."""
+        before = self._console.clock()
+        self.bar.stop()
+        try:
+            yield
+        finally:
+            away = self._console.clock() - before
+            self._start, self._advanced_at = self._start + away, self._advanced_at + away
+            self._said_at += away
+            self.bar.start()
+
     def state(self) -> str:
         """Such as ``12/320 steps, loss 0.6931, 3.1 steps/s, 0:00:04 elapsed, 0:01:39 left``."""
         rate, left = self._pace()
