@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-DEMO = Path(__file__).parents[1] / "demo"
-sys.path.insert(0, str(DEMO))
-try:
-    from judge import RULES, faults
-finally:
-    sys.path.remove(str(DEMO))
+from demo.judge import RULES, faults
+from tuningfork.config import load_run_config
 
+DEMO = Path(__file__).parents[1] / "demo"
 QUESTION = "What is a fridge for?"
 
 
@@ -34,6 +30,12 @@ def test_pairs_and_held_out_are_the_questions_each_in_one_place() -> None:
     assert len(set(asked)) == len(asked)
     chosen = {row["prompt"]: row["chosen"] for name in ("pairs.jsonl", "held_out.jsonl") for row in rows(name)}
     assert chosen == {row["prompt"]: row["chosen"] for row in rows("questions.jsonl")}
+
+
+def test_recipe_takes_other_pairs_as_the_demo_ends_by_saying() -> None:
+    mine = ["--data.train", "mine.jsonl", "--data.eval", "null", "--output.dir", "runs/mine"]
+    config = load_run_config(DEMO / "recipe.yaml", mine, "tuningfork train")
+    assert (config.data.train, config.data.eval, config.output.dir) == ("mine.jsonl", None, "runs/mine")
 
 
 @pytest.mark.parametrize(
