@@ -91,7 +91,7 @@ def save(
 
 
 def prune(folder: Path, keep_last: int, best: int | None) -> None:
-    """Remove all checkpoints but the newest `keep_last` and the one of step `best`, and none that holds foreign files."""
+    """Remove all checkpoints but the newest `keep_last` and that of step `best`, and none that holds foreign files."""
     for old in _all(folder)[:-keep_last]:
         if (best is None or old != at(folder, best)) and _is_ours(old):
             remove(old)
