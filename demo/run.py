@@ -1,7 +1,7 @@
 """The demo: train a real small model on preference pairs, and show what changed. `make demo` runs this.
 
-The answers before and after come from plain transformers, the latter from the exported folder: what is exported works
-without tuningfork.
+The answers before and after come from plain transformers (ask.py), the latter from the exported folder: what is
+exported works without tuningfork.
 """
 
 from __future__ import annotations
@@ -13,13 +13,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads sleep: much faster beside other busy programs
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-
-import torch
+from ask import answers  # sets the environment: first of all that bring torch
+from judge import LONGEST, SHORTEST, faults
 from model import prepare_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tuningfork import commands
 from tuningfork.config import check, load_run_config
@@ -27,9 +23,7 @@ from tuningfork.errors import TuningforkError
 from tuningfork.report.console import side_by_side
 
 DEMO = Path(__file__).parent
-ASKED = 12  # held-out prompts answered before and after
-SHOWN = 3
-PLAIN_WORDS = 8  # an answer with no more words than this is a plain one
+SHOWN = 8  # of the held-out prompts, evenly spaced: none is picked for its answer
 
 
 def main() -> int:
@@ -39,43 +33,41 @@ def main() -> int:
     config = load_run_config(DEMO / "recipe.yaml", sys.argv[1:], "demo/run.py")
     config = replace(config, output=replace(config.output, dir=str(_unused(Path(config.output.dir)))))
     check(config)
+    trained = Path(config.output.dir) / "model"
 
-    held_out = [json.loads(line)["prompt"] for line in (DEMO / "held_out.jsonl").read_text().splitlines()]
-    prompts = held_out[:: len(held_out) // ASKED][:ASKED]
-    before = answers(config.model.path, prompts)
+    prompts = [json.loads(line)["prompt"] for line in (DEMO / "held_out.jsonl").read_text("utf-8").splitlines()]
+    print(f"asking the model {len(prompts)} held-out questions, before training")
+    before = answers(Path(config.model.path), prompts)
     status = commands.train(config, resume=False)
     if status:
         return status
-    after = answers(str(Path(config.output.dir) / "model"), prompts)
+    print(f"\nasking the trained model the same {len(prompts)} questions")
+    after = answers(trained, prompts)
 
-    changed = [i for i, (old, new) in enumerate(zip(before, after, strict=True)) if plain(new) and not plain(old)]
-    print(f"\nHeld-out prompts, answered by plain transformers before and after (greedy, {ASKED} asked):\n")
-    for i in (changed or list(range(ASKED)))[:SHOWN]:
+    print(
+        f"\nHeld-out questions before and after (greedy; {SHOWN} of {len(prompts)}, evenly spaced, … where cut off):\n"
+    )
+    for i in range(0, len(prompts), len(prompts) // SHOWN):
         print(side_by_side(prompts[i], before[i], after[i]) + "\n")
     print(
-        f"Answers of at most {PLAIN_WORDS} words: {sum(map(plain, before))} of {ASKED} before, "
-        f"{sum(map(plain, after))} of {ASKED} after. The style is learned; facts that the model lacks are not."
+        f"One plain sentence of {SHORTEST} to {LONGEST} words that names its subject: {_good(prompts, before)} of "
+        f"{len(prompts)} before, {_good(prompts, after)} of {len(prompts)} after (by rule: demo/judge.py).\n"
+        "The form is learned; facts that so small a model lacks are not.\n\n"
+        f'Ask it yourself:     {_program("python")} demo/ask.py {trained} "What is a kite for?"\n'
+        f"Train on your pairs: {_program('tuningfork')} train demo/recipe.yaml --data.train mine.jsonl "
+        "--data.eval null --output.dir runs/mine"
     )
     return 0
 
 
-def plain(answer: str) -> bool:
-    return 0 < len(answer.split()) <= PLAIN_WORDS
+def _good(prompts: list[str], answered: list[str]) -> int:
+    return sum(not faults(prompt, answer) for prompt, answer in zip(prompts, answered, strict=True))
 
 
-def answers(folder: str, prompts: list[str]) -> list[str]:
-    """Greedy answers of the model in a folder."""
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model.to(device).eval()
-    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    inputs = tokenizer.apply_chat_template(
-        chats, add_generation_prompt=True, return_tensors="pt", return_dict=True, padding=True
-    ).to(device)
-    with torch.inference_mode():
-        outputs = model.generate(**inputs, max_new_tokens=40, do_sample=False)
-    return tokenizer.batch_decode(outputs[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+def _program(name: str) -> Path:
+    """A program of the running Python's environment, as one types it here."""
+    program = Path(sys.executable).parent / name
+    return program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program
 
 
 def _unused(folder: Path) -> Path:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 
 import tuningfork
 from tuningfork.cli import main
@@ -28,16 +29,85 @@ def test_a_reader_that_leaves_ends_the_command_quietly(arguments):
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def printed_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The lines of a help page of a terminal of 80 columns."""
+    with pytest.raises(SystemExit) as caught:
+        main([*arguments, "--help"])
+    assert caught.value.code == 0
+    return capsys.readouterr().out.splitlines()
+
+
 @pytest.mark.parametrize(
     ("command", "own"), [("data", ["--strict"]), ("train", ["--resume"]), ("reference", []), ("eval", ["--policy"])]
 )
 def test_help_of_a_command_shows_all_that_it_takes(command, own, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main([command, "--help"])
-    assert caught.value.code == 0
-    shown = [line.split() for line in capsys.readouterr().out.partition("Settings of a run")[0].splitlines()]
-    assert shown[0][:4] == ["usage:", "tuningfork", command, "[recipe]"]
-    assert [words[0] for words in shown[1:] if words] == ["recipe", *own]
+    lines = printed_help([command], capsys)
+    assert lines[0].split()[:4] == ["usage:", "tuningfork", command, "[recipe]"]
+    about = lines[1 : next(place for place, line in enumerate(lines) if "Settings of a run" in line)]
+    named = [line.split()[0] for line in about if line and not line.startswith(" ")]
+    assert named == ["recipe", *own]
+
+
+@pytest.mark.parametrize("command", [[], ["data"], ["train"], ["reference"], ["eval"]])
+def test_help_fits_80_columns(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = printed_help(command, capsys)
+    assert max(map(cell_len, lines)) <= 80
+    if command:  # no line is broken where the source breaks it, which leaves short ones within a sentence
+        meaning = next(place for place, line in enumerate(lines) if "What becomes of a longer example" in line)
+        assert all(len(line.strip("│ ")) > 60 for line in lines[meaning : meaning + 2])
+
+
+def test_help_shows_lists_and_mappings_of_a_recipe_as_they_may_stand_there(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "80")
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("data: {train: [a.jsonl, b.jsonl], shares: [1, 2], columns: {q: prompt}}\n")
+    page = " ".join(line.strip("│ ") for line in printed_help(["data", str(recipe)], capsys))
+    for shown in ("""'["a.jsonl", "b.jsonl"]'""", "'[1.0, 2.0]'", """'{"q": "prompt"}'"""):
+        assert f"(recipe: {shown})" in page
+
+
+def test_the_package_runs_as_a_module():
+    command = [sys.executable, "-m", "tuningfork", "--version"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"tuningfork {tuningfork.__version__}\n"
+
+
+@pytest.fixture
+def without_libraries(tmp_path):
+    """Runs the command line where heavy libraries say their name and end the process as soon as they are imported."""
+    for library in ("torch", "transformers", "datasets", "pyarrow", "pandas"):
+        (tmp_path / f"{library}.py").write_text(f"raise SystemExit('{library} is imported')\n")
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        found = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
+        command = [sys.executable, "-m", "tuningfork", *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=found, capture_output=True, text=True, timeout=60)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--help"], 0, "usage: tuningfork"),
+        (["train", "--help"], 0, "--train.learning_rate"),
+        (["train", "none.yaml"], 2, "there is no such recipe"),
+        (["train", "--model.path", "m", "--data.train", "d", "--train.sede", "1"], 2, "did you mean --train.seed?"),
+        (["train", "--model.path", "m", "--data.train", "d", "--pack.tokens", "64"], 2, "Raise pack.tokens"),
+    ],
+)
+def test_help_and_mistakes_in_a_recipe_wait_for_no_heavy_library(without_libraries, arguments, status, said):
+    done = without_libraries(*arguments)
+    assert (done.returncode, "is imported" in done.stderr) == (status, False)
+    assert said in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("command", ["data", "train", "reference", "eval"])
+def test_a_command_says_that_it_loads_libraries_before_it_does(without_libraries, command):
+    done = without_libraries(command, "--model.path", "m", "--data.train", "d")
+    assert done.stdout == "loading PyTorch and transformers\n"
+    assert done.stderr.endswith(" is imported\n")
 
 
 @pytest.mark.parametrize(

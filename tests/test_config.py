@@ -23,7 +23,7 @@ from tuningfork.config import (
     to_yaml,
 )
 from tuningfork.dialect import parse_scalar, to_text
-from tuningfork.errors import ConfigError
+from tuningfork.errors import ConfigError, DataError
 from tuningfork.recipe import split_flags
 
 BOTH = ["--model.path", "m", "--data.train", "d.jsonl"]
@@ -77,6 +77,9 @@ NEEDS = {
     "objective.gamma": ["--objective.name", "simpo"],
     "model.weights": ["--train.optimizer", "adamw_8bit"],
     "train.gradient_dtype": ["--train.optimizer", "adamw_8bit", "--model.weights", "bfloat16"],
+    "train.eval_every": ["--data.eval", "held_out.jsonl"],
+    "train.best_by": ["--data.eval", "held_out.jsonl", "--train.eval_every", "5"],
+    "output.export": ["--data.eval", "held_out.jsonl", "--train.eval_every", "5"],
 }
 
 
@@ -84,6 +87,7 @@ OTHER = {  # not any text will do
     "data.date": "2026-01-31",
     "data.columns": {"question": "prompt", "7": "chosen"},
     "data.roles": {"agent": "assistant"},
+    "data.template": "none",
 }
 
 
@@ -236,8 +240,8 @@ def test_a_wrong_value_gets_the_same_message_in_a_recipe_and_as_a_flag(key: str,
     ("text", "message"),
     [
         ("train:\n  lerning_rate: 1e-6", "train.lerning_rate is not a setting; did you mean train.learning_rate?"),
-        ("train:\n  activation_checkpointing: true",
-         "train.activation_checkpointing is not a setting; did you mean train.activation_memory?"),
+        ("train:\n  activations_memory: block",
+         "train.activations_memory is not a setting; did you mean train.activation_memory?"),
         ("trian:\n  seed: 1", "trian.seed is not a setting; did you mean train.seed?"),
         ("train:\n  beta: 1", "train.beta is not a setting; did you mean objective.beta?"),
         ("learning_rate: 1", "learning_rate is not a setting; did you mean train.learning_rate?"),
@@ -290,8 +294,8 @@ def test_a_section_may_be_empty() -> None:
     [
         (["--train.lerning_rate", "1"], "--train.lerning_rate is not a setting; did you mean --train.learning_rate?"),
         (["--learning_rate", "1"], "--learning_rate is not a setting; did you mean --train.learning_rate?"),
-        (["--train.lr", "1"], "--train.lr is not a setting; did you mean --train.learning_rate?"),
-        (["--lr", "1"], "--lr is not a setting; did you mean --train.learning_rate?"),
+        (["--train.lr", "1"], "--train.lr is not a setting; here it is --train.learning_rate 1."),
+        (["--lr", "1"], "--lr is not a setting; here it is --train.learning_rate 1."),
         (["--train.wd", "1"], "--train.wd is not a setting; did you mean --train.weight_decay?"),
         (["--resum"], "--resum is not a setting; did you mean --resume?"),
         (["--train", "1"], "--train is a section; name a setting in it, such as --train.learning_rate."),
@@ -339,7 +343,11 @@ PATHS_OF_NO_USE = {
 @pytest.mark.parametrize("path", PATHS_OF_NO_USE, ids=range(len(PATHS_OF_NO_USE)))
 @pytest.mark.parametrize("key", PATHS)
 def test_a_path_that_no_file_system_takes_is_named_by_its_setting(key: str, path: str) -> None:
-    Path("loop").symlink_to("loop")
+    why = PATHS_OF_NO_USE[path]
+    for link in ("loop", "loop.jinja"):
+        Path(link).symlink_to(link)
+    if key == "data.template":
+        path += ".jinja"
     section, _, name = key.partition(".")
     given: dict[str, dict[str, Any]] = {"model": {"path": "m"}, "data": {"train": "d"}}
     given.setdefault(section, {})[name] = path
@@ -350,11 +358,11 @@ def test_a_path_that_no_file_system_takes_is_named_by_its_setting(key: str, path
             check(from_yaml(to_text(given), "r.yaml"))
         message = str(caught.value).removeprefix("r.yaml: ")
         assert message.startswith(f"{key} is ")
-        assert PATHS_OF_NO_USE[path] in message or path == "\ud800"  # which is refused as text, where text has bounds
+        assert why in message or "\ud800" in path  # which is refused as text, where text has bounds
 
 
 def test_every_setting_that_is_a_path_is_known_to_be_one() -> None:
-    named = {key for key in SETTINGS if key.rpartition(".")[2] in ("path", "dir", "cache", "train", "eval")}
+    named = {key for key in SETTINGS if key.rpartition(".")[2] in ("path", "dir", "cache", "train", "eval", "template")}
     assert named == {*PATHS}
 
 
@@ -513,3 +521,62 @@ def test_a_recipe_that_is_looked_at_gives_a_terminal_no_order() -> None:
     assert not set(text) & {chr(code) for code in (*range(10), *range(11, 32), *range(0x7F, 0xA0))}
     assert not set(text) & set("\u061c\u200e\u2028\u2029\u202a\u202e\u2066\u2067\u2068\u2069")
     assert yaml.safe_load(text) == {"data": {"train": [name], "columns": {name: "prompt"}}}
+
+
+def test_a_tilde_is_the_home_of_the_user_in_every_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setattr(config_module, "read_template", lambda name: None)
+    given: dict[str, Any] = {
+        "model.path": "~/model",
+        "data.train": ["~/a.jsonl", "hub:x/~y", "b.jsonl"],
+        "data.eval": "~/held/*.jsonl",
+        "data.cache": "~/tokens",
+        "data.template": "~/t.jinja",
+        "reference.cache": "~",
+        "output.dir": "~/runs/first",
+    }
+    assert set(given) == set(config_module.PATHS)
+    tree: dict[str, Any] = {}
+    for key, value in given.items():
+        section, _, name = key.partition(".")
+        tree.setdefault(section, {})[name] = value
+    Path("r.yaml").write_text(to_text(tree))
+    found = settings(load_run_config(Path("r.yaml"), [], "tuningfork train"))
+    assert {key: found[key] for key in given} == {
+        "model.path": "/home/me/model",
+        "data.train": ["/home/me/a.jsonl", "hub:x/~y", "b.jsonl"],
+        "data.eval": "/home/me/held/*.jsonl",
+        "data.cache": "/home/me/tokens",
+        "data.template": "/home/me/t.jinja",
+        "reference.cache": "/home/me",
+        "output.dir": "/home/me/runs/first",
+    }
+    assert load(None, "--output.dir=~/other").output.dir == "/home/me/other"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "data.template t.jinja: there is no such file. Give chat, none or a .jinja file."),
+        (b"", "data.template t.jinja: is empty."),
+        (b"\xff", "data.template t.jinja: is not UTF-8 text (byte 0). Save it as UTF-8."),
+        (b"x" * (1 << 20 | 1), "data.template t.jinja: has more than 1,048,576 bytes, so it is no chat template."),
+    ],
+)
+def test_a_template_file_that_cannot_be_used_is_said_with_the_recipe(content: bytes | None, message: str) -> None:
+    if content is not None:
+        Path("t.jinja").write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        load(None, "--data.template", "t.jinja")
+    assert str(caught.value) == message
+    with pytest.raises(ConfigError, match=r"allowed: chat, none, or the path of a file that ends in \.jinja"):
+        load(None, "--data.template", "llama3")
+
+
+def test_a_field_of_the_files_may_be_left_out() -> None:
+    assert load("data: {columns: {tools: null, q: prompt}}").data.columns == {"tools": None, "q": "prompt"}
+    assert load(None, "--data.columns", "{tools: null}").data.columns == {"tools": None}
+    with pytest.raises(ConfigError, match=r"data\.roles is a mapping; allowed: a mapping of names to names, such as"):
+        load("data: {roles: {x: null}}")
+    with pytest.raises(ConfigError, match="a mapping of names to names, or to null, such as"):
+        load("data: {columns: {x: 3}}")

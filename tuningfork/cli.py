@@ -16,37 +16,42 @@ from typing import NoReturn
 
 from tuningfork import __version__
 from tuningfork.errors import READING, SCORING, TRAINING, TuningforkError, enough_memory, visible
+from tuningfork.report.console import Console
 
 _INTRODUCTION = """\
 Train language models on preference pairs.
 
-A run is described by one recipe, a YAML file; every key of it can be overridden by a dotted flag. The shortest:
+A run is described by one recipe, a YAML file, and every key of it can be
+overridden by a dotted flag. The shortest:
 
     model: {path: ./my-model}        a Hugging Face model folder
     data:  {train: pairs.jsonl}      rows of prompt, chosen, rejected
 """
 _EXAMPLES = """\
 examples:
-  tuningfork data recipe.yaml                                   what is in the data and what a run on it costs; no GPU
-  tuningfork train recipe.yaml                                  train; results go to output.dir
-  tuningfork train recipe.yaml --train.learning_rate 1e-6       with one setting changed
-  tuningfork train recipe.yaml --resume                         go on after a kill or Ctrl-C
-  tuningfork reference recipe.yaml                              only score the reference (train does it by itself)
-  tuningfork eval recipe.yaml                                   the trained model on data.eval, against its reference
-  tuningfork eval recipe.yaml --policy other/model              another model against the same reference
-  tuningfork train --help                                       every setting, with its meaning and default
+  tuningfork data recipe.yaml                   what the data is, and costs
+  tuningfork train recipe.yaml                  train; writes to output.dir
+  tuningfork train recipe.yaml --train.seed 1   with one setting changed
+  tuningfork train recipe.yaml --resume         go on after a kill or Ctrl-C
+  tuningfork reference recipe.yaml              score the reference, no more
+  tuningfork eval recipe.yaml                   the trained model on data.eval
+  tuningfork eval recipe.yaml --policy ./model  another one, same reference
+  tuningfork train --help                       every setting and its default
 """
 # What a command takes beside a recipe and settings: option -> meaning.
 _OWN: dict[str, dict[str, str]] = {
     "data": {
-        "--strict": "exit with status 1 if the objective refuses rows, if rows are dropped, repeat each other or "
-        "contradict each other, if held-out rows have a prompt that is trained on, if words of a row spell control "
-        "tokens, if a row is longer than the model's positions, or if a sequence begins with BOS twice; not for rows "
-        "that a mix or their own weight of 0 leaves out, nor for rows that are cut"
+        "--strict": "exit with status 1 not only if training would refuse to start, but also if rows are dropped, "
+        "repeat each other or contradict each other, if held-out rows have a prompt that is trained on, if words of a "
+        "row spell control tokens, or if a sequence begins with BOS twice; not for rows that a mix or their own weight "
+        "of 0 leaves out, nor for rows that are cut"
     },
     "train": {"--resume": "continue the run in output.dir, which must be there"},
     "reference": {},
-    "eval": {"--policy": "the model folder to score; output.dir/model unless given"},
+    "eval": {
+        "--policy": "the model folder to score; output.dir/model unless given. If no recipe is, it is the config.yaml "
+        "of the run that exported that model"
+    },
 }
 
 
@@ -60,8 +65,8 @@ _REFUSED = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
-    Returns the exit status: 0 done, 1 `data --strict` found something, 2 the user can mend it, 130 stopped by Ctrl-C or
-    SIGTERM, 141 nobody reads on.
+    Returns the exit status: 0 done, 1 `data` found something, 2 the user can mend it, 130 stopped by Ctrl-C
+    or SIGTERM, 141 nobody reads on.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
@@ -120,12 +125,18 @@ def _parser() -> argparse.ArgumentParser:
 
 def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str]) -> int:
     begun = time.monotonic()
-    from tuningfork.config import load_run_config
+    from tuningfork.config import REQUIRED, TO_EVALUATE, load_run_config
     from tuningfork.recipe import split_flags
 
     mine, flags = split_flags(arguments, _OWN[name])
     own = parser.parse_args([name, *mine])
-    config = load_run_config(own.recipe, flags, f"tuningfork {name}", options=_OWN[name])
+    recipe, required = own.recipe and own.recipe.expanduser(), REQUIRED
+    if name == "eval":
+        required = TO_EVALUATE
+        if recipe is None and own.policy and (of_its_run := Path(own.policy).parent / "config.yaml").is_file():
+            recipe = of_its_run
+            print(f"recipe: {visible(str(recipe))}, of the run that the model is from")
+    config = load_run_config(recipe, flags, f"tuningfork {name}", options=_OWN[name], required=required)
 
     with suppress(ValueError):  # not in the main thread: whoever embeds us handles signals
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends a command as Ctrl-C does
@@ -135,25 +146,26 @@ def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # Processes that are started would take a file of the current folder, such as signal.py, for Python's own.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
-    # Heavy imports only now: help and mistakes in a recipe answer at once.
+    # Heavy imports only now: help and mistakes in a recipe answer at once, and a wait is explained before it begins.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for library in ("torchao", "torch.utils._pytree"):  # of kernels for other cards, and of each other's future
         logging.getLogger(library).setLevel(logging.ERROR)
-    from tuningfork import commands
+    console = Console()
+    console.startup.add("imports", time.monotonic() - begun)
+    with console.stage("imports", "loading PyTorch and transformers"):
+        from tuningfork import commands
 
     ways_out = {"data": READING, "reference": SCORING, "eval": SCORING}.get(name, TRAINING)
     with enough_memory(name, ways_out):
         if name == "train":
-            console = commands.Console()
-            console.startup.add("imports", time.monotonic() - begun)
             return commands.train(config, own.resume, console)
         if name == "data":
-            return commands.data(config, own.strict)
+            return commands.data(config, own.strict, console)
         if name == "reference":
-            return commands.reference(config)
-        return commands.evaluate(config, own.policy)
+            return commands.reference(config, console)
+        return commands.evaluate(config, own.policy and os.path.expanduser(own.policy), console)
 
 
 if __name__ == "__main__":

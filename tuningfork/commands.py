@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
 from tuningfork import __version__
 from tuningfork.config import RunConfig, check, differing_settings, from_yaml, to_yaml
-from tuningfork.data.audit import check_names_used
+from tuningfork.data.audit import check_names_used, dataset_digest
+from tuningfork.data.hub import commit_in, newest_commit, pinned
 from tuningfork.data.loader import EpochOrder
+from tuningfork.data.own_template import with_template
 from tuningfork.data.pack import PackLimits
 from tuningfork.data.sources import Use, check_sources
 from tuningfork.data.summary.sets import SetData
@@ -19,17 +23,19 @@ from tuningfork.data.summary.summarize import summarize
 from tuningfork.errors import ConfigError, ModelError, RunFolderError, counted, visible
 from tuningfork.files import exclusive
 from tuningfork.models.config import ModelConfig
+from tuningfork.models.hub import HUB, HubName, fetch, hub_name
 from tuningfork.models.load import comparable, load_config, load_tokenizer, replace_weights
 from tuningfork.models.support import positions
 from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import DataReport
-from tuningfork.report import data_files
-from tuningfork.report.console import Console, table
+from tuningfork.report import data_files, eval_files
+from tuningfork.report.console import Console, Phase, table
 from tuningfork.report.data_terminal import draw_report
+from tuningfork.report.writer import Scores
 from tuningfork.train import checkpoint, optimizer
 from tuningfork.train import folder as run_folder
-from tuningfork.train.evaluate import Evaluation
 from tuningfork.train.evaluate import evaluate as evaluate_packs
+from tuningfork.train.exported import MODEL
 from tuningfork.train.loop import RunResult, run
 from tuningfork.train.setup import (
     Data,
@@ -37,12 +43,18 @@ from tuningfork.train.setup import (
     check_one_process,
     choose_compile,
     choose_device,
+    device_name,
+    dtype_name,
+    model_digest,
     open_reference,
     read_data,
     read_sources,
     settle_activations,
     start_model,
+    starting_weights,
 )
+
+READING_MODEL = "reading the model's config and tokenizer"
 
 
 def train(config: RunConfig, resume: bool, console: Console | None = None) -> int:
@@ -63,33 +75,38 @@ def _train(config: RunConfig, resume: bool, folder: Path, console: Console) -> i
     with exclusive(folder, cure="Choose another output.dir, or make room or permit it."):
         run_folder.check(folder, resume)
         before = _run_in(folder)
-        config = _dated(config, before)
+        config = _as_before(config, before)
         if before is not None:
             run_folder.check_settings(folder, differing_settings(before, config))
         optimizer.check(config.train)  # before minutes of reading and scoring
         last = checkpoint.newest(folder / "checkpoints")
         if before is not None and last is None:
             console.print(f"{folder}: the run had not come to its first checkpoint; it begins at its first step")
+        config, text = _located(config, console)
         data, start = _prepare(config, console)
         settle_activations(start, config.train, data.limits, last, console)
-        text = to_yaml(config)
-        result = run(data, start, text, config.pack, config.reference, config.train, config.output, console)
+        length = None if before is None else before.train
+        result = run(data, start, text, config.pack, config.reference, config.train, config.output, console, length)
     if not result.finished:
         return 130
     console.print("", *summary(result, data).split("\n"))
     return 0
 
 
-def data(config: RunConfig, strict: bool) -> int:
+def data(config: RunConfig, strict: bool, console: Console | None = None) -> int:
     """`tuningfork data`: what is in the recipe's data and what a run on it costs, before any GPU is asked for.
 
-    Returns 1 if `strict` and something is wrong that a careful person would stop on.
+    Returns 1 if training would refuse to start, or if `strict` and something is wrong that a careful person would stop
+    on. Packs are those of this machine, where train.device does not name another.
     """
-    console = Console()
+    console = console or Console()
     config = _dated_as_its_run(config)
     folder = Path(config.output.dir) / data_files.FOLDER
     data_files.check(folder)  # before minutes of reading
-    model, tokenizer = load_config(config.model.path), load_tokenizer(config.model.path)
+    config, _ = _located(config, console, weights=False)
+    with console.stage("data", READING_MODEL):
+        model, tokenizer = load_config(config.model.path), load_tokenizer(config.model.path)
+    config = replace(config, data=with_template(tokenizer, config.data))
     objective = PreferenceObjective(config.objective)
 
     reports = []
@@ -105,9 +122,10 @@ def data(config: RunConfig, strict: bool) -> int:
     held_out = None if config.data.eval is None else read(config.data.eval, "eval")
     check_names_used(config.data, *reports)
     per_step, epochs, most = config.train.examples_per_step, config.train.epochs, config.train.max_steps
-    # The run's packs, not this machine's: a recipe that leaves the device open is for a GPU.
-    device = torch.device("cpu" if config.train.device == "cpu" else "cuda")
+    # A GPU that is asked for by name need not be here.
+    device = torch.device("cuda") if config.train.device == "cuda" else choose_device(config.train.device)
     compiled = choose_compile(config.model.compile, device)
+    counted_for = f"a {'GPU' if device.type == 'cuda' else 'CPU'}, blocks {'compiled' if compiled else 'not compiled'}"
     summary = summarize(
         train,
         held_out,
@@ -118,49 +136,75 @@ def data(config: RunConfig, strict: bool) -> int:
         config.pack,
         EpochOrder.plan(len(train.examples), per_step, config.train.seed, epochs, most),
         PackLimits.plan(config.pack.tokens, config.pack.share_prompt, compiled),
+        counted_for,
     )
     report = summary.as_dict()
     console.draw(draw_report(report))
+    if device.type == "cpu" and config.train.device == "auto":
+        console.print("no GPU is seen here; --train.device cuda counts the packs of a run on one")
     console.print()
     for path in data_files.write(folder, report, __version__):
         console.print(str(path))
-    return 1 if strict and summary.strict else 0
+    return 1 if summary.refused or (strict and summary.strict) else 0
 
 
-def reference(config: RunConfig) -> int:
+def reference(config: RunConfig, console: Console | None = None) -> int:
     """`tuningfork reference`: fill the reference cache and nothing else."""
     check_one_process()
-    console = Console()
+    console = console or Console()
     config = _dated_as_its_run(config)
     if not PreferenceObjective(config.objective).needs_reference:
         raise ConfigError(f"objective.name {config.objective.name} has no reference; there is nothing to score.")
+    config, _ = _located(config, console)
     data, start = _prepare(config, console)
     cache, share = config.reference.cache, config.pack.share_prompt
     store = open_reference(start, share, cache, data.train, data.limits, console, data.held_out)
     covered = counted(len(data.train) + len(data.held_out), "example")
-    console.print(f"{config.reference.cache}: {counted(len(store), 'answer')} cached, all of {covered} covered")
+    console.print(f"{store.folder}: {counted(len(store), 'answer')} cached, all of {covered} covered")
     return 0
 
 
-def evaluate(config: RunConfig, policy: str | None) -> int:
-    """`tuningfork eval`: a trained model on the held-out pairs, against the recipe's reference."""
+def evaluate(config: RunConfig, policy: str | None, console: Console | None = None) -> int:
+    """`tuningfork eval`: a trained model on the held-out pairs, against the recipe's reference; without data.train."""
     check_one_process()
-    console = Console()
-    if config.data.eval is None:
-        raise ConfigError("data.eval must be set to evaluate; for example: --data.eval held_out.jsonl")
-    path = policy or str(Path(config.output.dir) / "model")
-    if not os.path.isdir(path):
+    console = console or Console()
+    path = policy or str(Path(config.output.dir) / MODEL)
+    if (name := hub_name(path)) is not None:
+        path = _fetched(name, console, weights=True)[0]
+    if not Path(path).is_dir():
         raise ModelError(f"{path} is not a folder. Train first, or name a model folder with --policy.")
-    config = _dated_as_its_run(config)
-    data, start = _prepare(config, console)
-    store = None
+    folder = Path(config.output.dir) / eval_files.FOLDER
+    eval_files.check(folder)  # before minutes of scoring
+    config, _ = _located(_dated_as_its_run(config), console)
+    data, start = _prepare(config, console, train_too=False)
+    weights, share, cache = starting_weights(start.policy, console), config.pack.share_prompt, config.reference.cache
+    starting, store = model_digest(start.policy, weights), None
     if start.objective.needs_reference:
-        examples = data.held_out
-        store = open_reference(start, config.pack.share_prompt, config.reference.cache, examples, data.limits, console)
+        store = open_reference(start, share, cache, data.held_out, data.limits, console, weights=weights)
     _take_weights(start, path, config.model, console)
     with console.phase("evaluating", len(data.held_out), "pairs") as phase:
         result = evaluate_packs(start, start.packs(data.held_out, data.limits), store, phase.advance)
-    console.print(*table(f"{path} on {config.data.eval}", _evaluation_rows(None, result)).split("\n"))
+    console.print(*table(f"{path} on {config.data.eval}", _evaluation_rows({"": result.as_dict()})).split("\n"))
+    facts = {
+        "policy": model_digest(start.policy, starting_weights(start.policy, console)),
+        "reference": None if store is None else starting,
+        "data": dataset_digest(data.held_out),
+        "objective": asdict(config.objective),
+        "dtype": dtype_name(start.policy.dtype),
+        "device": device_name(start.policy.device),
+    }
+    report = data.held_out_report
+    assert report is not None
+    more = {
+        "policy_path": os.path.abspath(path),
+        "reference_path": None if store is None else config.model.path,
+        "data_eval": config.data.eval,
+        "data_date": config.data.date,
+        "rows": {"read": report.rows_read, "used": report.used, "dropped": report.dropped},
+        "seconds": result.seconds,
+        "version": __version__,
+    }
+    console.print("", f"written to {eval_files.write(folder, facts, result.as_dict(), more)}")
     return 0
 
 
@@ -171,7 +215,11 @@ def summary(result: RunResult, data: Data) -> str:
         checked = counted(result.pairs_checked, "pair")
         parts.append(f"step-0 check: margin exactly 0 for all {checked} of the first step")
     if result.after is not None:
-        parts.append(table("held-out pairs", _evaluation_rows(result.before, result.after)))
+        columns: dict[str, Scores] = {} if result.before is None else {"before": result.before.as_dict()}
+        columns["after"] = result.after.as_dict()
+        if result.best is not None and result.best.step != result.steps_done:
+            columns[f"step {result.best.step}, the best"] = result.best.scores
+        parts.append(table("held-out pairs", _evaluation_rows(columns)))
     if result.throughput.get("steps"):
         rates = result.throughput
         rows = [
@@ -186,9 +234,9 @@ def summary(result: RunResult, data: Data) -> str:
             rows.append(("warm-up (compilation), not in the rates", f"{rates['warmup_seconds']:.0f} s"))
         parts.append(table("training", rows))
     places = [
-        ("exported model", str(result.folder / "model")),
+        (f"exported model, step {result.exported_step}", str(result.folder / MODEL)),
         ("metrics", str(result.folder / "metrics.jsonl")),
-        ("data report", str(result.folder / "data_report.json")),
+        ("rows used and dropped", str(result.folder / run_folder.ROWS)),
         ("settings", str(result.folder / "config.yaml")),
         ("log", str(result.folder / "log.txt")),
     ]
@@ -216,13 +264,59 @@ def _dated(config: RunConfig, run: RunConfig | None) -> RunConfig:
     return replace(config, data=config.data.dated(began=run.data.date if run else None))
 
 
+def _as_before(config: RunConfig, run: RunConfig | None) -> RunConfig:
+    """The same with what the run in its folder has settled: the day, and the commits of what is from the hub."""
+    config = _dated(config, run)
+    if run is None:
+        return config
+    ours, theirs = hub_name(config.model.path), hub_name(run.model.path)
+    model, data = config.model, config.data
+    if ours is not None and theirs is not None and ours == HubName(theirs.repository, None):
+        model = replace(model, path=run.model.path)
+    data = replace(data, train=pinned(data.train, commit_in(run.data.train)))
+    if data.eval is not None:
+        data = replace(data, eval=pinned(data.eval, commit_in(run.data.eval)))
+    return replace(config, model=model, data=data)
+
+
+def _located(config: RunConfig, console: Console, weights: bool = True) -> tuple[RunConfig, str]:
+    """The same with everything from the hub at one commit and the model's path on this machine; and as config.yaml
+    keeps it, where the model's name with that commit stands for its path. Raises ModelError."""
+    data = replace(config.data, train=pinned(config.data.train, newest_commit))
+    if data.eval is not None:
+        data = replace(data, eval=pinned(data.eval, newest_commit))
+    config = replace(config, data=data)
+    name = hub_name(config.model.path)
+    if name is None:
+        return config, to_yaml(config)
+    folder, fixed = _fetched(name, console, weights)
+    kept = replace(config, model=replace(config.model, path=f"{HUB}{fixed}"))
+    return replace(config, model=replace(config.model, path=folder)), to_yaml(kept)
+
+
+def _fetched(name: HubName, console: Console, weights: bool) -> tuple[str, HubName]:
+    with ExitStack() as stack:
+        phase: Phase | None = None
+
+        def progress(done: int, total: int) -> None:
+            nonlocal phase
+            if phase is None:
+                phase = stack.enter_context(console.phase(f"downloading {name}", 0, "MB"))
+            phase.total = -(-total // 10**6)
+            phase.advance(-(-done // 10**6) - phase.done)
+
+        folder, fixed = fetch(name, weights, progress)
+    console.print(f"{fixed}: {folder}")
+    return folder, fixed
+
+
 def _dated_as_its_run(config: RunConfig) -> RunConfig:
     """The same with a day, for a command that only reads. Raises ConfigError where the run does not tell its day."""
-    if config.data.date is not None:
-        return config
     try:
-        return _dated(config, _run_in(Path(config.output.dir)))
+        return _as_before(config, _run_in(Path(config.output.dir)))
     except (ConfigError, RunFolderError) as error:
+        if config.data.date is not None:
+            return config
         raise ConfigError(
             *error.args,
             "It was read for the day that the chat templates of the run in output.dir print. Set data.date, or choose "
@@ -230,15 +324,22 @@ def _dated_as_its_run(config: RunConfig) -> RunConfig:
         ) from error
 
 
-def _prepare(config: RunConfig, console: Console) -> tuple[Data, Start]:
-    """Data and model of a run whose data has a date."""
+def _prepare(config: RunConfig, console: Console, train_too: bool = True) -> tuple[Data, Start]:
+    """Data and model of a run whose data has a date; without `train_too`, the held-out data alone."""
     device = choose_device(config.train.device)
     compiled = choose_compile(config.model.compile, device)
-    with console.startup.time("data"):
+    objective = PreferenceObjective(config.objective)
+    with console.stage("data", READING_MODEL):
         load_config(config.model.path)  # what cannot be trained is said before what its tokenizer lacks
         tokenizer = load_tokenizer(config.model.path)
-        objective = PreferenceObjective(config.objective)
-        data = read_data(config.model, config.data, config.pack, objective, tokenizer, compiled, console)
+    settings = with_template(tokenizer, config.data)
+    if settings != config.data:
+        console.print(
+            f"chat template: {config.data.template}; it is no part of the exported model, so put it there as "
+            "chat_template.jinja to generate as it was trained"
+        )
+    with console.startup.time("data"):
+        data = read_data(config.model, settings, config.pack, objective, tokenizer, compiled, console, train_too)
     start = start_model(config.model, config.objective, config.pack, config.train, device, console)
     return data, start
 
@@ -265,12 +366,12 @@ def _held_out_rows(data: Data) -> list[tuple[str, str]]:
     return [] if data.held_out_report is None else _data_rows("held-out", data.held_out_report)
 
 
-def _evaluation_rows(before: Evaluation | None, after: Evaluation) -> list[tuple[str, ...]]:
-    """One row a number; with a column for the starting model if it was evaluated."""
-    rows: list[tuple[str, ...]] = [("", "before", "after") if before else ("", "")]
+def _evaluation_rows(columns: Mapping[str, Scores]) -> list[tuple[str, ...]]:
+    """One row a number, one column an evaluation under its heading."""
+    rows: list[tuple[str, ...]] = [("", *columns)]
     names = {"rewards/accuracy": "accuracy", "rewards/margin": "margin", "loss": "loss", "pairs": "pairs"}
     for key, name in names.items():
-        values = [evaluation.as_dict()[key] for evaluation in (before, after) if evaluation is not None]
+        values = [scores[key] for scores in columns.values()]
         shown = [f"{value:.1%}" if name == "accuracy" else _number(value) for value in values]
         rows.append((name, *shown))
     return rows

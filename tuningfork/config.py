@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
+import shutil
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, make_dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
@@ -14,6 +18,7 @@ from tuningfork import dialect
 from tuningfork import recipe as recipes
 from tuningfork.data.columns import check_columns
 from tuningfork.data.config import DataConfig, PackConfig
+from tuningfork.data.own_template import read_template
 from tuningfork.data.roles import check_roles
 from tuningfork.errors import ConfigError, counted
 from tuningfork.models.config import ModelConfig
@@ -42,37 +47,50 @@ SETTINGS = recipes.settings_of(RunConfig)
 REQUIRED = {"model.path": "./model", "data.train": "./pairs.jsonl"}
 """Settings without a usable default, each with an example."""
 
+TO_EVALUATE = {"model.path": "./model", "data.eval": "./held_out.jsonl"}
+"""Those of a command that does not train."""
 
-PATHS = ("model.path", "data.train", "data.eval", "data.cache", "reference.cache", "output.dir")
-"""Settings that name files or folders, or lists of them."""
+
+PATHS = ("model.path", "data.train", "data.eval", "data.cache", "data.template", "reference.cache", "output.dir")
+"""Settings that name files or folders, or lists of them, in which ~ is the user's home."""
 
 _METAVAR: dict[Any, str] = {int: "INTEGER", float: "NUMBER", str: "TEXT", bool: "true|false"}
+_LONGEST_METAVAR = 50  # characters; longer ones are named in the meaning
+_WIDEST_TEXT = 100  # columns
 
 
 def load_run_config(
-    recipe: Path | None, flags: Sequence[str], prog: str, *, options: Mapping[str, str] | None = None
+    recipe: Path | None,
+    flags: Sequence[str],
+    prog: str,
+    *,
+    options: Mapping[str, str] | None = None,
+    required: Mapping[str, str] = REQUIRED,
 ) -> RunConfig:
     """The checked settings of a run: defaults, then the recipe, then dotted flags.
 
     `--help` among the flags prints every setting, with the recipe's values, and exits. `options` are the command's own
-    flags with their meanings, so that a mistyped one is recognised. Raises ConfigError.
+    flags with their meanings, so that a mistyped one is recognised; `required` the settings that it cannot do without.
+    Raises ConfigError; DataError for a template file.
     """
     given = recipes.parse(recipes.read(recipe), str(recipe), SETTINGS) if recipe else {}
     if {"-h", "--help"} & set(flags):
-        print_help(prog, options or {}, given)
+        print_help(prog, options or {}, given, required)
     given |= recipes.parse_flags(flags, SETTINGS, options or ())
+    given |= {key: _at_home(given[key]) for key in PATHS if key in given}
     config = _build(given)
-    check(config)
+    check(config, required)
+    read_template(config.data.template)  # a file that is not there is said before anything is loaded
     return config
 
 
-def check(config: RunConfig) -> None:
+def check(config: RunConfig, required: Mapping[str, str] = REQUIRED) -> None:
     """Refuse settings that are missing, contradict each other, or that nothing would read. Raises ConfigError."""
     name, defaults = config.objective.name, RunConfig()
 
-    missing = [key for key in REQUIRED if not settings(config)[key]]
+    missing = [key for key in required if not settings(config)[key]]
     if missing:
-        flags = " ".join(f"--{key} {REQUIRED[key]}" for key in missing)
+        flags = " ".join(f"--{key} {required[key]}" for key in missing)
         raise ConfigError(f"{' and '.join(missing)} must be set, in the recipe or by flag; for example: {flags}")
     _check_paths(settings(config))
     _check_mix(config.data)
@@ -113,6 +131,27 @@ def check(config: RunConfig) -> None:
             f"reference.cache is {config.reference.cache}, but objective.name simpo has no reference. Remove it."
         )
     _check_pack(config.pack, config.data.max_length)
+    _check_evaluation(config)
+
+
+def _check_evaluation(config: RunConfig) -> None:
+    """Raises ConfigError where settings of evaluations have nothing to work on."""
+    every, train, output = config.train.eval_every, config.train, config.output
+    if every is not None and config.data.eval is None:
+        raise ConfigError(
+            f"train.eval_every is {every}, but there is nothing to evaluate on. Set data.eval to held-out pairs, or "
+            "remove it."
+        )
+    if every is None and train.best_by != TrainConfig().best_by:
+        raise ConfigError(
+            f"train.best_by is {train.best_by}, but only with train.eval_every is there a best step. Set that, or "
+            "remove it."
+        )
+    if every is None and output.export == "best":
+        raise ConfigError(
+            "output.export is best, but only with train.eval_every is there a best step. Set that, or output.export: "
+            "last."
+        )
 
 
 def _check_pack(pack: PackConfig, max_length: int) -> None:
@@ -150,6 +189,8 @@ def _check_mix(data: DataConfig) -> None:
         raise ConfigError("data.shares and data.counts are both given. Keep one: parts of the whole, or numbers.")
     sources = [data.train] if isinstance(data.train, str) else data.train
     for name, numbers in given.items():
+        if not data.train:
+            raise ConfigError(f"data.{name} is for data.train, which is not given. Remove it, or name data.train.")
         if len(numbers) != len(sources):
             raise ConfigError(
                 f"data.{name} has {counted(len(numbers), 'entry', 'entries')}, but data.train names "
@@ -187,13 +228,16 @@ def differing_settings(a: RunConfig, b: RunConfig) -> dict[str, tuple[Any, Any]]
     return {key: (of_a[key], of_b[key]) for key in of_a if of_a[key] != of_b[key]}
 
 
-def print_help(prog: str, options: Mapping[str, str], given: Mapping[str, Any]) -> NoReturn:
+def print_help(
+    prog: str, options: Mapping[str, str], given: Mapping[str, Any], required: Mapping[str, str]
+) -> NoReturn:
     """Print what a command takes: a recipe, its options, and every setting with its type, meaning and value, which is
     the default unless the recipe has `given` it. Then exit with status 0.
 
     tyro draws the page. It does not parse: its spelling of booleans and null and the look of its errors are not ours.
     """
     import tyro  # here, because it takes half a second
+    from docstring_parser import parse_from_object
     from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
     registry = ConstructorRegistry()
@@ -207,26 +251,34 @@ def print_help(prog: str, options: Mapping[str, str], given: Mapping[str, Any]) 
             metavar=metavar,
             instance_from_str=lambda texts: texts[0],
             is_instance=lambda value: True,
-            str_from_instance=lambda value: [value if isinstance(value, str) else recipes.found(value)],
+            str_from_instance=lambda value: [_as_written(value)],
         )
 
-    shown = _build(dict.fromkeys(REQUIRED, tyro.MISSING) | dict(given))
-    label = tyro.conf.arg(help_behavior_hint=lambda value: f"(recipe: {value})")
-    for section in fields(shown):  # tyro takes a label from a type only, so a room is shown as a class of its own
+    shown = _build(dict.fromkeys(required, tyro.MISSING) | dict(given))
+    for section in fields(shown):  # tyro takes a label from a type only, so a room is shown as a class of its own,
+        # and keeps the line breaks of a docstring, so it is given words
         room = getattr(shown, section.name)
-        keys = {setting.name: f"{section.name}.{setting.name}" for setting in fields(room)}
-        labelled = [(name, Annotated[SETTINGS[key], label], given[key]) for name, key in keys.items() if key in given]
+        meanings = {meaning.arg_name: meaning.description or "" for meaning in parse_from_object(type(room)).params}
+        labelled = []
+        for name in asdict(room):
+            key = f"{section.name}.{name}"
+            words = " ".join(meanings[name].split()) + _named_in_text(SETTINGS[key])
+            hint = (lambda value: f"(recipe: {value})") if key in given else None
+            label = tyro.conf.arg(help=words, help_behavior_hint=hint)
+            labelled.append((name, Annotated[SETTINGS[key], label], field(default=None)))
         docs = {"__doc__": type(room).__doc__}
         own = make_dataclass(type(room).__name__, labelled, bases=(type(room),), namespace=docs)
         setattr(shown, section.name, own(**asdict(room)))
     takes = {"recipe": "a YAML file with any of the settings below"} | dict(options)
+    wrapped = partial(textwrap.fill, width=min(shutil.get_terminal_size().columns, _WIDEST_TEXT))
+    head = [wrapped(f"{name:<10} {meaning}", subsequent_indent=" " * 11) for name, meaning in takes.items()]
+    about = wrapped(inspect.getdoc(RunConfig) or "", initial_indent="  ", subsequent_indent="  ")  # else it is joined
     tyro.cli(
         RunConfig,
         default=shown,
         args=["--help"],
         prog=f"{prog} [recipe]",
-        description="\n".join(f"{name:<10} {meaning}" for name, meaning in takes.items())
-        + f"\n\n{inspect.getdoc(RunConfig)}",
+        description="\n".join([*head, "", about]),
         use_underscores=True,
         config=(tyro.conf.FlagConversionOff,),
         registry=registry,
@@ -245,11 +297,32 @@ def _build(given: Mapping[str, Any]) -> RunConfig:
     return config
 
 
+def _as_written(value: Any) -> str:
+    """A value as it may stand in a recipe."""
+    if isinstance(value, (list, dict)):
+        return json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) else recipes.found(value)
+
+
+def _named_in_text(hint: Any) -> str:
+    """The values of a setting that has too many to stand behind its name."""
+    too_many = get_origin(hint) is Literal and _metavar(hint) == _METAVAR[str]
+    return f" {recipes.allowed(hint).capitalize()}." if too_many else ""
+
+
+def _at_home(paths: Any) -> Any:
+    """A path, or each of several, with the user's home for a ~ at its beginning."""
+    if isinstance(paths, list):
+        return [_at_home(path) for path in paths]
+    return os.path.expanduser(paths) if isinstance(paths, str) else paths
+
+
 def _metavar(hint: Any) -> str:
     """How the help page names a setting's values; empty for what is no setting."""
     arms = get_args(hint)
     if get_origin(hint) is Literal:
-        return "|".join(arms)
+        values = "|".join(arms)
+        return values if len(values) <= _LONGEST_METAVAR else _METAVAR[str]
     if get_origin(hint) is list:
         return f"[{_metavar(arms[0])},..]"
     if get_origin(hint) is dict:

@@ -55,7 +55,7 @@ class ModelError(TuningforkError):
 class ReferenceMismatch(TuningforkError):
     """Cached reference log-probs do not belong to this model, these kernels or this data.
 
-    Example: ``reference-cache: built with dtype 'float32', this run has 'bfloat16'. Use another reference.cache ...``
+    Example: ``reference-cache/1f9e...: log-probs of before are not those that the starting model has now: ...``
     """
 
 

@@ -18,6 +18,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from tuningfork.dialect import DialectError, TooMuch, as_written, load, parse_scalar
 from tuningfork.errors import ConfigError, shortened
 from tuningfork.files import opened
+from tuningfork.hints import hint
 
 LARGEST = 1 << 20  # bytes of a recipe
 
@@ -71,7 +72,7 @@ def _no_sections(entries: Iterable[tuple[Any, Any]], settings: Mapping[str, Any]
     """What is wrong with entries of a recipe that have no settings below them."""
     for section, content in entries:
         if section not in _sections(settings):
-            yield unknown(str(section), settings)
+            yield unknown(str(section), settings, value=content)
         elif content is not None:  # a section whose lines are all commented out is null, and fine
             yield f"{section} is {found(content)}; allowed: settings below it, such as {_first(section, settings)}."
 
@@ -90,7 +91,8 @@ def parse_flags(flags: Sequence[str], settings: Mapping[str, Any], options: Coll
         name, equals, text = flag[2:].partition("=")
         key = name.replace("-", "_")
         if key not in settings:
-            raise ConfigError(unknown(name, settings, "--", [option.lstrip("-") for option in options]))
+            following = text if equals else next((text for text in rest[:1] if not text.startswith("--")), None)
+            raise ConfigError(unknown(name, settings, "--", [option.lstrip("-") for option in options], following))
         if key in given:
             raise ConfigError(f"--{name} is given twice; keep one.")
         if not equals:
@@ -128,7 +130,8 @@ def validate(
     """Each value in its setting's type. Raises one ConfigError with a line, led by `prefix`, for everything wrong; for
     the first twenty things if there are more."""
     values: dict[str, Any] = {}
-    lines = list(islice(chain(wrong, _wrong(given, settings, values)), _MOST_SAID + 1))
+    said = dict.fromkeys(islice(chain(wrong, _wrong(given, settings, values)), _MOST_SAID + 1))
+    lines = list(said)  # a section that does not exist is named once
     if len(lines) > _MOST_SAID:
         lines[-1] = "and so on; this may be no recipe at all."
     if lines:
@@ -140,7 +143,7 @@ def _wrong(given: Mapping[str, Any], settings: Mapping[str, Any], values: dict[s
     """What is wrong with given values; those with which nothing is go into `values`, in their setting's type."""
     for key, value in given.items():
         if key not in settings:
-            yield unknown(key, settings)
+            yield unknown(key, settings, value=value)
             continue
         try:
             values[key] = TypeAdapter(settings[key], config=_STRICT).validate_python(value)
@@ -150,11 +153,16 @@ def _wrong(given: Mapping[str, Any], settings: Mapping[str, Any], values: dict[s
             yield f"{key} is {found(value)}; allowed: {allowed(settings[key])}.{hint}"
 
 
-def unknown(key: str, settings: Mapping[str, Any], dashes: str = "", others: Iterable[str] = ()) -> str:
-    """What to say about a key that does not exist: the nearest one that does, by its own name or initials first."""
+def unknown(
+    key: str, settings: Mapping[str, Any], dashes: str = "", others: Iterable[str] = (), value: Any = None
+) -> str:
+    """What to say about a key that does not exist: what stands for it here where it is another trainer's, else the
+    nearest one that does, by its own name or initials first."""
     key = shortened(key, 80)
     if key in _sections(settings):
         return f"{dashes}{key} is a section; name a setting in it, such as {dashes}{_first(key, settings)}."
+    if elsewhere := hint(key, value, dashes):
+        return elsewhere
     names, own = [*settings, *others], key.rpartition(".")[2]
     same_name = [name for name in names if name.rpartition(".")[2] == own]
     short_for = [name for name in names if len(own) > 1 and _initials(name.rpartition(".")[2]) == own]
@@ -195,7 +203,8 @@ def allowed(hint: Any) -> str:
     if get_origin(hint) is list:
         return f"a list with each entry {allowed(get_args(hint)[0])}"
     if get_origin(hint) is dict:
-        return "a mapping of names to names, such as {theirs: ours}"
+        left_out = ", or to null" if type(None) in get_args(get_args(hint)[1]) else ""
+        return f"a mapping of names to names{left_out}, such as {{theirs: ours}}"
     if arms := get_args(hint):  # T | U | None
         either = " or ".join(allowed(arm) for arm in arms if arm is not type(None))
         return f"{either}, or null" if type(None) in arms else either

@@ -28,7 +28,7 @@ def read_examples(
     path: str | Path,
     as_text: bool,
     form: str = "auto",
-    columns: dict[str, str] | None = None,
+    columns: dict[str, str | None] | None = None,
     names: MessageNames | None = None,
 ) -> Read:
     rows, whole, reader = survey.open_table(path, as_text, form, columns, names or MessageNames())

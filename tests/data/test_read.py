@@ -229,8 +229,8 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     ),
     "no such folder": (lambda folder: folder / "nowhere" / "a.jsonl", ["no such file", "no folder", "nowhere"]),
     "folder": (lambda folder: _bytes("a.jsonl.gz", b"")(folder).parent, ["is a folder", "a.jsonl.gz"]),
-    "folder without data": (lambda folder: folder, ["is a folder", "no .jsonl, .json, .parquet file"]),
-    "unknown suffix": (_bytes("pairs.csv", b"a,b"), ["unknown suffix '.csv'", ".jsonl, .json, .parquet"]),
+    "folder without data": (lambda folder: folder, ["is a folder", "no .jsonl, .json, .parquet, .csv, .tsv file"]),
+    "unknown suffix": (_bytes("pairs.xlsx", b"a,b"), ["unknown suffix '.xlsx'", ".jsonl, .json, .parquet, .csv"]),
     "unknown zipped suffix": (_bytes("pairs.txt.gz", b"a"), ["unknown suffix '.txt'"]),
     "empty": (_bytes("a.jsonl", b""), ["file is empty"]),
     "empty zipped": (_bytes("a.jsonl.gz", gzip.compress(b"")), ["no rows"]),
@@ -430,8 +430,15 @@ OTHER_KINDS: dict[str, tuple[str, bytes, list[str]]] = {
     "JSON named Parquet": ("a.parquet", GOOD, ["is JSON text", "Name it .jsonl"]),
     "an array named Parquet": ("a.parquet", b"[\n" + GOOD + b"]", ["is one JSON array", "Name it .json"]),
     "an array named JSONL": ("a.jsonl", b"[" + GOOD + b"]", ["is one JSON array, not an object a line", ".json."]),
-    "CSV": ("a.jsonl", b"prompt,chosen,rejected\na,b,c\n", ["a table as text", "prompt,chosen,rejected", "JSONL"]),
-    "TSV": ("a.json", b"prompt\tchosen\tits rejected\r\na\tb\tc\n", ["a table as text"]),
+    "CSV": (
+        "a.jsonl",
+        b"prompt,chosen,rejected\na,b,c\n",
+        ["a table as text", "prompt,chosen,rejected", "Name it .csv"],
+    ),
+    "TSV": ("a.json", b"prompt\tchosen\tits rejected\r\na\tb\tc\n", ["a table as text", "Name it .tsv"]),
+    "semicolons": ("a.jsonl", b"prompt;chosen;rejected\na;b;c\n", ["a table as text", "with commas"]),
+    "JSON named CSV": ("a.csv", GOOD, ["is JSON text", "Name it .jsonl"]),
+    "Parquet named TSV": ("a.tsv", b"PAR1abc", ["is a Parquet file", "Name it .parquet"]),
 }
 
 

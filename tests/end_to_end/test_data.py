@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.end_to_end.workbench import Job, make_pairs, write_rows
 
@@ -67,10 +68,10 @@ def test_strict_fails_and_says_why(job: Job, kind: str) -> None:
     outcome = job("data", "--strict")
     assert outcome.status == 1 and f"--strict would fail because of: {kind} in rows.jsonl" in outcome.out
     assert [finding["kind"] for finding in report_of(job)["findings"] if finding["strict"]] == [kind]
-    # Without it the report is the same, only the status is not; the first line tells how fast the file was read.
-    cached, first, *report = job.done("data").out.splitlines()
+    # Without it the report is the same, only the status is not; the lines before it tell how the file was read.
+    *_, cached, first, report = job.done("data").out.split("\n", 4)
     assert "tokens of before" in cached and first.startswith("reading rows.jsonl: ")
-    assert report == outcome.out.splitlines()[1:]
+    assert report == outcome.out.split("\n", 3)[-1]
 
 
 def test_strict_fails_for_control_tokens_in_words_until_the_recipe_says_what_they_are(job: Job) -> None:
@@ -108,24 +109,38 @@ def test_strict_fails_where_training_would_refuse_the_length(job: Job) -> None:
     job = with_rows(job, {"prompt": "7" * 300, "chosen": "a", "rejected": "b"})
     job = job.but({"data.max_length": 1000, "pack.tokens": 2000})
     outcome = job("data", "--strict")
-    assert outcome.status == 1 and "positions in rows.jsonl (1)" in outcome.out
+    assert outcome.status == 1 and "training would refuse to start; --strict would fail because of: positions" in (
+        " ".join(outcome.out.split())
+    )
+    assert job("data").status == 1
     assert "256 positions" in job.refused()
 
 
 @pytest.mark.parametrize(
-    ("row", "objective", "why"),
+    ("row", "objective", "why", "remedy"),
     [
-        ({"prompt": "p", "completion": "a", "label": True}, "dpo", "has 1 answer, objective dpo compares two"),
-        ({"prompt": "p", "answers": ["a", "b", "c"]}, "dpo", "has 3 answers, objective dpo compares two"),
+        (
+            {"prompt": "p", "completion": "a", "label": True},
+            "dpo",
+            "has 1 answer, objective dpo compares two",
+            "give rows with a chosen and a rejected answer",
+        ),
+        (
+            {"prompt": "p", "answers": ["a", "b", "c"]},
+            "dpo",
+            "has 3 answers, objective dpo compares two",
+            "write pairs of their answers as chosen and rejected",
+        ),
         (
             {"prompt": "p", "chosen": "a", "rejected": "b", "margin": 1},
             "ipo",
             "has a margin, which objective ipo has no",
+            "Use dpo or dpo_norm, or remove the field 'margin' from the rows",
         ),
     ],
 )
 def test_strict_fails_where_training_would_refuse_the_objective(
-    job: Job, row: dict[str, Any], objective: str, why: str
+    job: Job, row: dict[str, Any], objective: str, why: str, remedy: str
 ) -> None:
     rows = [{**row, "prompt": f"{row['prompt']} {n}"} for n in range(3)]
     job = job.but({"data.train": write_rows(job.folder / "rows.jsonl", rows), "objective.name": objective})
@@ -134,7 +149,43 @@ def test_strict_fails_where_training_would_refuse_the_objective(
     assert "All 3 " in outcome.out and "can be read, but not trained on as they are" in outcome.out
     [finding] = [finding for finding in report_of(job)["findings"] if finding["kind"] == "refused"]
     assert f"training would refuse to start: 3 rows {why.replace('has', 'have', 1)}" in finding["text"]
-    assert why in job.refused()
+    assert job("data").status == 1, "training would not start, whoever asks"
+    message = job.refused()
+    assert why in message and remedy in message and "(2 other rows are like it.)" in message
+
+
+def test_what_the_objective_refuses_is_said_before_weights_are_read(job: Job, shelf: Path) -> None:
+    bare = job.folder / "bare"
+    shutil.copytree(shelf / "model", bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    rows = write_rows(job.folder / "rows.jsonl", [{"prompt": "p", "completion": "a", "label": True}])
+    message = job.but({"model.path": bare, "data.train": rows}).refused()
+    assert "rows.jsonl:1: has 1 answer, objective dpo compares two. Single answers are not trained on yet" in message
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_report_and_run_count_the_same_packs_on_the_same_machine(job: Job, device: str) -> None:
+    job = job.but({"train.device": device, "data.max_length": 60, "pack.tokens": 300})
+    outcome = job.done("data")
+    report = report_of(job)
+    job.done()
+    lines = job.metrics()
+    slots = [round(line["unique_tokens"] / (1 - line["pad_share"])) for line in lines]
+    assert report["run"]["slots"] == sum(slots)
+    assert report["run"]["pad_share"] == pytest.approx(1 - sum(line["unique_tokens"] for line in lines) / sum(slots))
+    if not torch.cuda.is_available():
+        assert report["counted_for"] == "a CPU, blocks not compiled" and report["counted_for"] in outcome.out
+        assert ("--train.device cuda counts the packs of a run on one" in outcome.out) == (device == "auto")
+
+
+def test_a_gpu_that_is_not_here_is_counted_for_where_it_is_named(job: Job) -> None:
+    job = job.but({"data.max_length": 60, "pack.tokens": 3000})
+    slots = {}
+    for device in ("cpu", "cuda"):
+        outcome = job.but({"train.device": device}).done("data")
+        slots[device] = report_of(job)["run"]["slots"]
+        kind = {"cpu": "a CPU, blocks not compiled", "cuda": "a GPU, blocks compiled"}[device]
+        assert f"counted for {kind}" in " ".join(outcome.out.split())
+    assert slots["cpu"] < slots["cuda"]  # packs of compiled blocks have 1,024 rows at least
 
 
 def test_strict_passes_good_data(job: Job) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.end_to_end.workbench import Job, make_model, make_tokenizer, write_rows
+from tests.end_to_end.workbench import Job, call, make_model, make_pairs, make_tokenizer, write_rows
 from tuningfork import commands
 
 
@@ -58,11 +60,76 @@ def test_another_model_is_scored_against_the_same_reference(finished: Job, score
     assert scores["rewards/margin"] != 0.0 and scores["pairs"] == 11
 
 
-def test_eval_leaves_the_run_folder_as_it_is(finished: Job) -> None:
-    """Scoring writes nothing into the run."""
-    before = {path: path.stat().st_mtime_ns for path in finished.run.rglob("*")}
+def test_eval_adds_a_file_to_the_run_folder_and_changes_none(finished: Job, scores: dict[str, Any]) -> None:
+    """A second time is the same evaluation, which has one file; its numbers are exact."""
+    evaluations = finished.run / "evaluations"
+    before = {path: path.stat().st_mtime_ns for path in finished.run.rglob("*") if path.is_file()}
+    outcome = finished.done("eval")
+    path = Path(outcome.out.splitlines()[-1].removeprefix("written to "))
+    found = json.loads(path.read_text())
+    assert path.parent == evaluations and found["scores"] == scores and found["made_by"] == "tuningfork eval"
+    assert found["policy_path"] == str(finished.run / "model") and found["policy"] != found["reference"]
+    assert found["data_eval"] == str(finished.settings["data.eval"]) and found["rows"]["used"] == 11
+    there = set(evaluations.iterdir())
+    assert finished.done("eval").out.splitlines()[-1] == f"written to {path}" and set(evaluations.iterdir()) == there
+    after = {path: path.stat().st_mtime_ns for path in finished.run.rglob("*") if path.is_file()}
+    assert {path: after[path] for path in before if path.parent != evaluations} == {
+        path: time for path, time in before.items() if path.parent != evaluations
+    }
+
+
+def test_each_evaluation_has_a_file_of_its_own(finished: Job, shelf: Path) -> None:
+    """Another model, other pairs and another objective are other evaluations; what is not ours is not replaced."""
+    other_pairs = {"data.eval": write_rows(finished.folder / "other.jsonl", make_pairs(5, seed=8))}
+    files = [
+        Path(job.done("eval", *options).out.splitlines()[-1].removeprefix("written to "))
+        for job, options in (
+            (finished, ()),
+            (finished, ("--policy", str(shelf / "other-model"))),
+            (finished.but(other_pairs), ()),
+            (finished.but({"objective.beta": 0.2}), ()),
+        )
+    ]
+    found = [json.loads(path.read_text()) for path in files]
+    assert len(set(files)) == 4
+    assert found[0]["policy"] != found[1]["policy"] and found[0]["reference"] == found[1]["reference"]
+    assert found[0]["data"] != found[2]["data"] and found[3]["objective"]["beta"] == 0.2
+    content = files[3].read_bytes()
+    files[3].write_text("mine")
+    assert f"{files[3]} exists and was not made by" in finished.but({"objective.beta": 0.2}).refused("eval")
+    assert files[3].read_text() == "mine"
+    files[3].write_bytes(content)
+
+
+def test_eval_needs_no_training_data(finished: Job, job: Job, scores: dict[str, Any]) -> None:
+    """Not named, or named and not there; its fields' names may be meant for it. The numbers are the same, and a run may
+    begin in that folder later."""
     finished.done("eval")
-    assert before == {path: path.stat().st_mtime_ns for path in finished.run.rglob("*")}
+    expected = dict(scores)
+    shutil.copytree(finished.run / "model", exported := job.folder / "exported")
+    command = ("eval", "--policy", str(exported))
+    recipe = finished.but({"data.train": None, "output.dir": job.run, "reference.cache": job.folder / "cache"})
+    gone = recipe.but({"data.train": job.folder / "gone.jsonl", "data.columns": "{question: prompt}"})
+    for each in (recipe, gone):
+        scores.clear()
+        outcome = each.done(*command)
+        assert scores == expected and "reading held_out.jsonl" in outcome.out and "gone" not in outcome.out
+    assert [path.name for path in job.run.iterdir()] == ["evaluations"]
+    message = recipe.but({"data.columns": "{question: prompt}"}).refused(*command)
+    assert "data.columns" in message and "question" in message  # all rows that there are have been read
+    assert "data.shares is for data.train" in recipe.but({"data.shares": "[1]"}).refused(*command)
+    assert "data.train must be set" in recipe.refused("train")
+    job.done()
+
+
+def test_the_run_that_exported_a_model_is_its_recipe(finished: Job, scores: dict[str, Any]) -> None:
+    """Without a recipe or a setting: starting model, objective, lengths and held-out pairs are those of the run."""
+    finished.done("eval")
+    expected = dict(scores)
+    scores.clear()
+    outcome = call(["eval", "--policy", str(finished.run / "model")])
+    assert outcome.status == 0 and scores == expected
+    assert outcome.out.startswith(f"recipe: {finished.run / 'config.yaml'}, of the run that the model is from\n")
 
 
 def test_eval_fills_the_cache_that_it_needs(finished: Job, job: Job, scores: dict[str, Any]) -> None:
@@ -82,7 +149,7 @@ def test_a_missing_policy_is_named(job: Job, shelf: Any) -> None:
 
 def test_eval_without_held_out_pairs_is_refused(job: Job) -> None:
     """data.eval is named."""
-    assert "data.eval" in job.refused("eval")
+    assert "data.eval must be set" in job.refused("eval")
 
 
 def test_a_policy_of_another_shape_is_refused(finished: Job, job: Job) -> None:
@@ -126,7 +193,7 @@ WITH_MARGIN = {"prompt": "a lamp", "chosen": "of course", "rejected": "no", "mar
 def test_no_command_scores_rows_that_the_objective_refuses(
     job: Job, shelf: Any, monkeypatch: pytest.MonkeyPatch, key: str, row: Any, objective: str, said: str
 ) -> None:
-    """train, reference and eval say the same of the same row, before a model is loaded."""
+    """train, reference and, of held-out rows, eval say the same of the same row, before a model is loaded."""
     monkeypatch.setattr(commands, "start_model", None)
     path = write_rows(job.folder / "odd.jsonl", [row, row | {"prompt": "a stone"}])
     files = {"data.train": shelf / "pairs.jsonl", "data.eval": shelf / "held_out.jsonl"} | {key: path}
@@ -134,6 +201,8 @@ def test_no_command_scores_rows_that_the_objective_refuses(
     commanded = [("train",), ("eval", "--policy", str(shelf / "model")), ("reference",)]
     if objective == "simpo":  # which has no reference
         job, commanded = job.but({"reference.cache": None}), commanded[:2]
+    if key == "data.train":
+        commanded = [command for command in commanded if command[0] != "eval"]
     messages = {job.refused(*command) for command in commanded}
     assert len(messages) == 1 and f"{path}:1: {said}" in messages.pop()
 

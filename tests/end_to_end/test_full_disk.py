@@ -58,7 +58,7 @@ def make_room(disk: Path) -> None:
 
 # Where the disk is full: the function that writes, which call of it, and what the message must name.
 PLACES: dict[str, tuple[Any, str, int, str]] = {
-    "the reference": (ReferenceStore, "flush", 1, "cache/rows-"),
+    "the reference": (ReferenceStore, "flush", 1, "/rows-"),
     "a later checkpoint": (checkpoint, "save", 3, "checkpoints/step-6"),
     "the summary": (loop, "write_json", 2, "summary.json"),
     "the export": (export, "save", 1, "run/model"),

@@ -28,8 +28,9 @@ def sequences(row: dict[str, str]) -> tuple[str, str, str]:
 
 def test_folder_holds_what_is_promised_and_nothing_half_written(finished: Job) -> None:
     """config, metrics, reports, checkpoints, model, log and TensorBoard; no *.partial is left."""
-    expected = {"config.yaml", "metrics.jsonl", "data_report.json", "checkpoints", "model", "log.txt", "tensorboard"}
-    assert {path.name for path in finished.run.iterdir()} == expected | {"eval.json", "summary.json"}
+    expected = {"config.yaml", "metrics.jsonl", "data_rows.json", "checkpoints", "model", "log.txt", "tensorboard"}
+    found = {path.name for path in finished.run.iterdir()} - {"evaluations"}  # of `tuningfork eval`, another test's
+    assert found == expected | {"eval.json", "summary.json", "export.json"}
     assert not list(finished.folder.rglob("*.partial"))
 
 
@@ -132,8 +133,7 @@ def test_report_accounts_for_every_row(job: Job) -> None:
     write_rows(job.folder / "pairs.jsonl", rows)
     job = job.but(data={"train": job.folder / "pairs.jsonl", "eval": job.folder / "pairs.jsonl"})
     job.done()
-    report = job.report()
-    for part in (report, report["eval"]):
+    for part in (job.report(), job.report("eval")):
         assert part["rows_read"] == 12 and part["used"] == 8
         assert part["rows_read"] == part["used"] + sum(part["dropped"].values())
         assert {row["row"]: row["reason"] for row in part["dropped_rows"]} == {

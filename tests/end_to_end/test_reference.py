@@ -23,13 +23,14 @@ from tuningfork.data.loader import EpochOrder
 from tuningfork.models.load import load_tokenizer
 from tuningfork.records import TokenExample
 from tuningfork.reference import build
+from tuningfork.reference.entries import place
 from tuningfork.reference.store import ReferenceStore
 
 
 def rows_of(cache: Path) -> dict[tuple[bytes, int], float]:
     """Everything in a cache folder, (content, answer) -> log-prob; none may stand in two shards."""
     rows: dict[tuple[bytes, int], float] = {}
-    for path in cache.glob("rows-*.bin"):
+    for path in cache.rglob("rows-*.bin"):
         raw = path.read_bytes()
         split = len(raw) // 24 * 16
         count: Counter[bytes] = Counter()
@@ -113,22 +114,22 @@ def test_reference_leaves_no_run_folder(job: Job) -> None:
     """`tuningfork reference` fills the cache and nothing else."""
     job.done("reference")
     assert not job.run.exists()
-    assert len(rows_of(job.cache)) == 80 and {path.suffix for path in job.cache.iterdir()} == {".json", ".bin"}
+    assert len(rows_of(job.cache)) == 80 and {path.suffix for path in job.entry.iterdir()} == {".json", ".bin"}
 
 
 def test_a_second_start_scores_nothing(job: Job) -> None:
     """The fingerprint of the same model is the same: every row hits, no shard is added."""
     assert "scoring the reference: 40/40 examples" in job.done("reference").out
-    before = sorted(job.cache.iterdir())
+    before = sorted(job.entry.iterdir())
     for outcome in (job.done("reference"), job.done()):
         assert "scoring" not in outcome.out
-    assert sorted(job.cache.iterdir()) == before
+    assert sorted(job.entry.iterdir()) == before
 
 
 def test_the_cache_grows_with_the_data(job: Job) -> None:
     """20 rows more: only those are scored, and the shards that are there keep their bytes."""
     job.done("reference")
-    before = {path: path.read_bytes() for path in job.cache.iterdir()}
+    before = {path: path.read_bytes() for path in job.entry.iterdir()}
     write_rows(job.folder / "more.jsonl", [*make_pairs(20, seed=77), *make_pairs(40)])
     more = job.but({"data.train": job.folder / "more.jsonl"})
     assert "scoring the reference: 20/20 examples" in more.done("reference").out
@@ -150,11 +151,11 @@ def test_a_number_changed_in_the_cache_stops_the_run_before_its_first_step(job: 
     """One log-prob of a pair of the first step is off by 1e-6, in a shard whose name fits."""
     job = job.but({"train.examples_per_step": 4})
     job.done("reference")
-    (shard,) = job.cache.glob("rows-*.bin")
+    (shard,) = job.entry.glob("rows-*.bin")
     rows = rows_of(job.cache)
     rows[keys_of_step(job, 0)[3]] += 1e-6
     shard.unlink()
-    path = write_shard(job.cache, rows)
+    path = write_shard(job.entry, rows)
     message = job.refused()
     assert f"{path}: 1 log-prob, worst " in message
     assert "pairs.jsonl:" in message and "answer 1: model -" in message
@@ -165,7 +166,7 @@ def test_the_step_0_check_sees_what_re_scoring_passed_over(job: Job, monkeypatch
     """Of a large shard only some rows are scored again; the first step's are compared all the same."""
     monkeypatch.setattr("tuningfork.reference.build.RESCORED", 1)
     job.done("reference")
-    (shard,) = job.cache.glob("rows-*.bin")
+    (shard,) = job.entry.glob("rows-*.bin")
     rows = rows_of(job.cache)
     scored: list[bytes] = []
     choose = build.to_rescore
@@ -180,7 +181,7 @@ def test_the_step_0_check_sees_what_re_scoring_passed_over(job: Job, monkeypatch
     assert len(scored) == 1
     rows[next(key for key in rows if key[0] != scored[0])] += 1e-6
     shard.unlink()
-    write_shard(job.cache, rows)
+    write_shard(job.entry, rows)
     assert "step-0 check: 1 of 80 log-probs of the starting model are not those in the cache" in job.refused()
 
 
@@ -189,14 +190,14 @@ def test_rows_that_other_code_scored_are_refused_wherever_they_lie(job: Job) -> 
     attention of another scale leaves behind that no digest knows of. The shards are named; without them it trains."""
     job = job.but({"train.examples_per_step": 4})
     job.done("reference")
-    (shard,) = job.cache.glob("rows-*.bin")
+    (shard,) = job.entry.glob("rows-*.bin")
     rows, first = rows_of(job.cache), set(keys_of_step(job, 0))
     shard.unlink()
-    write_shard(job.cache, {key: logp for key, logp in rows.items() if key in first})
+    write_shard(job.entry, {key: logp for key, logp in rows.items() if key in first})
     wrong = [key for key in rows if key not in first]
     half = {key for key, _ in wrong[: len(wrong) // 2]}
     paths = [
-        write_shard(job.cache, {key: 1.05 * rows[key] for key in wrong if (key[0] in half) == is_first})
+        write_shard(job.entry, {key: 1.05 * rows[key] for key in wrong if (key[0] in half) == is_first})
         for is_first in (True, False)
     ]
     for outcome in (job.refused(), job.refused("reference")):
@@ -211,12 +212,12 @@ def test_wrong_rows_of_the_held_out_set_are_refused(job: Job, shelf: Path) -> No
     """A few held-out rows beside the training rows in one shard: both sets are looked at, by every command."""
     job = job.but({"data.eval": shelf / "held_out.jsonl"})
     job.done("reference")
-    (shard,) = job.cache.glob("rows-*.bin")
+    (shard,) = job.entry.glob("rows-*.bin")
     rows, trained = rows_of(job.cache), {example.content for example in examples_of(job)}
     shard.unlink()
     held_out = [key for key in rows if key[0] not in trained]
     assert len(held_out) == 22
-    path = write_shard(job.cache, rows | {key: rows[key] - 1e-9 for key in held_out})
+    path = write_shard(job.entry, rows | {key: rows[key] - 1e-9 for key in held_out})
     for command, *options in (("train",), ("reference",), ("eval", "--policy", str(shelf / "model"))):
         message = job.refused(command, *options)
         assert f"{path}: 22 log-probs, worst {shelf / 'held_out.jsonl'}:" in message
@@ -226,7 +227,7 @@ def test_wrong_rows_of_the_held_out_set_are_refused(job: Job, shelf: Path) -> No
 def test_a_shard_with_damaged_bytes_is_named(job: Job, damage: str) -> None:
     """Removing that file, as the message says, makes good the damage."""
     job.done("reference")
-    (shard,) = job.cache.glob("rows-*.bin")
+    (shard,) = job.entry.glob("rows-*.bin")
     before, content = rows_of(job.cache), bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 16
     shard.write_bytes({"cut": bytes(content[: len(content) // 2]), "flipped": bytes(content), "emptied": b""}[damage])
@@ -240,58 +241,86 @@ def test_a_shard_with_damaged_bytes_is_named(job: Job, damage: str) -> None:
 def test_a_damaged_fingerprint_is_named(job: Job) -> None:
     """fingerprint.json cut short: refused, not guessed."""
     job.done("reference")
-    (job.cache / "fingerprint.json").write_text('{"weights": "12')
-    assert f"{job.cache}/fingerprint.json is damaged" in job.refused("reference")
+    (job.entry / "fingerprint.json").write_text('{"weights": "12')
+    assert f"{job.entry}/fingerprint.json is damaged" in job.refused("reference")
 
 
-def test_the_cache_of_another_model_is_refused_with_both_fingerprints(job: Job, shelf: Path) -> None:
-    """Equal architecture, other weights: the message gives both digests, and the cache stays as it is."""
-    job.done("reference")
-    theirs = json.loads((job.cache / "fingerprint.json").read_text())["weights"]
-    other = job.but({"model.path": shelf / "other-model"})
-    message = other.refused()
-    other.but({"reference.cache": job.folder / "other"}).done("reference")
-    ours = json.loads((job.folder / "other" / "fingerprint.json").read_text())["weights"]
-    assert f"weights: this run has '{ours}', the cache was built with '{theirs}'" in message and ours != theirs
-    assert "config: " not in message and len(rows_of(job.cache)) == 80
+def entries_of(cache: Path) -> dict[str, dict[str, str]]:
+    """Name -> fingerprint of each entry."""
+    return {path.name: json.loads((path / "fingerprint.json").read_text()) for path in cache.iterdir()}
+
+
+def test_one_cache_serves_any_number_of_models(job: Job, shelf: Path) -> None:
+    """Each has an entry of its own, which is found again; the files of the others keep their bytes, and it is said
+    which entry is used and in what it differs from the others."""
+    out = job.done("reference").out
+    (ours,) = entries_of(job.cache)
+    assert f"reference cache: {job.cache / ours}, new\n" in out
+    before = {path: path.read_bytes() for path in job.entry.iterdir()}
+    other = job.but({"model.path": shelf / "other-model"}).elsewhere("other")
+    out = other.done().out
+    (theirs,) = entries_of(job.cache).keys() - {ours}
+    said = f"reference cache: {job.cache / theirs}, new; of 1 other entry the nearest, {ours}, differs in weights\n"
+    assert said in out and "margin exactly 0" in out and "scoring the reference: 40/40 examples" in out
+    assert len(rows_of(job.cache / ours)) == len(rows_of(job.cache / theirs)) == 80
+    for each, name in ((job, ours), (other.elsewhere("again"), theirs)):
+        out = each.done().out
+        assert f"reference cache: {job.cache / name}, 80 answers\n" in out and "scoring" not in out
+    assert {path: path.read_bytes() for path in (job.cache / ours).iterdir()} == before
 
 
 @pytest.mark.parametrize(
-    "change, words",
+    "change, said",
     [
-        ({"model.dtype": "bfloat16"}, "dtype: this run has 'bfloat16', the cache was built with 'float32'"),
-        ({"pack.share_prompt": False}, "share_prompt: this run has 'False', the cache was built with 'True'"),
+        ({"model.dtype": "bfloat16"}, "differs in dtype (here 'bfloat16', there 'float32')"),
+        ({"pack.share_prompt": False}, "differs in share_prompt (here 'False', there 'True')"),
     ],
 )
-def test_the_cache_of_another_setup_is_refused(
-    job: Job, filled_cache: Path, change: dict[str, Any], words: str
-) -> None:
-    """What may change a bit of a log-prob is part of the fingerprint."""
-    assert words in job.but({"reference.cache": filled_cache} | change).refused("reference")
-
-
-def test_a_cache_that_other_code_built_is_refused_in_words(job: Job) -> None:
-    """As after an update of tuningfork, of Triton or of the model's code in transformers: both values are named."""
+def test_another_setup_has_an_entry_of_its_own(job: Job, shelf: Path, change: dict[str, Any], said: str) -> None:
+    """What may change a bit of a log-prob is part of the fingerprint; the nearest entry is one of the same model."""
+    job.but({"model.path": shelf / "other-model"}).done("reference")
     job.done("reference")
-    path = job.cache / "fingerprint.json"
-    ours = json.loads(path.read_text())
-    for fact in ("code", "model code", "triton"):
-        path.write_text(json.dumps(ours | {fact: "of yesterday"}))
-        message = job.refused("reference")
-        assert f"{fact}: this run has '{ours[fact]}', the cache was built with 'of yesterday'" in message
-        assert ("built by other code" in message) == ("code" in fact)
+    out = job.but(change).done("reference").out
+    assert "of 2 other entries the nearest, " in out and said in out and "scoring the reference: 40/40" in out
+    assert len(list(job.cache.iterdir())) == 3
+
+
+@pytest.mark.parametrize("fact", ["code", "model code", "triton"])
+def test_what_other_code_scored_is_not_used(job: Job, fact: str) -> None:
+    """As after an update of tuningfork, Triton or the model's code in transformers: a new entry beside the old."""
+    job.done("reference")
+    facts = json.loads((job.entry / "fingerprint.json").read_text()) | {fact: "of yesterday"}
+    old, rows = job.entry, rows_of(job.entry)
+    (old / "fingerprint.json").write_text(json.dumps(facts))
+    assert f"{old} holds the reference log-probs of another set-up" in job.refused("reference")  # by hand, in its place
+    old.rename(place(job.cache, facts))
+    out = job.done("reference").out
+    assert f"differs in {fact}" in out and "scoring the reference: 40/40 examples" in out
+    assert old.exists() and rows_of(place(job.cache, facts)) == rows
 
 
 def test_a_config_that_changes_the_numbers_is_another_model(job: Job) -> None:
-    """Equal weights under another rotary base are refused; another name of the folder is not."""
+    """Equal weights under another rotary base have another entry; under another name of the folder they have not."""
     make_model(job.folder / "a")
     make_model(job.folder / "b", rope_parameters={"rope_type": "default", "rope_theta": 500.0})
     make_model(job.folder / "c")
     a, b, c = (job.but({"model.path": job.folder / name}) for name in "abc")
     a.done("reference")
-    message = b.refused("reference")
-    assert "config: this run has" in message
+    assert "differs in weights, config\n" in b.done("reference").out
     assert "scoring" not in c.done("reference").out
+
+
+def test_a_cache_of_an_earlier_version_stays_and_is_not_used(job: Job) -> None:
+    """It had fingerprint and rows in the folder itself."""
+    job.done("reference")
+    for path in (entry := job.entry).iterdir():
+        path.rename(job.cache / path.name)
+    entry.rmdir()
+    before = {path: path.read_bytes() for path in job.cache.iterdir()}
+    out = job.done("reference").out
+    assert f"{job.cache}/fingerprint.json and the rows beside it are of an earlier version's cache; they stay" in out
+    assert "scoring the reference: 40/40 examples" in out
+    assert all(path.read_bytes() == content for path, content in before.items())
 
 
 def die_scoring() -> None:
@@ -336,10 +365,10 @@ def die_flushing() -> None:
 def test_a_half_written_shard_is_cleared_away(job: Job) -> None:
     """The cache folder does not collect what kills leave behind."""
     assert Child(job.arguments("reference"), job.folder, die_flushing).wait().status == -signal.SIGKILL
-    assert list(job.cache.glob("*.partial"))
+    assert list(job.entry.glob("*.partial"))
     job.done("reference")
     assert len(rows_of(job.cache)) == 80
-    assert not list(job.cache.glob("*.partial"))
+    assert not list(job.entry.glob("*.partial"))
 
 
 def halves(job: Job) -> list[Job]:

@@ -20,7 +20,7 @@ from tests.end_to_end.test_reference import rows_of
 from tests.end_to_end.workbench import Child, Job, Outcome, call, job_in, make_pairs, state_of, unequal, write_rows
 from tuningfork.models import export
 from tuningfork.report.writer import RunWriter
-from tuningfork.train import checkpoint, loop, setup
+from tuningfork.train import checkpoint, held_out, loop, setup
 
 STEPS = 20
 
@@ -196,7 +196,7 @@ def interrupt_at(owner: Any, name: str, call: int, number: int) -> None:
 
 
 def interrupt_final_evaluation(number: int) -> None:
-    interrupt_at(loop, "evaluate", 2, number)
+    interrupt_at(held_out, "evaluate", 2, number)
 
 
 def interrupt_export(number: int) -> None:
@@ -275,7 +275,7 @@ def test_the_order_of_examples_after_a_resume_is_that_of_the_same_epoch(
 
 MOMENTS: dict[str, Callable[[Job], bool]] = {
     "config is there": lambda job: (job.run / "config.yaml").exists(),
-    "report is there": lambda job: (job.run / "data_report.json").exists(),
+    "report is there": lambda job: (job.run / "data_rows.json").exists(),
     "first checkpoint is there": lambda job: (job.run / "checkpoints" / "step-3").exists(),
     "a checkpoint is half written": lambda job: any((job.run / "checkpoints").glob("*.partial")),
     "8 lines": lambda job: lines_in(job.run / "metrics.jsonl") >= 8,
@@ -453,7 +453,7 @@ def test_resume_with_other_data_is_refused(stopped: Job, seed: int, count: int) 
 
 
 def test_a_refused_resume_leaves_the_report_of_the_run(stopped: Job) -> None:
-    """data_report.json still tells what the run was trained on."""
+    """data_rows.json still tells what the run was trained on."""
     write_rows(stopped.folder / "pairs.jsonl", make_pairs(37, seed=3))
     stopped.refused("train", "--resume")
     assert stopped.report()["used"] == 38

@@ -55,9 +55,9 @@ def test_a_folder_of_splits_for_training_and_for_evaluation(job: Job) -> None:
         write_rows(folder / f"{name}.jsonl", rows)
     job = job.but({"data.train": folder, "data.eval": folder})
     job.done()
-    found = job.report()
+    found, held_out = job.report(), job.report("eval")
     assert (found["used"], found["passed_over"]) == (12, [str(folder / "test.jsonl")])
-    assert (found["eval"]["used"], found["eval"]["passed_over"]) == (5, [str(folder / "train.jsonl")])
+    assert (held_out["used"], held_out["passed_over"]) == (5, [str(folder / "train.jsonl")])
 
 
 def test_a_source_of_a_mix_without_a_usable_row_is_refused_by_name(job: Job, files: tuple[Path, Path]) -> None:

@@ -135,6 +135,12 @@ class Job:
     def cache(self) -> Path:
         return Path(self.settings["reference.cache"])
 
+    @property
+    def entry(self) -> Path:
+        """The one entry of the reference cache."""
+        [path] = self.cache.iterdir()
+        return path
+
     def but(self, changes: Mapping[str, Any] | None = None, **sections: Mapping[str, Any]) -> Job:
         """The same job with other settings: but({"train.seed": 3}), or but(train={"seed": 3})."""
         flat = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
@@ -169,10 +175,20 @@ class Job:
         return outcome.err
 
     def metrics(self) -> list[dict[str, Any]]:
+        """The lines of training steps."""
+        return [line for line in self.lines() if "lr" in line]
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The lines of held-out pairs, without the time that they took."""
+        lines = [line for line in self.lines() if "lr" not in line]
+        return [{key: value for key, value in line.items() if key != "eval/seconds"} for line in lines]
+
+    def lines(self) -> list[dict[str, Any]]:
         return read_metrics(self.run / "metrics.jsonl")
 
-    def report(self) -> dict[str, Any]:
-        return json.loads((self.run / "data_report.json").read_text())
+    def report(self, use: str = "train") -> dict[str, Any]:
+        """What became of the rows to train on, or of those to evaluate on."""
+        return json.loads((self.run / "data_rows.json").read_text())[use]
 
     def exported(self) -> dict[str, torch.Tensor]:
         return load_file(self.run / "model" / "model.safetensors")

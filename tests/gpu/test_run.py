@@ -69,6 +69,15 @@ def test_a_run_and_its_continuation(tmp_path, kind):
     config = tmp_path / "cut" / "config.yaml"
     config.write_text(config.read_text().partition("\n")[2].replace("whole", "cut"))
     assert "continuing from cut/checkpoints/step-2" in train(tmp_path, {**job, "output.dir": "cut"}, "--resume")
+    # Held-out pairs scored after every step, in packs of other sizes: no graph is another for it, and no bit.
+    write_rows(tmp_path / "held_out.jsonl", make_pairs(11, seed=5))
+    watching = {"data.eval": "held_out.jsonl", "train.eval_every": 1, "output.dir": "watched"}
+    out = train(tmp_path, {**job, **watching})
+    assert all(f"\nstep {step}: held-out loss " in out for step in range(STEPS + 1))
+    watched = load_file(tmp_path / "watched" / "model" / "model.safetensors")
     whole, cut = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "cut"))
     assert whole.keys() == cut.keys()
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    assert all(torch.equal(whole[name], watched[name]) for name in whole)
+    lines = [json.loads(line) for line in (tmp_path / "watched" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "eval/loss" in line] == list(range(STEPS + 1))

@@ -96,7 +96,7 @@ def test_a_terminal_gets_a_bar_and_the_log_plain_lines(monkeypatch: pytest.Monke
             phase.bar.refresh()
         console.print("saved [bold]")
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
-    assert "━" in shown and "2/4 steps, loss 1, 0.09091 steps/s, 0:00:22 elapsed, 0:00:22 left" in shown
+    assert "━" in shown and "2/4 steps, 0.09091 steps/s, 0:00:22 left, loss 1, 0:00:22 elapsed" in shown
     assert log == [
         "training: 1/4 steps, loss 0, 0.09091 steps/s, 0:00:11 elapsed, 0:00:33 left",
         "training: 2/4 steps, loss 1, 0.09091 steps/s, 0:00:22 elapsed, 0:00:22 left",
@@ -188,3 +188,28 @@ def test_side_by_side_wraps_two_answers_in_two_columns() -> None:
     assert [line[:column].strip() for line in lines[3:]] == ["one two three four", "five six"]
     assert [line[column:].strip() for line in lines[3:]] == ["short [x]", ""]
     assert max(map(len, lines)) <= 40
+
+
+def test_a_stage_is_a_line_as_it_begins_and_its_time_in_the_log() -> None:
+    out, clock, log = io.StringIO(), Clock(), []
+    console = Console(out, clock=clock)
+    console.attach(log.append)
+    with console.stage("self-check", "checking that all is well"):
+        assert out.getvalue() == "checking that all is well\n"
+        clock.now += 2
+    assert console.startup.seconds == {"self-check": 2.0}
+    assert log == []
+
+
+def test_a_stage_is_seen_on_a_terminal_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    out = Terminal()
+    console = Console(out, clock=Clock())
+    with console.stage("head check", "checking [the] head"):
+        console.print("a line meanwhile")
+    shown = re.sub(r"\x1b\[[0-9;?]*m", "", out.getvalue())
+    assert "checking [the] head" in shown and "a line meanwhile\n" in shown.replace("\r", "")
+    assert "\x1b[2K" in shown.rpartition("checking [the] head")[2]  # gone in the end
+    with console.phase("training", 4, "steps") as phase:  # one live line after the other
+        phase.advance(4)

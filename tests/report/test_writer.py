@@ -35,9 +35,11 @@ def test_a_line_is_on_disk_at_once_and_the_folder_holds_all_three_records(tmp_pa
         assert (folder / "metrics.jsonl").read_text() == f'{line[:-1]}, "crc32": {checksum}}}\n'
         assert (folder / "log.txt").read_text() == "hello ü \\udc80\n"
         assert board(folder, "loss") == [(1, pytest.approx(0.1))]
-        writer.scalars(1, {"loss": 0.25, "rewards/margin": None}, prefix="eval/")
+        writer.evaluation(1, {"loss": 0.25, "rewards/margin": None}, seconds=0.5)
         assert board(folder, "eval/loss") == [(1, 0.25)]
-    assert read_metrics(folder / "metrics.jsonl") == [{"step": 1, "loss": 0.1, "mfu": None}]
+        assert writer.evaluations == {1: {"loss": 0.25, "rewards/margin": None}}
+    evaluation = {"step": 1, "eval/loss": 0.25, "eval/rewards/margin": None, "eval/seconds": 0.5}
+    assert read_metrics(folder / "metrics.jsonl") == [{"step": 1, "loss": 0.1, "mfu": None}, evaluation]
 
 
 def test_a_fresh_run_refuses_a_folder_with_metrics(tmp_path: Path) -> None:
@@ -66,6 +68,20 @@ def test_resuming_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> None
     )
     assert (tmp_path / "log.txt").read_text() == "first\nsecond\n"
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_resuming_keeps_the_evaluations_up_to_the_checkpoint_or_none(tmp_path: Path) -> None:
+    with RunWriter(tmp_path) as writer:
+        writer.evaluation(0, {"loss": 0.7}, 0.1)
+        for step in range(1, 4):
+            writer.line({"step": step, "loss": 1.0})
+            writer.evaluation(step, {"loss": 0.7 - step / 10}, 0.1)
+    with RunWriter(tmp_path, resume_at_step=2) as writer:
+        assert writer.evaluations == {0: {"loss": 0.7}, 1: {"loss": 0.7 - 1 / 10}, 2: {"loss": 0.7 - 2 / 10}}
+    assert steps(tmp_path) == [0, 1, 1, 2, 2]
+    with RunWriter(tmp_path, resume_at_step=2, keep_evaluations=False) as writer:
+        assert writer.evaluations == {}
+    assert steps(tmp_path) == [1, 2]
 
 
 def test_resuming_before_the_first_checkpoint_or_without_metrics(tmp_path: Path) -> None:

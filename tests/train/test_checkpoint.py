@@ -18,7 +18,7 @@ from tuningfork.train.checkpoint import Progress, newest, progress, restore, sav
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.optimizer import build_optimizer, set_learning_rate, step
 
-PROGRESS = Progress(3, "data", "model", "float32", "none", "held out", {"pairs": 2, "loss": 0.1})
+PROGRESS = Progress(3, 12, "data", "model", "float32", "none", "held out", {"pairs": 2, "loss": 0.1})
 
 
 def parts() -> tuple[nn.Module, torch.optim.Optimizer]:

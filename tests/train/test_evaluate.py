@@ -27,6 +27,7 @@ from tuningfork.objective.head import Head
 from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import Source, TokenExample
 from tuningfork.reference.build import fill
+from tuningfork.reference.fingerprint import differing_facts
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.console import Console
 from tuningfork.train.batch import StepBatch
@@ -268,43 +269,44 @@ def test_a_hole_in_the_reference_is_counted_not_filled(tmp_path):
             call(start, packs, store)
 
 
-def test_a_reference_with_shared_prompts_is_refused_by_a_run_without(tmp_path):
-    """Another layout is another order of arithmetic. The fingerprint says so before any number is compared."""
+def test_a_reference_with_shared_prompts_is_not_that_of_a_run_without(tmp_path):
+    """Another layout is another order of arithmetic, and has an entry of its own in the cache."""
     examples = pairs(4)
     start = start_of(_policy("llama", torch.float32))
     cache = str(tmp_path / "cache")
     shared, unshared = limits_of(share_prompt=True), limits_of(share_prompt=False)
     store = open_reference(start, True, cache, examples, shared, quiet())
     assert len(store) == 8
-    with pytest.raises(ReferenceMismatch, match="share_prompt: this run has 'False', the cache was built with 'True'"):
-        open_reference(start, False, cache, examples, unshared, quiet())
+    other = open_reference(start, False, cache, examples, unshared, quiet())
+    assert other.folder != store.folder and other.inherited(examples) == []
 
 
 def test_the_fingerprint_of_a_run_names_all_that_decides_a_bit(tmp_path):
     examples = pairs(2)
     start = start_of(_policy("llama", torch.float32))
-    open_reference(start, True, str(tmp_path), examples, limits_of(), quiet())
-    facts = json.loads((tmp_path / "fingerprint.json").read_text())
+    store = open_reference(start, True, str(tmp_path), examples, limits_of(), quiet())
+    facts = json.loads((store.folder / "fingerprint.json").read_text())
     assert {"weights", "config", "dtype", "attention kernel", "row_logps kernel", "compiled", "share_prompt"} < set(
         facts
     )
     assert {"device", "torch", "transformers", "layout"} < set(facts)
 
-    def refused(other: Start, fact: str) -> None:
-        with pytest.raises(ReferenceMismatch, match=f"  {fact}: "):
-            open_reference(other, True, str(tmp_path), examples, limits_of(), quiet())
+    def differs(other: Start, fact: str) -> None:
+        theirs = open_reference(other, True, str(tmp_path), examples, limits_of(), quiet())
+        assert theirs.folder != store.folder
+        assert fact in [found for found, *_ in differing_facts(facts, theirs.fingerprint)]
 
     moved = copy.deepcopy(start.policy)
     with torch.no_grad():
         moved.model.model.norm.weight[0] += 2**-20
-    refused(start_of(moved), "weights")
-    refused(start_of(_in(torch.bfloat16, start.policy)), "dtype")
-    refused(replace(start, compiled=True), "compiled")
+    differs(start_of(moved), "weights")
+    differs(start_of(_in(torch.bfloat16, start.policy)), "dtype")
+    differs(replace(start, compiled=True), "compiled")
     other_kernels = replace(start.policy.kernels, names={"attention": "fork", "row_logps": "plain"})
-    refused(start_of(Policy(start.policy.model, other_kernels, torch.float32)), "attention kernel")
+    differs(start_of(Policy(start.policy.model, other_kernels, torch.float32)), "attention kernel")
     scaled = copy.deepcopy(start.policy)
     scaled.model.config.rms_norm_eps = 1e-3  # no weight, but every number changes
-    refused(start_of(scaled), "config")
+    differs(start_of(scaled), "config")
 
 
 class _Counting(Head):
@@ -357,13 +359,13 @@ def test_wrong_rows_of_the_right_fingerprint_are_refused_by_shard(tmp_path, spoi
     paths: dict[str, Path] = {}
     for name, some in by_shard.items():
         open_reference(start, True, str(tmp_path), some[:1], limits_of(), quiet())  # the folder with its fingerprint
-        facts = json.loads((tmp_path / "fingerprint.json").read_text())
-        store = ReferenceStore(tmp_path, facts)
+        [entry] = tmp_path.iterdir()
+        store = ReferenceStore(entry, json.loads((entry / "fingerprint.json").read_text()))
         logps = np.concatenate([start.score(p).numpy() for p in build_packs(some[1:], limits_of())])
         store.add([e for p in build_packs(some[1:], limits_of()) for e in p.examples], logps * (1 + (name == spoiled)))
-        before = set(tmp_path.iterdir())
+        before = set(entry.iterdir())
         store.flush()
-        [paths[name]] = set(tmp_path.iterdir()) - before
+        [paths[name]] = set(entry.iterdir()) - before
     with pytest.raises(ReferenceMismatch) as caught:
         open_reference(start, True, str(tmp_path), examples, limits_of(), quiet(), held_out)
     message = str(caught.value)

@@ -111,7 +111,7 @@ def _mix(
 
 
 def report_dict(report: DataReport) -> dict[str, Any]:
-    """The report as it is written to data_report.json."""
+    """The account of every row, as a run writes it to data_rows.json."""
     rows = [{"file": r.file, "row": r.row, "reason": r.reason, "detail": r.detail} for r in report.dropped_rows]
     notes = {note: {"rows": len(at), "first": list(map(str, at[:NOTED]))} for note, at in report.notes.items()}
     return {

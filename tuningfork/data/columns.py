@@ -14,15 +14,19 @@ from tuningfork.errors import ConfigError, DataError
 
 Names = Mapping[str, str]
 """A name in a file -> ours."""
+Columns = Mapping[str, str | None]
+"""The same, with None for a field that is left out."""
 
 OURS = sorted({*READ, *ASKED, *(key for form in FORMS.values() for key in (*form.keys, *form.more))})
 """Every field that some form reads."""
 NAMES_KEPT = 1000  # names of fields of a table: more than any has whose fields mean something
 
 
-def check_columns(given: Names) -> None:
+def check_columns(given: Columns) -> None:
     """Raise ConfigError where `data.columns` names a field that no form reads, or two columns for one."""
     for theirs, ours in given.items():
+        if ours is None:
+            continue
         if ours not in OURS:
             near = difflib.get_close_matches(ours, OURS, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else f"forms read {', '.join(OURS)}."
@@ -31,11 +35,12 @@ def check_columns(given: Names) -> None:
             raise ConfigError(f"data.columns: {theirs} and {other} are both to be {ours}. Keep one.")
 
 
-def renamed(path: str, rows: Iterable[tuple[int, Row]], columns: Names) -> Iterator[tuple[int, Row]]:
-    """The rows under our names. Raises DataError at a row that fills both a column and the field that it is to be."""
+def renamed(path: str, rows: Iterable[tuple[int, Row]], columns: Columns) -> Iterator[tuple[int, Row]]:
+    """The rows under our names, without those that are left out. Raises DataError at a row that fills both a column and
+    the field that it is to be."""
     taken = set(columns.values())
     for number, row in rows:
-        changed = {columns[key]: value for key, value in row.items() if key in columns}
+        changed = {ours: value for key, value in row.items() if (ours := columns.get(key)) is not None}
         for key, value in row.items():
             if key in columns:
                 continue
@@ -65,7 +70,7 @@ def within(name: str, there: Iterable[str]) -> str:
     return f"; it names whole fields such as {field}, not what is within them" if field in there else ""
 
 
-def check_used(columns: Names, roles: Names, fields: Iterable[str], notes: Iterable[str], complete: bool) -> None:
+def check_used(columns: Columns, roles: Names, fields: Iterable[str], notes: Iterable[str], complete: bool) -> None:
     """Raise ConfigError where `data.columns` or `data.roles` name what no row of all tables has.
 
     Args:
@@ -79,7 +84,8 @@ def check_used(columns: Names, roles: Names, fields: Iterable[str], notes: Itera
             near = difflib.get_close_matches(theirs, there, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(there)[:40])}."
             hint = within(theirs, there).removeprefix("; ") + "." if within(theirs, there) else hint
-            raise ConfigError(f"data.columns: {{{theirs}: {ours}}}: no row has a field {theirs!r}; {hint}")
+            entry = f"{{{theirs}: {'null' if ours is None else ours}}}"
+            raise ConfigError(f"data.columns: {entry}: no row has a field {theirs!r}; {hint}")
     said = list(notes)
     for theirs, ours in roles.items():
         seen = theirs == ours or theirs in SHAREGPT or f"role {theirs} as {ours}" in said

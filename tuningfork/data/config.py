@@ -8,15 +8,21 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+CHAT, NO_TEMPLATE = "chat", "none"
+TEMPLATE = r"^(chat|none|.+\.(jinja|jinja2|j2))$"
+TEMPLATE_FORMS = "chat, none, or the path of a file that ends in .jinja"
+"""What data.template may be, as a pattern and in words; data/own_template.py reads a file."""
+
 
 @dataclass
 class DataConfig:
     """Which rows are read and how they become tokens."""
 
     train: str | list[str] = ""
-    """Examples to train on, from one source or a list of them: a file (JSONL, JSON, Parquet, plain or gzipped), a
-    pattern such as shards/*.parquet, a folder, or hub:owner/name:split. Of a folder or a hub name with splits, the one
-    for training."""
+    """Examples to train on, from one source or a list of them: a file (JSONL, JSON, Parquet, CSV or TSV, plain or
+    gzipped), a pattern such as shards/*.parquet, a folder, or hub:owner/name:split, also with @revision behind the name
+    and without hub: where there is no such path. Of a folder or a hub name with splits, the one for training.
+    config.yaml has the commit of a hub name."""
     shares: list[Annotated[float, Field(gt=0)]] | None = None
     """Part of the examples that each source of a list makes up, in any unit: [3, 1]. As many are taken as can be, and
     at least one of each."""
@@ -57,8 +63,9 @@ class DataConfig:
         "text",
     ] = "auto"
     """What the fields of a row are. auto: told by their names, the same for a whole file."""
-    columns: dict[str, str] | None = None
-    """Fields of the files under names that a form reads: {question: prompt, better: chosen, worse: rejected}."""
+    columns: dict[str, str | None] | None = None
+    """Fields of the files under names that a form reads: {question: prompt, better: chosen, worse: rejected}. One that
+    is null is left out: {tools: null}."""
     roles: dict[str, str] | None = None
     """What the files call roles of a conversation, beside the names that are known: {customer: user, agent: assistant}.
     Ours are system, developer, user, assistant and tool; tool_call is an assistant's turn whose content is a call."""
@@ -80,8 +87,9 @@ class DataConfig:
     """What becomes of control tokens that rows spell in their own words, such as an end of turn in what a user says.
     keep: they are control tokens; as_text: plain characters; drop: the row is dropped. null: kept, and a finding, for
     nobody asked for them; in plain text they are what was asked for."""
-    template: Literal["chat", "none"] = "chat"
-    """chat: the tokenizer's chat template; plain strings become a user and an assistant turn. none: text as it is."""
+    template: Annotated[str, Field(pattern=TEMPLATE, description=TEMPLATE_FORMS)] = CHAT
+    """chat: the tokenizer's chat template; plain strings become a user and an assistant turn. none: text as it is. Or
+    the path of a .jinja file: its template in place of the tokenizer's; it is no part of the exported model."""
 
     def day(self, began: str | None = None) -> str:
         """The day that a chat template prints: its own, or that on which a run `began`, or today."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from tuningfork.data.delimited import DELIMITERS
 from tuningfork.data.json_rows import pieces
 from tuningfork.errors import DataError
 
@@ -78,12 +79,14 @@ def _kind(head: bytes, suffix: str) -> tuple[str, str] | None:
 
 def _text_kind(head: str, suffix: str) -> tuple[str, str] | None:
     first = head.split("\n", 1)[0]
-    if suffix == ".parquet":
+    if suffix in (".parquet", *DELIMITERS):
         if head.startswith("{"):
             return "JSON text", "Name it .jsonl"
         return ("one JSON array", "Name it .json") if head.startswith("[") else None
     if suffix == ".jsonl" and re.match(r"\[\s*\{", head):
         return "one JSON array, not an object a line", "Name it .json"
     if "\n" in head and TABLE.match(first):
-        return f"a table as text, with the columns {first.strip()[:80]}", "Write it as JSONL or Parquet"
+        called = next((kind for kind, mark in DELIMITERS.items() if mark in first), None)
+        cure = f"Name it {called}" if called else "Write it with commas, and name it .csv"
+        return f"a table as text, with the columns {first.strip()[:80]}", cure
     return None

@@ -57,6 +57,11 @@ def pieces(path: Path) -> Iterator[bytes]:
             yield piece
 
 
+def text_lines(path: Path) -> Iterator[str]:
+    """The lines of a text file, plain or gzipped, each with its end. Raises DataError where it is not UTF-8."""
+    return (line for _, line in _lines(path))
+
+
 @contextmanager
 def _unzipped(path: Path) -> Iterator[IO[bytes]]:
     zipped = is_zipped(path)

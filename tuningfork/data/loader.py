@@ -26,26 +26,40 @@ class EpochOrder:
     """Shuffled passes over the data, laid end to end and cut into steps.
 
     A step holds exactly `examples_per_step` examples, also where it straddles two epochs; only the very last step of a
-    run by epochs may hold fewer. Within each epoch every example appears exactly once.
+    run by epochs may hold fewer. A run that is made longer goes on behind that step's last example: `done_examples`
+    are those of its first `done_steps` steps. So within each epoch every example appears exactly once.
     """
 
     examples: int
     examples_per_step: int
     seed: int
     total_examples: int
+    done_steps: int = 0
+    done_examples: int = 0
 
     @classmethod
-    def plan(cls, examples: int, examples_per_step: int, seed: int, epochs: float, max_steps: int | None) -> EpochOrder:
-        total = max_steps * examples_per_step if max_steps is not None else max(1, round(epochs * examples))
-        return cls(examples, examples_per_step, seed, total)
+    def plan(
+        cls,
+        examples: int,
+        examples_per_step: int,
+        seed: int,
+        epochs: float,
+        max_steps: int | None,
+        done_steps: int = 0,
+        done_examples: int = 0,
+    ) -> EpochOrder:
+        total = max(1, round(epochs * examples))
+        if max_steps is not None:
+            total = done_examples + (max_steps - done_steps) * examples_per_step
+        return cls(examples, examples_per_step, seed, total, done_steps, done_examples)
 
     @property
     def total_steps(self) -> int:
-        return ceil(self.total_examples / self.examples_per_step)
+        return self.done_steps + ceil((self.total_examples - self.done_examples) / self.examples_per_step)
 
     def indices(self, step: int) -> list[int]:
         """The examples of step `step` (from 0)."""
-        first = step * self.examples_per_step
+        first = self._first(step)
         places = range(first, min(first + self.examples_per_step, self.total_examples))
         return [int(_permutation(self.examples, self.seed, n // self.examples)[n % self.examples]) for n in places]
 
@@ -57,7 +71,13 @@ class EpochOrder:
 
     def epoch_after(self, step: int) -> float:
         """Passes over the data completed after step `step` (from 0)."""
-        return min((step + 1) * self.examples_per_step, self.total_examples) / self.examples
+        return min(self._first(step) + self.examples_per_step, self.total_examples) / self.examples
+
+    def _first(self, step: int) -> int:
+        """The place of a step's first example among all that the run goes through."""
+        if step < self.done_steps:
+            return step * self.examples_per_step
+        return self.done_examples + (step - self.done_steps) * self.examples_per_step
 
 
 @lru_cache(maxsize=2)

@@ -1,5 +1,5 @@
-"""A table -> its rows, with the values exactly as it has them: JSONL, JSON or Parquet, plain or gzipped; a folder as
-`datasets` saves it; or a data set of the hub.
+"""A table -> its rows, with the values exactly as it has them: JSONL, JSON, Parquet, CSV or TSV, plain or gzipped; a
+folder as `datasets` saves it; or a data set of the hub.
 
 A file that cannot be used is a DataError that names file, line and column.
 """
@@ -16,13 +16,14 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 
+from tuningfork.data.delimited import DELIMITERS, delimited_rows
 from tuningfork.data.file_kinds import check_kind
 from tuningfork.data.json_rows import Row, array_rows, is_array, is_zipped, line_rows, pieces
 from tuningfork.data.table_rows import cause, table_rows
 from tuningfork.errors import DataError, TuningforkError
 from tuningfork.files import SCRATCH_CURE, checksum, explained, opened, scratch
 
-SUFFIXES = (".jsonl", ".json", ".parquet")
+SUFFIXES = (".jsonl", ".json", ".parquet", *DELIMITERS)
 HUB = "hub:"  # in front of owner/name
 BATCH = 1000  # rows of a table that are made at once
 
@@ -54,6 +55,8 @@ def read_rows(path: str | Path) -> Rows:
     check_kind(path, suffix)
     if suffix == ".parquet":
         rows = _of_parquet(path)
+    elif suffix in DELIMITERS:
+        rows = Rows(lambda: delimited_rows(path, DELIMITERS[suffix]))
     elif suffix == ".json" and is_array(path):
         whole = array_rows(path)
         rows = Rows(lambda: whole)
@@ -97,6 +100,11 @@ def _digest_of_files(paths: Sequence[Path]) -> str:
 def suffix_of(path: Path) -> str:
     """What kind of file this is by its name, behind a .gz or not."""
     return (Path(path.stem) if path.suffix == ".gz" else path).suffix
+
+
+def is_delimited(table: str) -> bool:
+    """Whether this is a CSV or TSV file, whose values are all text."""
+    return not table.startswith(HUB) and suffix_of(Path(table)) in DELIMITERS
 
 
 def is_saved_dataset(folder: Path) -> bool:
@@ -146,7 +154,10 @@ def _loading(name: str) -> Iterator[None]:
             yield
     except Exception as error:  # the library raises whatever its own libraries raise
         hint = (
-            "Check the name, and the network unless it was loaded before" if name.startswith(HUB) else "Save it again"
+            "Check the name, and the network unless it was loaded before; without one, get its files on another "
+            f"machine (hf download {_parse_hub(name)[0]} --repo-type dataset --local-dir FOLDER) and name these"
+            if name.startswith(HUB)
+            else "Save it again"
         )
         raise DataError(f"{name}: cannot be loaded ({cause(error)[:300]}). {hint}.") from error
 

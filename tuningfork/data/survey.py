@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tuningfork.data.columns import names_of, renamed, within
+from tuningfork.data.delimited import with_numbers
 from tuningfork.data.examples import RowReader
 from tuningfork.data.forms import FORMS, first_form, form_of
 from tuningfork.data.json_rows import Row
-from tuningfork.data.read import Rows, read_rows
+from tuningfork.data.read import Rows, is_delimited, read_rows
 from tuningfork.data.roles import MessageNames
 from tuningfork.data.turns import PLAIN
 from tuningfork.data.values import Unusable, filled
@@ -87,7 +88,7 @@ def open_table(
     path: str | Path,
     as_text: bool,
     form: str = "auto",
-    columns: Mapping[str, str] | None = None,
+    columns: Mapping[str, str | None] | None = None,
     names: MessageNames = PLAIN,
 ) -> tuple[Rows, Survey, RowReader]:
     """A table's rows, what holds for all of them, and what makes examples of them.
@@ -103,11 +104,13 @@ def open_table(
     given = names_of(rows)
     if columns:
         rows = Rows(partial(renamed, str(path), rows, columns))
+    if is_delimited(str(path)):
+        rows = Rows(partial(with_numbers, rows))
     found = survey(str(path), rows, form, given, columns or {})
     return rows, found, RowReader(str(path), found.form, form == "auto", found.repeat_prompts, as_text, names)
 
 
-def survey(path: str, rows: Rows, asked: str, given: list[str], columns: Mapping[str, str]) -> Survey:
+def survey(path: str, rows: Rows, asked: str, given: list[str], columns: Mapping[str, str | None]) -> Survey:
     """Look at all rows. Their form is the one that most of them have, or the one asked for.
 
     Answers count as repeating their prompts where more than half of the rows with strings look like it, and enough of
@@ -148,9 +151,9 @@ def _not_as_asked(path: str, rows: Rows, asked: str) -> str:
     return f"{path}: no row has the fields of data.format {asked}: {needed}; {hint}. {_fields_found(rows)}"
 
 
-def _unknown(path: str, rows: Rows, given: list[str], columns: Mapping[str, str]) -> str:
+def _unknown(path: str, rows: Rows, given: list[str], columns: Mapping[str, str | None]) -> str:
     """What was found, the two nearest forms, and how to name fields as ours."""
-    there = {columns.get(name, name) for name in given}
+    there = {ours for name in given if (ours := columns.get(name, name)) is not None}
     wrong = [
         f"data.columns names {name!r}, which no row has{within(name, given)}. " for name in columns if name not in given
     ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -39,7 +39,7 @@ class Encoder:
     is one without a chat template where `template` is "chat".
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: Literal["chat", "none"]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str) -> None:
         if not tokenizer.is_fast:
             raise DataError(
                 f"The tokenizer {tokenizer.name_or_path or '(unnamed)'} is a slow one ({type(tokenizer).__name__}) and "

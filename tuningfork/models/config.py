@@ -15,7 +15,9 @@ class ModelConfig:
     """Which model is trained, and in which precision it computes."""
 
     path: str = ""
-    """A Hugging Face model folder: config.json, safetensors weights, tokenizer."""
+    """A Hugging Face model folder: config.json, safetensors weights, tokenizer. Or a model of the hub, owner/name or
+    owner/name@revision, which is fetched into its cache: a folder of that name here wins, unless hub: stands in front.
+    config.yaml has the commit."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute precision. auto: bfloat16 on a GPU or with bfloat16 weights, else float32."""
     weights: Literal["float32", "bfloat16"] = "float32"

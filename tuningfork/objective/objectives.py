@@ -73,18 +73,25 @@ class PreferenceObjective:
                 f"a margin, which objective {self.config.name} has no place for. Use {' or '.join(sorted(_OFFSET))}, "
                 "or remove the field 'margin' from the rows"
             )
-        if len(example.answers) != 2:
-            return f"{counted(len(example.answers), 'answer')}, objective {self.config.name} compares two"
+        answers = len(example.answers)
+        if answers != 2:
+            cure = (
+                "Single answers are not trained on yet: give rows with a chosen and a rejected answer"
+                if answers < 2
+                else "Rankings are not trained on yet: write pairs of their answers as chosen and rejected"
+            )
+            return f"{counted(answers, 'answer')}, objective {self.config.name} compares two. {cure}"
         return ""
 
     def check(self, examples: Sequence[TokenExample]) -> None:
-        """Raises DataError for the first example that it cannot train on."""
+        """Raises DataError for the first example that it cannot train on, and says how many are like it."""
         # Whether one is refused depends on these two alone, so one of each kind tells of all.
         kinds = np.stack([column(examples, "answers"), ~np.isnan(column(examples, "margin"))])
-        _, first = np.unique(kinds, axis=1, return_index=True)
-        for place in sorted(first.tolist()):
+        _, first, rows = np.unique(kinds, axis=1, return_index=True, return_counts=True)
+        for place, alike in sorted(zip(first.tolist(), rows.tolist(), strict=True)):
             if refusal := self.refusal(examples[place]):
-                raise DataError(f"{examples[place].id}: has {refusal}.")
+                others = f" ({counted(alike - 1, 'other row is', 'other rows are')} like it.)" if alike > 1 else ""
+                raise DataError(f"{examples[place].id}: has {refusal}.{others}")
 
     def terms(self, examples: Sequence[TokenExample]) -> PairTerms | None:
         """What the rows of a pack say about their pairs' losses: asked wherever a loss is computed.

@@ -13,4 +13,5 @@ class ReferenceConfig:
     """Where the frozen model's log-probs are kept."""
 
     cache: Annotated[str, Field(min_length=1)] = "./reference-cache"
-    """Folder of the cache. One folder serves one starting model; runs with the same model share it."""
+    """Folder of the cache, which runs from any number of models share. It has an entry for each set-up that decides a
+    bit of a log-prob: the model, its precision, the device, the code. None is ever removed for another."""

@@ -1,9 +1,9 @@
 """The reference cache: answer log-probs of the frozen model, under the hash of exactly what was scored.
 
-A folder holds `fingerprint.json` and shards of rows (shards.py). Shards are written whole and never changed, so a kill
-loses at most the rows not flushed yet, several runs may fill one folder, and the cache grows when the data does. A
-process that has written many small ones joins them into one, but leaves those of other processes alone: what one of
-them scored wrongly stays to be found.
+An entry's folder (entries.py) holds `fingerprint.json` and shards of rows (shards.py). Shards are written whole and
+never changed, so a kill loses at most the rows not flushed yet, several runs may fill one entry, and it grows when the
+data does. A process that has written many small ones joins them into one, but leaves those of other processes alone:
+what one of them scored wrongly stays to be found.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from tuningfork.reference import shards
 from tuningfork.reference.fingerprint import differing_facts
 from tuningfork.reference.shards import Shard
 
+FINGERPRINT = "fingerprint.json"
 _MANY = 16  # small shards of this process, which are then joined
 
 
 class ReferenceStore:
-    """Reference log-probs by content. One folder serves one fingerprint."""
+    """Reference log-probs by content. An entry serves one fingerprint."""
 
     def __init__(self, folder: Path, fingerprint: dict[str, str]) -> None:
-        """Open a cache folder, or start one.
+        """Open an entry's folder, or start one.
 
         Raises:
             ReferenceMismatch: the folder belongs to another fingerprint, or a shard of it is damaged.
@@ -38,7 +39,7 @@ class ReferenceStore:
         self.folder = folder
         self.fingerprint = fingerprint
         self._origin = json.dumps(sorted(fingerprint.items())).encode()
-        path, rows = folder / "fingerprint.json", any(folder.glob("rows-*"))  # of other versions, too
+        path, rows = folder / FINGERPRINT, any(folder.glob("rows-*"))  # of other versions, too
         if os.path.lexists(path):
             _check_fingerprint(path, fingerprint)
         elif rows:

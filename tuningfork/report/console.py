@@ -17,11 +17,12 @@ from rich import box
 from rich import console as rich_console
 from rich import table as rich_table
 from rich.console import RenderableType, RenderResult
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.live import Live
 from rich.segment import Segment
 from rich.text import Text
 
 from tuningfork.errors import visible
+from tuningfork.report.bar import BarLine, Part
 from tuningfork.report.stopwatch import Stopwatch
 
 Values = Mapping[str, float | None]
@@ -94,6 +95,21 @@ class Console:
         finally:
             phase.say()
 
+    @contextmanager
+    def stage(self, name: str, doing: str) -> Iterator[None]:
+        """A part of the start that has no units to count: timed as `name`, and said as what it is `doing`.
+
+        On a terminal that is seen while it lasts; elsewhere it is a line as it begins. The log has the times instead.
+        No phase may begin within it.
+        """
+        with self.startup.time(name):
+            if self.live:
+                with self._rich.status(Text(doing)):
+                    yield
+            else:
+                self._plain(doing)
+                yield
+
     def _plain(self, text: str) -> None:
         encoding = self.stream.encoding or "utf-8"  # an ASCII-only stream gets ? for what it cannot show
         try:
@@ -113,37 +129,57 @@ class Phase:
         self._start = self._advanced_at = self._said_at = console.clock()
         self._said_done: int | None = None
         self._values: Values = {}
-        self.bar = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
-            _State(self),
-            console=console._rich,
-            disable=not console.live,
-            transient=True,
-            refresh_per_second=4,
-        )
-        self._task = self.bar.add_task(visible(name), total=total, completed=done)
+        self.bar = _Bar(BarLine(visible(name), lambda: (self.done, self.total, self._beside_bar())), console)
 
     def advance(self, count: int = 1, values: Values | None = None) -> None:
         """`count` more units are done; `values` such as {"loss": 0.69} are shown until others replace them."""
         self.done += count
         self._values = self._values if values is None else values
         self._advanced_at = self._console.clock()
-        self.bar.update(self._task, completed=self.done)
         if self._advanced_at - self._said_at >= self._console.every:
             self.say(to_screen=not self._console.live)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Other work in the middle of this, such as a phase of its own: the bar gives way, and the clock stands."""
+        before = self._console.clock()
+        self.bar.stop()
+        try:
+            yield
+        finally:
+            away = self._console.clock() - before
+            self._start, self._advanced_at = self._start + away, self._advanced_at + away
+            self._said_at += away
+            self.bar.start()
+
     def state(self) -> str:
         """Such as ``12/320 steps, loss 0.6931, 3.1 steps/s, 0:00:04 elapsed, 0:01:39 left``."""
-        fresh, spent = self.done - self._at_start, self._advanced_at - self._start
-        parts = [f"{self.done:,}/{self.total:,} {self.unit}"]
-        parts += [f"{key} {number(value)}" for key, value in self._values.items() if value is not None]
-        if fresh and spent > 0:
-            parts.append(f"{number(fresh / spent)} {self.unit}/s")
+        rate, left = self._pace()
+        parts = [f"{self.done:,}/{self.total:,} {self.unit}", *self._figures()]
+        parts += [] if rate is None else [f"{number(rate)} {self.unit}/s"]
         parts.append(f"{duration(self._console.clock() - self._start)} elapsed")
-        if fresh and self.done < self.total:
-            parts.append(f"{duration(spent / fresh * (self.total - self.done))} left")
+        parts += [f"{duration(left)} left"] if left is not None and self.done < self.total else []
         return ", ".join(parts)
+
+    def _beside_bar(self) -> list[Part]:
+        """The same for a bar, with what is most looked for in front; it has its places from the beginning."""
+        rate, left = self._pace()
+        return [
+            Part(f"{self.done:,}/{self.total:,} {visible(self.unit)}", f"{self.done / max(self.total, 1):.0%}"),
+            Part(f"{'-' if rate is None else number(rate)} {visible(self.unit)}/s"),
+            Part(f"{'-:--:--' if left is None else duration(left)} left"),
+            *(Part(visible(figure), extra=True) for figure in self._figures()),
+            Part(f"{duration(self._console.clock() - self._start)} elapsed", extra=True),
+        ]
+
+    def _figures(self) -> list[str]:
+        return [f"{key} {number(value)}" for key, value in self._values.items() if value is not None]
+
+    def _pace(self) -> tuple[float | None, float | None]:
+        """(units a second, seconds left), as far as they are known."""
+        fresh, spent = self.done - self._at_start, self._advanced_at - self._start
+        rate = fresh / spent if fresh and spent > 0 else None
+        return rate, spent / fresh * (self.total - self.done) if fresh else None
 
     def say(self, to_screen: bool = True) -> None:
         """Print the state as a line (only into the log, if not `to_screen`), unless nothing was done since the last."""
@@ -157,15 +193,16 @@ class Phase:
             self._console.log(line)
 
 
-class _State(ProgressColumn):
-    """The text beside a bar, made anew at each refresh so that the clock runs on during a long step."""
+class _Bar(Live):
+    """A line that stays the last of the terminal; where there is none, nothing."""
 
-    def __init__(self, phase: Phase) -> None:
-        super().__init__(table_column=rich_table.Column(no_wrap=True, overflow="ellipsis"))
-        self._phase = phase
+    def __init__(self, line: BarLine, console: Console) -> None:
+        super().__init__(line, console=console._rich, transient=True, refresh_per_second=4)
+        self._shown = console.live
 
-    def render(self, task: Task) -> Text:
-        return Text(visible(self._phase.state()))
+    def start(self, refresh: bool = False) -> None:
+        if self._shown:
+            super().start(refresh)
 
 
 class _Visible:

@@ -320,6 +320,7 @@ def _run(report: Tree) -> str:
         ("Packs per epoch", f"{about}{run['packs_per_epoch']:,}"),
         ("Packs in the whole run", f"{in_all}{run['packs']:,}"),
         ("Padding", f"{share(run['pad_share'])} of the slots"),
+        ("Packs, padding and slots are counted for", text(report["counted_for"])),
         ("Token slots in the whole run", f"{in_all}{run['slots']:,}"),
         (
             "Prompts",

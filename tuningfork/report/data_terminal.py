@@ -34,6 +34,7 @@ LAYOUTS = {
     "packed": "packed, prompts repeated",
     "shared": "packed, prompts shared",
 }
+REFUSALS = ("refused", "positions")  # kinds of finding at which training does not start
 _COLORS = {"prompt": "cyan", "chosen": "green", "rejected": "yellow"}
 _PARTS = {"prompt": "█", "prompt_again": "▓", "chosen": "█", "rejected": "█", "padding": "░"}
 _HEAD, _TAIL = 24, 12  # tokens shown of a long part of the example
@@ -206,7 +207,7 @@ def _run(report: Tree) -> RenderableType:
         f"run: {counted(run['steps'], 'step')} of {counted(run['examples_per_step'], report['unit'])}, "
         f"{_many(run['epochs'], 'epoch')} of {_many(run['steps_per_epoch'], 'step')}; "
         f"{_many(run['packs_per_step'], 'pack')} a step, about {run['packs']:,} in all, "
-        f"{share(run['pad_share'])} padding"
+        f"{share(run['pad_share'])} padding, counted for {report['counted_for']}"
     )
 
 
@@ -273,7 +274,9 @@ def _verdict(found: Sequence[Tree]) -> RenderableType:
     strict = [finding for finding in found if finding["strict"]]
     if not strict:
         return Text("--strict would pass", style="green")
-    return Text("--strict would fail because of: " + ", ".join(_short(finding) for finding in strict), style="red")
+    start = "training would refuse to start; " if any(finding["kind"] in REFUSALS for finding in strict) else ""
+    because = ", ".join(_short(finding) for finding in strict)
+    return Text(f"{start}--strict would fail because of: {because}", style="red")
 
 
 def _short(finding: Tree) -> str:

@@ -37,7 +37,18 @@ METRICS: dict[str, str] = {
     "mfu": "Model flops of the line / the same seconds / peak flops of all devices; null where the peak is unknown.",
     "peak_memory_gib": "Most device memory held at once during the line, GiB; null on a CPU.",
 }
-"""Key -> definition with its unit, in the order in which a line gives them."""
+"""Key -> definition with its unit, in the order in which a line of training steps gives them."""
+
+EVAL = "eval/"  # leads the names of held-out numbers
+
+EVALUATION: dict[str, str] = {
+    "step": "Optimizer steps done when the held-out pairs were scored; 0 is the starting model.",
+    "eval/pairs": "Held-out pairs.",
+    "eval/loss": "Mean preference loss over them, without an SFT term; in the units of `loss`.",
+    **{f"eval/{key}": METRICS[key] for key in METRICS if key.startswith(("rewards/", "logps/"))},
+    "eval/seconds": "Wall seconds that it took. They are no part of step_s and of the rates of training.",
+}
+"""The same of a line that stands for an evaluation of the held-out pairs, which metrics.jsonl has among the others."""
 
 
 @dataclass(frozen=True, slots=True)

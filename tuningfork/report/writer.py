@@ -14,6 +14,10 @@ from tuningfork.errors import NonFiniteError, RunFolderError, escaped
 from tuningfork.files import append_plain, explained, read_plain, whole_file
 from tuningfork.json_files import as_object
 from tuningfork.report.board import Board
+from tuningfork.report.metrics import EVAL
+
+Scores = Mapping[str, float | int | None]
+"""Numbers of an evaluation by name, without the prefix that they have in metrics.jsonl."""
 
 CHECKSUM = "crc32"
 """In a line of metrics.jsonl: zlib's CRC-32 of the line as `json.dumps` writes it without this number."""
@@ -22,23 +26,29 @@ CHECKSUM = "crc32"
 class RunWriter:
     """Writes the running records of a run into its folder. One process, the first rank, has one.
 
-    - `metrics.jsonl`: a line of JSON for each `line`, on disk as soon as it is written
+    - `metrics.jsonl`: a line of JSON for each `line` and each `evaluation`, on disk as soon as it is written
     - `tensorboard/`: the same numbers as scalars
     - `log.txt`: what the run said
 
     A fresh run refuses a folder that has metrics already. A resumed one (`resume_at_step=n`, n the step of the
-    checkpoint) forgets everything after step n, so that no step stands twice; `last_step` is that of the last line
-    that stays, 0 if there is none. Raises RunFolderError.
+    checkpoint) forgets everything after step n, so that no step stands twice; and, if not `keep_evaluations`, all
+    evaluations. `evaluations` has those that stand there: step -> numbers; `last_step` is that of the last line that
+    stays, 0 if there is none. Raises RunFolderError.
     """
 
-    def __init__(self, folder: Path, resume_at_step: int | None = None) -> None:
+    def __init__(self, folder: Path, resume_at_step: int | None = None, keep_evaluations: bool = True) -> None:
         self.folder = folder
         self.metrics_path = folder / "metrics.jsonl"
         self.log_path = folder / "log.txt"
         self.last_step = 0
+        self.evaluations: dict[int, Scores] = {}
         if resume_at_step is not None:
-            kept = _keep_lines(self.metrics_path, last_step=resume_at_step)
-            self.last_step = kept[-1]["step"] if kept else 0
+            for line in _keep_lines(self.metrics_path, resume_at_step, keep_evaluations):
+                self.last_step = line["step"]
+                if is_evaluation(line):
+                    scores = {key.removeprefix(EVAL): value for key, value in line.items() if key.startswith(EVAL)}
+                    scores.pop("seconds", None)
+                    self.evaluations[line["step"]] = scores
         elif os.path.lexists(self.metrics_path):
             raise RunFolderError(
                 f"{self.metrics_path} exists. Add --resume to continue that run, or choose another output.dir."
@@ -52,6 +62,13 @@ class RunWriter:
                 self._metrics.close()
                 raise
 
+    def evaluation(self, step: int, scores: Scores, seconds: float) -> None:
+        """Append a line of held-out numbers after `step` steps, see EVALUATION; it took so many seconds."""
+        self.line({"step": step, **{EVAL + key: value for key, value in scores.items()}, f"{EVAL}seconds": seconds})
+        with explained(self.metrics_path):
+            os.fsync(self._metrics.fileno())  # which checkpoint is the best is told by these lines alone
+        self.evaluations[step] = dict(scores)
+
     def line(self, metrics: Mapping[str, float | int | None]) -> None:
         """Append one line of numbers, among them "step". Raises NonFiniteError rather than write what JSON lacks."""
         step = int(metrics["step"] or 0)
@@ -61,12 +78,9 @@ class RunWriter:
         with explained(self.metrics_path):
             self._metrics.write(_as_line(metrics))
             self._metrics.flush()
-        self.scalars(step, {key: value for key, value in metrics.items() if key != "step"})
-
-    def scalars(self, step: int, values: Mapping[str, float | int | None], prefix: str = "") -> None:
-        """Show numbers in TensorBoard only; nulls are left out. `prefix` such as "eval/" leads their names."""
+        shown = {key: value for key, value in metrics.items() if key != "step" and value is not None}
         with explained(self.folder / "tensorboard"):
-            self._board.scalars(step, {prefix + key: value for key, value in values.items() if value is not None})
+            self._board.scalars(step, shown)
 
     def log(self, text: str) -> None:
         """Append a line of text to log.txt. Works after `close` too: a run's last words follow its last numbers."""
@@ -83,6 +97,11 @@ class RunWriter:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def is_evaluation(line: Mapping[str, Any]) -> bool:
+    """Whether a line of metrics.jsonl is of held-out pairs, not of training steps."""
+    return f"{EVAL}loss" in line
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -143,9 +162,10 @@ def write_text(path: Path, text: str) -> None:
         file.write(text.encode("utf-8", errors="backslashreplace"))
 
 
-def _keep_lines(path: Path, last_step: int) -> list[dict[str, Any]]:
-    """Cut metrics.jsonl back to the lines up to a step; returns these."""
+def _keep_lines(path: Path, last_step: int, evaluations: bool) -> list[dict[str, Any]]:
+    """Cut metrics.jsonl back to the lines up to a step, with or without those of evaluations; returns what stays."""
     lines = [line for line in read_metrics(path) if line["step"] <= last_step]
+    lines = [line for line in lines if evaluations or not is_evaluation(line)]
     if path.exists():
         write_text(path, "".join(map(_as_line, lines)))
     return lines

@@ -19,7 +19,12 @@ from pydantic import TypeAdapter, ValidationError
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 
 from tuningfork.errors import RunFolderError, first_line
 from tuningfork.files import (
@@ -38,13 +43,15 @@ from tuningfork.train.checkpoint_reader import Foreign, PlainPlanner, PlainReade
 
 _NAME = re.compile(r"step-([1-9][0-9]*)")
 _PROGRESS = "progress.json"
+_BEFORE_IT = "Remove that folder; --resume then takes the checkpoint before it."
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a run stands, beside its tensors. The data's position is the number of steps done."""
+    """Where a run stands, beside its tensors. The data's position is the number of examples trained on."""
 
     step: int  # steps done
+    examples: int  # trained on in these; the last step of a run by epochs may hold fewer than the others
     data_digest: str  # of the examples trained on; a resumed run must have the same
     start_model: str  # content hash of the model the run started from, and so of its reference
     dtype: str  # of the computation; `model.dtype: auto` names another one on another device
@@ -53,13 +60,20 @@ class Progress:
     before: dict[str, Any] | None  # the starting model on these (Evaluation.saved); None where there are none
 
 
-def save(folder: Path, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer, keep_last: int) -> Path:
-    """Write ``step-N`` in `folder`, then remove all but the newest `keep_last`, and none that holds foreign files.
+def save(
+    folder: Path,
+    progress: Progress,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    keep_last: int,
+    best: int | None = None,
+) -> Path:
+    """Write ``step-N`` in `folder`, then `prune` those before it.
 
     Raises:
         RunFolderError: the disk refuses. What was there before is still whole.
     """
-    path = folder / f"step-{progress.step}"
+    path = at(folder, progress.step)
     if path.exists():  # a run that was killed between this save and its end, and came by again
         return path
     with whole_folder(path) as aside:
@@ -72,10 +86,20 @@ def save(folder: Path, progress: Progress, model: nn.Module, optimizer: torch.op
             raise _os_error(error) or error from error
         (aside / _PROGRESS).write_text(json.dumps(asdict(progress)))
         seal(aside, files.checksums)  # dcp has no checksums, and loads a weight with a wrong bit as it is
-    for old in _all(folder)[:-keep_last]:
-        if _is_ours(old):
-            remove(old)
+    prune(folder, keep_last, best)
     return path
+
+
+def prune(folder: Path, keep_last: int, best: int | None) -> None:
+    """Remove all checkpoints but the newest `keep_last` and that of step `best`, and none that holds foreign files."""
+    for old in _all(folder)[:-keep_last]:
+        if (best is None or old != at(folder, best)) and _is_ours(old):
+            remove(old)
+
+
+def at(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step is, or would be."""
+    return folder / f"step-{step}"
 
 
 class _HashedFiles(FileSystem):
@@ -135,21 +159,32 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> P
             values.
     """
     state = _state(model, optimizer)
-    try:
-        check_sealed(path)
-        with _one_process():
-            dcp.load(state, storage_reader=PlainReader(path), planner=PlainPlanner(), no_dist=True)
-        stood = progress(path)
-    except (CheckpointException, OSError, ValueError, KeyError, TypeError) as error:
-        cause = error.failures[0][0] if isinstance(error, CheckpointException) and error.failures else error
-        raise _damaged(path, cause) from error
+    stood = _load(path, state)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     torch.set_rng_state(state["rng"])
     return stood
 
 
-def _damaged(path: Path, cause: BaseException) -> RunFolderError:
-    cure = "Remove that folder; --resume then takes the checkpoint before it."
+def restore_weights(path: Path, model: nn.Module) -> None:
+    """Load a checkpoint's weights alone into a model. Raises RunFolderError as `restore`."""
+    state = {"model": get_model_state_dict(model)}
+    _load(path, state, "Remove that folder, or set output.export: last; then --resume exports another step.")
+    set_model_state_dict(model, state["model"])
+
+
+def _load(path: Path, state: dict[str, Any], cure: str = _BEFORE_IT) -> Progress:
+    """Fill what stands in `state` from a checkpoint, and say where the run stood. Raises RunFolderError."""
+    try:
+        check_sealed(path)
+        with _one_process():
+            dcp.load(state, storage_reader=PlainReader(path), planner=PlainPlanner(), no_dist=True)
+        return progress(path)
+    except (CheckpointException, OSError, ValueError, KeyError, TypeError) as error:
+        cause = error.failures[0][0] if isinstance(error, CheckpointException) and error.failures else error
+        raise _damaged(path, cause, cure) from error
+
+
+def _damaged(path: Path, cause: BaseException, cure: str = _BEFORE_IT) -> RunFolderError:
     if isinstance(cause, Foreign):
         cure = "Whoever made it can have changed the rest of the run, too: begin a new one in another output.dir."
     return RunFolderError(f"{path} cannot be loaded ({first_line(cause)}). {cure}")

@@ -19,7 +19,14 @@ class TrainConfig:
     epochs: Annotated[float, Field(gt=0)] = 1.0
     """Passes over the data; may be a fraction."""
     max_steps: Annotated[int, Field(ge=1)] | None = None
-    """Train exactly this many steps instead of `epochs`."""
+    """Train exactly this many steps instead of `epochs`. Either may be raised on --resume, also once a run has ended:
+    its schedule is then that of the new length, from the next step on."""
+    eval_every: Annotated[int, Field(ge=1)] | None = None
+    """Steps between evaluations on data.eval, beside those before and after training; null: none between. The step that
+    did best keeps its checkpoint, whatever output.keep_last says. No weight depends on it. May change on --resume."""
+    best_by: Literal["loss", "accuracy", "margin"] = "loss"
+    """By which held-out number a step is the best: the lowest loss, or the highest accuracy or margin; the earliest of
+    equals. Needs eval_every."""
     examples_per_step: Annotated[int, Field(ge=1)] = 32
     """Batch size in examples, exactly. How a batch is cut into packs changes nothing but speed, and how the gradients
     of bfloat16 weights are rounded, see gradient_dtype."""
@@ -65,9 +72,13 @@ class OutputConfig:
     save_every: Annotated[int, Field(ge=1)] = 100
     """Steps between checkpoints; the last step is always saved."""
     keep_last: Annotated[int, Field(ge=1)] = 2
-    """Checkpoints kept; older ones are removed once a newer one is whole."""
+    """Checkpoints kept; older ones are removed once a newer one is whole. With train.eval_every the best one stays."""
     log_every: Annotated[int, Field(ge=1)] = 1
-    """Steps between lines in metrics.jsonl; a line covers all steps since the last one. A checkpoint writes one too."""
+    """Steps between lines in metrics.jsonl; a line covers all steps since the last one. A checkpoint writes one too,
+    and so does an evaluation."""
+    export: Literal["last", "best"] = "last"
+    """Of which step the model is exported: the last, or the best by train.best_by. May change on --resume, also once a
+    run has ended: the model exported before is then kept under the name of its step."""
     export_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the exported model. auto: that of the starting model's weights. Training keeps float32 weights
     unless model.weights says otherwise, and bfloat16 rounds small updates away; float32 keeps all digits."""

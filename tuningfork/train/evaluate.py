@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -23,6 +24,7 @@ class Evaluation:
     pairs: int
     loss: float  # the preference loss alone, mean over the pairs
     sums: PairSums
+    seconds: float = 0.0  # that it took
 
     def as_dict(self) -> dict[str, float | int | None]:
         return {"pairs": self.pairs, "loss": self.loss, **self.sums.means()}
@@ -43,7 +45,7 @@ def evaluate(
     scored: Callable[[int], None] = lambda count: None,
 ) -> Evaluation:
     """Score every pair of the packs; nothing is trained. Raises DataError for an example that the objective refuses."""
-    sums, loss, pairs = PairSums(), 0.0, 0
+    sums, loss, pairs, begun = PairSums(), 0.0, 0, time.perf_counter()
     for pack in packs:
         terms = start.objective.terms(pack.examples)  # first of all, for what it refuses may be no pairs
         logps = start.score(pack).cpu()
@@ -54,7 +56,7 @@ def evaluate(
         loss += float(start.objective.pair_losses(rewards, terms).sum())
         pairs += len(pack.examples)
         scored(len(pack.examples))
-    return Evaluation(pairs, loss / max(pairs, 1), sums)
+    return Evaluation(pairs, loss / max(pairs, 1), sums, time.perf_counter() - begun)
 
 
 def check_start(start: Start, packs: Sequence[PackedBatch], reference: ReferenceStore) -> int:

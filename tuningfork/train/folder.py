@@ -1,7 +1,8 @@
 """The run folder: made once, continued only when asked, never overwritten.
 
 It is looked at before anything else happens, and made when training begins: a run that never began leaves nothing.
-A report of `tuningfork data` may lie in it already. The folder may be a link, and what a run keeps in it may not.
+A report of `tuningfork data` and evaluations of `tuningfork eval` may lie in it already. The folder may be a link, and
+what a run keeps in it may not.
 """
 
 from __future__ import annotations
@@ -15,23 +16,26 @@ import xxhash
 
 from tuningfork.errors import RunFolderError
 from tuningfork.files import check_plain, is_aside, read_plain
-from tuningfork.report import data_files
+from tuningfork.report import data_files, eval_files
 
 _CHECKSUM = "# These settings as the run wrote them have the checksum"
 CONFIG = "config.yaml"  # the first file of a run, written once the reference is scored and before the first step
+ROWS = "data_rows.json"  # the account of every row that the run read
 
 LOG = "log.txt"  # grows line by line; all other files are replaced as a whole
-FILES = (CONFIG, "data_report.json", "metrics.jsonl", LOG, "eval.json", "summary.json")
-FOLDERS = ("checkpoints", "tensorboard", "model")
+FILES = (CONFIG, ROWS, "metrics.jsonl", LOG, "eval.json", "summary.json", "export.json")
+FOLDERS = ("checkpoints", "tensorboard", "model", eval_files.FOLDER)
 
 # Settings that may change between a run and its continuation: they decide where, how often, and at most how gradients
 # are rounded. model.path and model.dtype may be spelt anew: a checkpoint knows which model and dtype they must name.
 FREE_TO_CHANGE = (
     *("output.", "train.device", "train.activation_memory", "train.gradient_dtype"),
-    *("reference.cache", "objective.head_chunk_rows"),
+    *("reference.cache", "objective.head_chunk_rows", "train.eval_every"),
     *("data.cache", "data.workers"),
     *("model.path", "model.dtype"),
 )
+
+LENGTH = ("train.epochs", "train.max_steps")  # they may be raised, see extend.py
 
 
 def has_begun(folder: Path) -> bool:
@@ -47,7 +51,8 @@ def check(folder: Path, resume: bool) -> None:
             something under a run's names that no run makes, such as a link.
     """
     found = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
-    others = {name for name in found if name != data_files.FOLDER and not is_aside(name)}
+    may_be = (data_files.FOLDER, eval_files.FOLDER)
+    others = {name for name in found if name not in may_be and not is_aside(name)}
     if others and not has_begun(folder):
         raise RunFolderError(f"{folder} is no run folder: it has files, but no {CONFIG}. Choose another output.dir.")
     if has_begun(folder) and not resume:
@@ -100,10 +105,15 @@ def check_settings(folder: Path, changes: Mapping[str, tuple[object, object]]) -
     changed = {key: values for key, values in changes.items() if not key.startswith(FREE_TO_CHANGE)}
     if changed.get("data.date", ("",))[0] is None:  # the run's day was taken out: its data will tell
         del changed["data.date"]
+    for key in LENGTH:
+        old, new = changed.get(key, (None, None))
+        if not (isinstance(old, int | float) and isinstance(new, int | float) and new < old):
+            changed.pop(key, None)  # the data will tell whether the run becomes longer
     if changed:
         lines = [f"  {key}: the run has {old!r}, now {new!r}" for key, (old, new) in changed.items()]
         raise RunFolderError(
             f"{folder} is a run with other settings:",
             *lines,
-            "A continued run must have the same. Set them back, or choose another output.dir.",
+            "A continued run must have the same; only train.epochs and train.max_steps may be raised. Set them back, "
+            "or choose another output.dir.",
         )

@@ -14,16 +14,14 @@ import torch
 
 from tuningfork.data.audit import dataset_digest, report_dict
 from tuningfork.data.config import PackConfig
-from tuningfork.data.loader import EpochOrder, PackLoader, ahead
+from tuningfork.data.loader import PackLoader, ahead
 from tuningfork.data.store import Selection
 from tuningfork.errors import NonFiniteError, RunFolderError, enough_memory
-from tuningfork.files import clear_abandoned, whole_folder
-from tuningfork.models import export
-from tuningfork.models.load import load_config
+from tuningfork.files import clear_abandoned
 from tuningfork.models.policy import graphs_compiled
 from tuningfork.reference.config import ReferenceConfig
 from tuningfork.reference.store import ReferenceStore
-from tuningfork.report.console import Console
+from tuningfork.report.console import Console, Phase
 from tuningfork.report.metrics import Interval, StepResult, pair_statistics
 from tuningfork.report.throughput import RunTotals, peak_flops
 from tuningfork.report.writer import RunWriter, write_json, write_text
@@ -31,8 +29,11 @@ from tuningfork.train import checkpoint
 from tuningfork.train.batch import StepBatch
 from tuningfork.train.checkpoint import Progress
 from tuningfork.train.config import OutputConfig, TrainConfig
-from tuningfork.train.evaluate import Evaluation, check_start, evaluate
-from tuningfork.train.folder import CONFIG, with_checksum
+from tuningfork.train.evaluate import Evaluation, check_start
+from tuningfork.train.exported import export_model
+from tuningfork.train.extend import check_length, plan
+from tuningfork.train.folder import CONFIG, ROWS, with_checksum
+from tuningfork.train.held_out import Best, HeldOut, score_held_out
 from tuningfork.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from tuningfork.train.setup import Data, Start, dtype_name, model_digest, open_reference, starting_weights
 from tuningfork.train.step import train_step
@@ -49,6 +50,8 @@ class RunResult:
     pairs_checked: int | None = None  # by the step-0 check; None without a reference
     before: Evaluation | None = None
     after: Evaluation | None = None
+    best: Best | None = None  # of the steps that have a checkpoint; None without train.eval_every
+    exported_step: int | None = None
     throughput: dict[str, float | int | None] = field(default_factory=dict)
 
 
@@ -61,30 +64,35 @@ def run(
     config: TrainConfig,
     output: OutputConfig,
     console: Console,
+    before: TrainConfig | None = None,
 ) -> RunResult:
     """Train, or continue training, in the run folder `output.dir`, which the caller holds (files.exclusive).
 
     Args:
         config_text: the whole resolved config, kept as the folder's config.yaml.
+        before: the settings that the run in the folder has so far; a continued run may become longer.
 
     Raises:
         ReferenceMismatch: the reference is not that of the starting model.
         NonFiniteError: a number is not finite; the last checkpoint is whole.
-        RunFolderError: the disk refuses, or the checkpoint belongs to another run.
+        RunFolderError: the disk refuses, or the checkpoint belongs to another run, or to a longer one.
     """
     folder = Path(output.dir)
+    checkpoints = folder / "checkpoints"
     clear_abandoned(folder, held=True)
-    order = EpochOrder.plan(len(data.train), config.examples_per_step, config.seed, config.epochs, config.max_steps)
-    loader = PackLoader(data.train, order, data.limits, pin_memory=start.policy.device.type == "cuda")
-    last = checkpoint.newest(folder / "checkpoints")
+    last = checkpoint.newest(checkpoints)
+    saved = None if last is None else checkpoint.progress(last)
 
     weights = starting_weights(start.policy, console)
     dtype, mode = dtype_name(start.policy.dtype), start.policy.activation_memory
     start_model, held_out = model_digest(start.policy, weights), dataset_digest(data.held_out)
-    begun = Progress(0, dataset_digest(data.train), start_model, dtype, mode, held_out, None)
-    saved = None if last is None else checkpoint.progress(last)
+    begun = Progress(0, 0, dataset_digest(data.train), start_model, dtype, mode, held_out, None)
     if last is not None and saved is not None:
         _check_same_run(last, saved, begun)  # another model has another reference, which is not worth scoring
+    order = plan(len(data.train), config, saved)
+    if before is not None and (longer := check_length(folder, len(data.train), before, config, saved)) is not None:
+        console.print(longer)
+    loader = PackLoader(data.train, order, data.limits, pin_memory=start.policy.device.type == "cuda")
 
     # Whatever compares with the starting model happens before a checkpoint is loaded into it.
     reference = None
@@ -92,23 +100,24 @@ def run(
     if start.objective.needs_reference:
         used, cache = Selection([data.train], order.used_indices()), reference_config.cache
         reference = open_reference(start, pack.share_prompt, cache, used, data.limits, console, data.held_out, weights)
-        with console.startup.time("step-0 check"):
+        with console.stage("step-0 check", "checking that margins are exactly 0 before the first step"):
             result.pairs_checked = check_start(start, loader.step(0), reference)
         console.print(f"step-0 check: margin exactly 0 for {result.pairs_checked} of {result.pairs_checked} pairs")
     evaluated = saved is not None and saved.before is not None and saved.held_out_digest == begun.held_out_digest
     if not evaluated:
         if saved is not None and data.held_out:
             console.print(
-                "data.eval holds other pairs than when the run began; the starting model is evaluated on these"
+                "data.eval holds other pairs than when the run began; the starting model is evaluated on these, and "
+                "what was found on the others is forgotten"
             )
         with console.startup.time("evaluation"):
-            result.before = _evaluate(start, data, reference, console, "evaluating the starting model")
+            result.before = score_held_out(start, data, reference, console, "evaluating the starting model")
 
     optimizer = build_optimizer(start.policy.model, config)
     if last is not None:
-        with console.startup.time("checkpoint"):
+        with console.stage("checkpoint", f"reading {last}"):
             saved = checkpoint.restore(last, start.policy.model, optimizer)
-        result.steps_done = saved.step
+        result.steps_done, begun = saved.step, replace(begun, examples=saved.examples)
         if evaluated and saved.before is not None:
             result.before = Evaluation.from_saved(saved.before)
         console.print(f"continuing from {last}")
@@ -117,25 +126,46 @@ def run(
     peak = peak_flops(_card(start.policy.device), "bfloat16" if start.policy.dtype == torch.bfloat16 else "float32")
     totals = RunTotals(peak)
     write_text(folder / CONFIG, with_checksum(config_text))
-    write_json(folder / "data_report.json", _reports(data))
-    with RunWriter(folder, resume_at_step=result.steps_done) as writer:
+    write_json(folder / ROWS, _accounts(data))
+    with RunWriter(folder, resume_at_step=result.steps_done, keep_evaluations=evaluated) as writer:
         console.attach(writer.log)
         console.print(console.startup.line())
         if writer.last_step < result.steps_done:
             console.print(f"{writer.metrics_path}: no line of the steps after {writer.last_step:,} is left")
+        held = HeldOut(config, checkpoints, writer, console)
+        if result.before is not None and not evaluated:
+            held.enter(0, result.before)
+
+        def best() -> int | None:
+            return None if held.best is None else held.best.step
 
         def save() -> None:
             _check_weights(start.policy.model, result.steps_done)
-            progress = replace(begun, step=result.steps_done)
-            checkpoint.save(folder / "checkpoints", progress, start.policy.model, optimizer, output.keep_last)
+            progress = replace(begun, step=result.steps_done, examples=examples)
+            checkpoint.save(checkpoints, progress, start.policy.model, optimizer, output.keep_last, best())
 
-        interval = Interval(peak)
+        def look(phase: Phase) -> float:
+            """Score the held-out pairs between two steps, and keep the weights if they are the best; the seconds it
+            took."""
+            looked, name = time.perf_counter(), f"evaluating after step {result.steps_done}"
+            with phase.paused():
+                found = score_held_out(start, data, reference, console, name, stop_asked)
+                if found is not None and held.enter(result.steps_done, found):
+                    save()
+                    checkpoint.prune(checkpoints, output.keep_last, best())
+            return time.perf_counter() - looked
+
+        interval, examples, apart = Interval(peak), begun.examples, 0.0
         with (
             _stop_when_asked(console) as stop_asked,
             console.phase("training", order.total_steps, "steps", done=result.steps_done) as phase,
         ):
-            for step in training_steps(loader, start, optimizer, reference, config, result.steps_done):
-                result.steps_done = step.step
+            if held.due(result.steps_done) and result.steps_done < order.total_steps and not stop_asked():
+                look(phase)
+            steps = training_steps(loader, start, optimizer, reference, config, result.steps_done)
+            for step in () if stop_asked() else steps:
+                step = replace(step, seconds=step.seconds - apart)
+                result.steps_done, examples, apart = step.step, examples + step.examples, 0.0
                 interval.add(step)
                 totals.add(step)
                 stopping = stop_asked()
@@ -149,28 +179,41 @@ def run(
                         "tokens/s": step.tokens / step.seconds,
                     },
                 )
-                saving = step.step % output.save_every == 0 or step.step == order.total_steps or stopping
+                ending = step.step == order.total_steps
+                saving = step.step % output.save_every == 0 or ending or stopping
+                looking = held.due(step.step) and not ending and not stopping
                 # A line at every checkpoint too: a run that continues from there has then lost no step.
-                if step.step % output.log_every == 0 or saving:
+                if step.step % output.log_every == 0 or saving or looking:
                     writer.line(interval.take())
                 if saving:
                     save()
+                if looking:
+                    apart = look(phase)
+                    stopping = stop_asked()
+                    if stopping:
+                        save()
                 if stopping:
                     break
         if stop_asked():  # perhaps while the last checkpoint was written
             console.print(f"stopped after step {result.steps_done} as asked; continue with --resume")
             return result
 
-        result.after = _evaluate(start, data, reference, console, "evaluating the trained model")
+        result.after = score_held_out(start, data, reference, console, "evaluating the trained model")
         if result.after is not None and result.before is not None:
-            writer.scalars(0, result.before.as_dict(), prefix="eval/")
-            writer.scalars(result.steps_done, result.after.as_dict(), prefix="eval/")
-            write_json(folder / "eval.json", {"before": result.before.as_dict(), "after": result.after.as_dict()})
-        result.throughput = totals.summary()
+            if held.enter(result.steps_done, result.after):
+                checkpoint.prune(checkpoints, output.keep_last, best())
+            scores: dict[str, object] = {"before": result.before.as_dict(), "after": result.after.as_dict()}
+            if held.best is not None:
+                scores["best"] = {"step": held.best.step, **held.best.scores}
+            write_json(folder / "eval.json", scores)
+        result.best = held.best
+        result.throughput = {**totals.summary(), "evaluation_seconds": held.seconds}
         if totals.all.steps or not (folder / "summary.json").exists():
             seconds = {phase: round(spent, 3) for phase, spent in console.startup.seconds.items()}
             write_json(folder / "summary.json", {**result.throughput, "startup_seconds": seconds})
-        _export(start, folder / "model", output, console)
+        result.exported_step = best() or result.steps_done if output.export == "best" else result.steps_done
+        other = None if result.exported_step == result.steps_done else checkpoint.at(checkpoints, result.exported_step)
+        export_model(start, folder, output, result.exported_step, other, console)
     result.finished = True
     return result
 
@@ -259,37 +302,6 @@ def _check_same_run(path: Path, saved: Progress, begun: Progress) -> None:
         )
 
 
-def _evaluate(
-    start: Start, data: Data, reference: ReferenceStore | None, console: Console, name: str
-) -> Evaluation | None:
-    if not data.held_out:
-        return None
-    with console.phase(name, len(data.held_out), "pairs") as phase:
-        return evaluate(start, start.packs(data.held_out, data.limits), reference, phase.advance)
-
-
-def _export(start: Start, path: Path, output: OutputConfig, console: Console) -> None:
-    """Write the trained model as a Hugging Face folder. One that is there already is this run's own, and stays.
-
-    Raises:
-        RunFolderError: the disk refuses, or the model was exported before in another dtype.
-    """
-    named = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    asked = named.get(output.export_dtype)
-    dtype = asked or start.loaded.stored_dtype
-    if path.exists():
-        stored = load_config(str(path)).dtype
-        if stored != dtype:
-            raise RunFolderError(
-                f"{path} was exported in {stored}, now {dtype} is asked for. Remove it, then --resume."
-            )
-        return
-    rounding = ", which rounds small updates away; output.export_dtype: float32 keeps all digits"
-    console.print(f"exporting the model in {dtype_name(dtype)}{rounding if dtype != torch.float32 else ''}")
-    with whole_folder(path) as aside:
-        export.save(start.loaded, aside, asked)
-
-
 def _check_weights(model: torch.nn.Module, step: int) -> None:
     """Weights that are no numbers are never saved: what was saved before stays the newest."""
     for name, weight in model.named_parameters():
@@ -297,12 +309,10 @@ def _check_weights(model: torch.nn.Module, step: int) -> None:
             raise NonFiniteError(f"step {step}: the step moved {name} to nan or infinity. Lower train.learning_rate.")
 
 
-def _reports(data: Data) -> dict[str, object]:
-    """data_report.json: the training file's account, and the held-out file's below `eval`."""
-    report: dict[str, object] = report_dict(data.train_report)
-    if data.held_out_report is not None:
-        report["eval"] = report_dict(data.held_out_report)
-    return report
+def _accounts(data: Data) -> dict[str, object]:
+    """data_rows.json: what became of every row, under the names that the two data sets have in data_report.json."""
+    held_out = None if data.held_out_report is None else report_dict(data.held_out_report)
+    return {"train": report_dict(data.train_report), "eval": held_out}
 
 
 def _card(device: torch.device) -> str:

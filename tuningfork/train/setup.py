@@ -32,6 +32,7 @@ from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import DataReport, PackedBatch, TokenExample, column
 from tuningfork.reference.build import check_rescored, fill, to_rescore
 from tuningfork.reference.code import model_code_digest
+from tuningfork.reference.entries import open_entry
 from tuningfork.reference.fingerprint import fingerprint, tensors_of, text_digest, weights_digest
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.console import Console, Phase
@@ -58,7 +59,10 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 @dataclass(frozen=True)
 class Data:
-    """Examples to train on and held-out ones, each with the account of its file. The objective takes all of them."""
+    """Examples to train on and held-out ones, each with the account of its file. The objective takes all of them.
+
+    Without training data, as to evaluate, its account is empty.
+    """
 
     train: Sequence[TokenExample]
     train_report: DataReport
@@ -125,8 +129,12 @@ def read_data(
     tokenizer: PreTrainedTokenizerBase,
     compiled: bool,
     console: Console,
+    train_too: bool = True,
 ) -> Data:
     """Read, tokenize and audit the recipe's files, for every command that scores them. `data` has a date.
+
+    Args:
+        train_too: read data.train; otherwise data.eval alone, and there need be no other.
 
     Raises:
         DataError: a file or a row cannot be used, or a row is none that the objective has a loss for.
@@ -136,14 +144,17 @@ def read_data(
     config = load_config(model.path)
     if data.eval is not None:
         check_sources(data.eval, "eval")
-    train, train_report = read_sources(data.train, tokenizer, data, pack, config.vocab_size, console)
+    train: Sequence[TokenExample] = []
     held_out: Sequence[TokenExample] = []
-    held_out_report = None
+    train_report, held_out_report = DataReport(), None
+    if train_too:
+        train, train_report = read_sources(data.train, tokenizer, data, pack, config.vocab_size, console)
     if data.eval is not None:
         held_out, held_out_report = read_sources(
             data.eval, tokenizer, data, pack, config.vocab_size, console, use="eval"
         )
-    check_names_used(data, *(report for report in (train_report, held_out_report) if report is not None))
+    if train_too or not data.train:  # names of fields may be meant for rows that are not read now
+        check_names_used(data, *(report for report in (train_report, held_out_report) if report is not None))
     examples, longest = Selection([train, held_out]), positions(config)
     lengths = column(examples, "longest")
     if longest and lengths.max() > longest:
@@ -209,21 +220,21 @@ def start_model(
     compiled = choose_compile(model.compile, device)
     # What cannot be had is said now, before minutes of reading and scoring.
     activations.check(train.activation_memory, compiled)
-    with console.startup.time("device"):
+    with console.stage("device", f"setting up {device_name(device)}"):
         torch.zeros(1, device=device)  # the first use of a GPU sets it up, which is no part of what follows
     with console.startup.time("weights"):
         loaded = _load(model, device, console)
     console.startup.bytes["weights"] = loaded.stored_bytes
-    with console.startup.time("self-check"):
+    with console.stage("self-check", "checking that packed examples equal the same ones alone"):
         check_packed_equals_alone(loaded.model, model.path)
     hold_gradients(loaded.model, train)
     policy = Policy.fast(loaded.model, dtype)
     head = Head(policy.kernels, policy.transform, objective.head_chunk_rows)
-    with console.startup.time("head check"):
+    with console.stage("head check", "checking the head"):
         check_head(policy, head, model.path)
     check = None
     if compiled or not policy.has_plain_kernels:
-        with console.startup.time("kernel check"):
+        with console.stage("kernel check", "computing what kernels and compiled blocks are checked against"):
             check = KernelCheck.begin(policy, model.path, pack.share_prompt, compiled)
     if compiled:
         policy.compile()
@@ -240,7 +251,7 @@ def start_model(
         )
     policy.keep_activations("block" if train.activation_memory == "auto" else train.activation_memory)
     if check is not None:
-        with console.startup.time("kernel check"):
+        with console.stage("kernel check", "compiling and checking kernels and blocks"):
             check.compare(policy)
     if window := window_not_reached(policy):
         console.print(f"checks at the start: not beyond the layers' window of {window:,}, which is too long for that")
@@ -269,7 +280,7 @@ def settle_activations(
         with console.startup.time("activation memory"):
             settle(start.policy, start.head, limits, partial(optimizer_bytes, config=train), console)
     if start.check is not None and start.policy.activation_memory != "block":  # which `start_model` has compared
-        with console.startup.time("kernel check"):
+        with console.stage("kernel check", "compiling and checking kernels and blocks"):
             start.check.compare(start.policy)
 
 
@@ -301,9 +312,9 @@ def open_reference(
     held_out: Sequence[TokenExample] = (),
     weights: str | None = None,
 ) -> ReferenceStore:
-    """The reference cache of the *starting* model, filled for these examples and the held-out ones.
+    """The entry of the reference cache that is the *starting* model's, filled for these examples and the held-out ones.
 
-    `weights` is the hash of its weights, where that is known already. Some of what the cache had before is scored
+    `weights` is the hash of its weights, where that is known already. Some of what the entry had before is scored
     again, and must come to the same bits. Raises ReferenceMismatch.
     """
     policy = start.policy
@@ -320,7 +331,7 @@ def open_reference(
         **{"model code": model_code_digest(policy.model)},
     )
     with console.startup.time("reference"):
-        store = ReferenceStore(Path(cache), facts)
+        store = open_entry(Path(cache), facts, console.print)
         parts = [Selection([examples]), Selection([held_out])]
         again = Selection([parts[part].take(places) for part, places in to_rescore(store, parts)])
         if again:
@@ -335,7 +346,7 @@ def open_reference(
 
 def starting_weights(policy: Policy, console: Console) -> str:
     """The hash of the weights as they are: to be asked for before they move."""
-    with console.startup.time("weights digest"):
+    with console.stage("weights digest", "hashing the weights"):
         return weights_digest(tensors_of(policy.model))
 
 

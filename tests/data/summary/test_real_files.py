@@ -44,6 +44,7 @@ def summary_of(path: Path, max_length: int) -> DataSummary:
         PackConfig(tokens=2 * max_length),
         order,
         limits,
+        "a CPU",
     )
 
 

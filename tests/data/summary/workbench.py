@@ -99,4 +99,5 @@ def _summary(
     model = SimpleNamespace(vocab_size=260, max_position_embeddings=positions)
     pack = PackConfig(tokens=2 * config.max_length, share_prompt=share_prompt)
     limits = PackLimits.plan(pack.tokens, share_prompt, compiled=False)
-    return summarize(train, held_out, tokenizer, model, model.max_position_embeddings, config, pack, order, limits)
+    known = model.max_position_embeddings
+    return summarize(train, held_out, tokenizer, model, known, config, pack, order, limits, "a CPU")

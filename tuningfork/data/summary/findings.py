@@ -14,6 +14,7 @@ from tuningfork.errors import counted
 from tuningfork.records import Source
 
 LOPSIDED = 0.6  # share of the pairs of unequal length from which on it is worth a word that one side is the longer
+REFUSED = ("refused", "positions")  # kinds of finding at which training does not start
 FEW = 5  # rows named with a finding
 PLACES = 4  # control tokens named with a finding, each with where it is written
 

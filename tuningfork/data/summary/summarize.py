@@ -15,7 +15,7 @@ from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.loader import EpochOrder
 from tuningfork.data.pack import PackLimits
 from tuningfork.data.summary.cost import Cost, FirstSteps, RunPlan, count_cost, plan_run
-from tuningfork.data.summary.findings import Finding, findings
+from tuningfork.data.summary.findings import REFUSED, Finding, findings
 from tuningfork.data.summary.mix import Mix, summarize_mix
 from tuningfork.data.summary.repeats import Leaks, find_leaks
 from tuningfork.data.summary.sets import SetData, SetSummary, summarize_set
@@ -40,8 +40,14 @@ class DataSummary:
     leaks: Leaks | None
     cost: Cost
     run: RunPlan
+    counted_for: str  # the device whose packs are counted
     tokenizer: TokenizerFacts
     shown: list[ShownExample]
+
+    @property
+    def refused(self) -> list[Finding]:
+        """The findings at which training would not start."""
+        return [finding for finding in self.findings if finding.kind in REFUSED]
 
     @property
     def strict(self) -> list[Finding]:
@@ -63,6 +69,7 @@ def summarize(
     pack: PackConfig,
     order: EpochOrder,
     limits: PackLimits,
+    counted_for: str,
 ) -> DataSummary:
     """Count everything.
 
@@ -71,6 +78,7 @@ def summarize(
         positions: of the longest sequence that the model can be trained on.
         order: of the run.
         limits: how large the run's packs are.
+        counted_for: the device that they are so large for, in words.
     """
     facts = tokenizer_facts(tokenizer, train.examples, data, config.vocab_size, positions)
     train_set = summarize_set("training", train, data, positions)
@@ -91,6 +99,7 @@ def summarize(
         leaks=leaks,
         cost=count_cost(train.examples, sizes, steps, limits),
         run=plan_run(sizes, order, steps, limits),
+        counted_for=counted_for,
         tokenizer=facts,
         shown=show_examples(train.examples, tokenizer),
     )

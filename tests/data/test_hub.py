@@ -1,0 +1,58 @@
+"""Data sets of the hub in a recipe: a name becomes one at a commit, and a run keeps to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tuningfork.data.hub import commit_in, newest_commit, pinned
+
+ONE, TWO = "1" * 40, "2" * 40
+
+
+def at_one(repository: str, revision: str | None) -> str | None:
+    return ONE if repository == "o/n" else None
+
+
+@pytest.mark.parametrize(
+    "source, found",
+    [
+        ("hub:o/n", f"hub:o/n@{ONE}"),
+        ("hub:o/n:test", f"hub:o/n@{ONE}:test"),
+        ("hub:o/n@v1:test", f"hub:o/n@{ONE}:test"),
+        (f"hub:o/n@{TWO}:test", f"hub:o/n@{TWO}:test"),
+        ("hub:o/other:test", "hub:o/other:test"),  # the hub could not be asked
+        ("o/n", f"hub:o/n@{ONE}"),
+        ("o/n:train_prefs", f"hub:o/n@{ONE}:train_prefs"),
+        ("o/n.jsonl", "o/n.jsonl"),
+        ("o/n.jsonl.gz", "o/n.jsonl.gz"),
+        ("here/pairs", "here/pairs"),
+        ("here/other", "here/other"),
+        ("pairs.jsonl", "pairs.jsonl"),
+        ("o/*", "o/*"),
+        ("", ""),
+        (["hub:o/n", "pairs.jsonl"], [f"hub:o/n@{ONE}", "pairs.jsonl"]),
+    ],
+)
+def test_names_of_the_hub_get_their_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str | list[str], found: str | list[str]
+) -> None:
+    (tmp_path / "here" / "pairs").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert pinned(source, at_one) == found
+
+
+def test_a_continued_run_keeps_to_its_commits() -> None:
+    """A name without a revision is that of the run; one with a revision says itself which is meant."""
+    known = commit_in([f"hub:o/n@{ONE}:train", "pairs.jsonl", "hub:o/unknown"])
+    assert pinned(["o/n:train", "hub:o/n@v2", "hub:o/unknown"], known) == [
+        f"hub:o/n@{ONE}:train",
+        "hub:o/n@v2",
+        "hub:o/unknown",
+    ]
+    assert pinned("hub:o/n", commit_in(None)) == "hub:o/n"
+
+
+def test_without_a_network_no_commit_is_known() -> None:
+    assert newest_commit("o/n", None) is None

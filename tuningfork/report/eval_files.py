@@ -1,0 +1,55 @@
+"""Where `tuningfork eval` writes: a file for each evaluation in a folder of their own inside the run folder.
+
+A file is named by a hash of all that decides its numbers, so that none is replaced by another evaluation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from tuningfork.errors import RunFolderError
+from tuningfork.files import explained, read_plain
+from tuningfork.report.writer import write_json
+
+FOLDER = "evaluations"  # inside output.dir; a run may begin where there is nothing else
+MADE_BY = "tuningfork eval"  # stands at the beginning of each file
+_BEGINNING = 100  # bytes
+
+
+def check(folder: Path) -> None:
+    """Raise RunFolderError where no folder can be, before minutes are spent."""
+    place = next((path for path in (folder, *folder.parents) if path.exists() or path.is_symlink()), None)
+    if place is not None and not place.is_dir():
+        raise RunFolderError(f"{place} is a file, so {folder} cannot be made. Choose another output.dir.")
+
+
+def write(folder: Path, facts: Mapping[str, Any], scores: Mapping[str, Any], more: Mapping[str, Any]) -> Path:
+    """Write an evaluation; returns its path. One of the same facts is replaced, for its numbers are the same.
+
+    Args:
+        facts: all that decides the numbers, as JSON has it.
+        scores: the numbers.
+        more: what else there is to know of them.
+
+    Raises:
+        RunFolderError: a file of that name is not such an evaluation, or the disk refuses.
+    """
+    name = xxhash.xxh3_64_hexdigest(json.dumps(facts, sort_keys=True).encode())
+    path = folder / f"{name}.json"
+    if (path.exists() or path.is_symlink()) and not _is_ours(path):
+        raise RunFolderError(
+            f"{path} exists and was not made by `{MADE_BY}`, so it is not replaced. Move it away or choose another "
+            "output.dir."
+        )
+    write_json(path, {"made_by": MADE_BY, "scores": scores, **facts, **more})
+    return path
+
+
+def _is_ours(path: Path) -> bool:
+    with explained(path):
+        return MADE_BY.encode() in read_plain(path)[:_BEGINNING]

@@ -1,0 +1,76 @@
+"""The model that a run exports: of which step it is, and what becomes of one that was exported before."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+
+from tuningfork.errors import RunFolderError
+from tuningfork.files import explained, read_plain, whole_folder
+from tuningfork.models import export
+from tuningfork.models.load import load_config
+from tuningfork.report.console import Console
+from tuningfork.report.writer import write_json
+from tuningfork.train import checkpoint
+from tuningfork.train.config import OutputConfig
+from tuningfork.train.setup import Start, dtype_name
+
+MODEL = "model"
+RECORD = "export.json"  # written before the model, so that it is true of any model that is there
+
+
+def export_model(
+    start: Start, folder: Path, output: OutputConfig, step: int, weights_at: Path | None, console: Console
+) -> None:
+    """Write the model after `step` steps into the run folder, as a Hugging Face folder.
+
+    It is the model in memory, or one whose weights lie in the checkpoint `weights_at`, which are read into it. A model
+    of the same step that is there already is this run's own, and stays; one of another step is kept under a name with
+    that step.
+
+    Raises:
+        RunFolderError: the disk refuses, the checkpoint is damaged, or the model was exported before in another dtype.
+    """
+    path = folder / MODEL
+    asked = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(output.export_dtype)
+    dtype = asked or start.loaded.stored_dtype
+    there = _step_of(folder) if path.exists() else None
+    if there == step:
+        stored = load_config(str(path)).dtype
+        if stored != dtype:
+            raise RunFolderError(
+                f"{path} was exported in {stored}, now {dtype} is asked for. Remove it, then --resume."
+            )
+        return
+    if weights_at is not None:
+        checkpoint.restore_weights(weights_at, start.policy.model)
+    if there is not None:
+        _set_aside(path, folder / f"{MODEL}-step-{there}", console)
+    write_json(folder / RECORD, {"step": step})
+    rounding = ", which rounds small updates away; output.export_dtype: float32 keeps all digits"
+    console.print(f"exporting the model in {dtype_name(dtype)}{rounding if dtype != torch.float32 else ''}")
+    with whole_folder(path) as aside:
+        export.save(start.loaded, aside, asked)
+
+
+def _step_of(folder: Path) -> int:
+    """Of which step the exported model is. Raises RunFolderError."""
+    record = folder / RECORD
+    try:
+        return int(json.loads(read_plain(record))["step"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise RunFolderError(
+            f"{record}, which says of which step {folder / MODEL} is, cannot be read. Move that model away, then "
+            "--resume: it is exported again."
+        ) from error
+
+
+def _set_aside(path: Path, other: Path, console: Console) -> None:
+    if os.path.lexists(other):
+        raise RunFolderError(f"{path} is to be kept as {other}, which exists. Move one of them away, then --resume.")
+    with explained(path):
+        os.rename(path, other)
+    console.print(f"the model that was exported before is kept as {other}")

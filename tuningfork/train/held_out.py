@@ -1,0 +1,100 @@
+"""Held-out pairs in the course of a run: when they are scored, where that is shown, and which step did best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tuningfork.reference.store import ReferenceStore
+from tuningfork.report.console import Console, number
+from tuningfork.report.writer import RunWriter, Scores
+from tuningfork.train import checkpoint
+from tuningfork.train.config import TrainConfig
+from tuningfork.train.evaluate import Evaluation, evaluate
+from tuningfork.train.setup import Data, Start
+
+_MEASURES = {"loss": ("loss", -1), "accuracy": ("rewards/accuracy", 1), "margin": ("rewards/margin", 1)}
+"""train.best_by -> the number of an evaluation, and whether more of it is better."""
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The step that did best on the held-out pairs, of those that have a checkpoint, and its numbers."""
+
+    step: int
+    scores: Scores
+
+
+class _Stopped(Exception):
+    """The user asked to stop in the middle of an evaluation."""
+
+
+def score_held_out(
+    start: Start,
+    data: Data,
+    reference: ReferenceStore | None,
+    console: Console,
+    name: str,
+    stop_asked: Callable[[], bool] = lambda: False,
+) -> Evaluation | None:
+    """The policy as it is on the held-out pairs, by the graph that trains it; a phase of this `name` shows how far it
+    is. None where there are no such pairs, or where the user asked to stop meanwhile."""
+    if not data.held_out:
+        return None
+    with console.phase(name, len(data.held_out), "pairs") as phase:
+
+        def scored(count: int) -> None:
+            phase.advance(count)
+            if phase.done < phase.total and stop_asked():
+                raise _Stopped
+
+        try:
+            return evaluate(start, start.packs(data.held_out, data.limits), reference, scored)
+        except _Stopped:
+            return None
+
+
+class HeldOut:
+    """The evaluations of a run, and the best step of them.
+
+    What was found before a kill is read off the lines of metrics.jsonl, and what can be had of it off the checkpoints.
+    """
+
+    def __init__(self, config: TrainConfig, checkpoints: Path, writer: RunWriter, console: Console) -> None:
+        self.every, self.by = config.eval_every, config.best_by
+        self.writer, self.console = writer, console
+        self.best: Best | None = None
+        self.seconds = 0.0  # that evaluations took in this process
+        for step, scores in sorted(writer.evaluations.items()):
+            if checkpoint.at(checkpoints, step).exists():
+                self._consider(step, scores)
+
+    def due(self, step: int) -> bool:
+        """Whether an evaluation belongs behind this step, were it not the last one, and has not been made."""
+        return self.every is not None and step > 0 and step % self.every == 0 and step not in self.writer.evaluations
+
+    def enter(self, step: int, evaluation: Evaluation) -> bool:
+        """Put an evaluation after `step` steps into the records. True if that step is the best so far."""
+        scores = evaluation.as_dict()
+        if step not in self.writer.evaluations:
+            self.writer.evaluation(step, scores, evaluation.seconds)
+        self.seconds += evaluation.seconds
+        best = step > 0 and self._consider(step, scores)
+        shown = {"loss": scores["loss"], "margin": scores["rewards/margin"]}
+        numbers = [f"{name} {number(value)}" for name, value in shown.items() if value is not None]
+        accuracy = f"accuracy {scores['rewards/accuracy']:.1%}"
+        said = f"step {step}: held-out {', '.join([*numbers, accuracy])}"
+        self.console.print(f"{said}; the best so far by {self.by}" if best else said)
+        return best
+
+    def _consider(self, step: int, scores: Scores) -> bool:
+        """Whether this step is better than all before; without train.eval_every nobody asks which is the best."""
+        if self.every is None:
+            return False
+        key, sign = _MEASURES[self.by]
+        value, other = scores[key], None if self.best is None else self.best.scores[key]
+        if value is None or (other is not None and sign * value <= sign * other):
+            return False
+        self.best = Best(step, scores)
+        return True
