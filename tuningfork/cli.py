@@ -10,10 +10,11 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 
 from tuningfork import __version__
-from tuningfork.errors import TuningforkError, enough_memory
+from tuningfork.errors import ConfigError, TuningforkError, enough_memory
 from tuningfork.report.console import Console
 from tuningfork.report.words import visible
 
@@ -62,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             if not arguments or arguments[0] not in _OWN:
+                if near := get_close_matches("".join(arguments[:1]), _OWN, n=1):
+                    raise ConfigError(f"{arguments[0]} is no command; did you mean tuningfork {near[0]}?")
                 parser.parse_args(arguments or ["--help"])
             return _command(parser, arguments[0], arguments[1:])
         finally:
