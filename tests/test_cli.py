@@ -92,6 +92,8 @@ def without_libraries(tmp_path):
     [
         (["--help"], 0, "usage: tuningfork"),
         (["train", "--help"], 0, "--train.learning_rate"),
+        (["trian", "recipe.yaml"], 2, "trian is no command; did you mean tuningfork train?"),
+        (["something", "recipe.yaml"], 2, "invalid choice: 'something'"),
         (["train", "none.yaml"], 2, "there is no such recipe"),
         (["train", "--model.path", "m", "--data.train", "d", "--train.sede", "1"], 2, "did you mean --train.seed?"),
         (["train", "--model.path", "m", "--data.train", "d", "--pack.tokens", "64"], 2, "Raise pack.tokens"),

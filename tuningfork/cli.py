@@ -11,11 +11,12 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
 from tuningfork import __version__
-from tuningfork.errors import READING, SCORING, TRAINING, TuningforkError, enough_memory, visible
+from tuningfork.errors import READING, SCORING, TRAINING, ConfigError, TuningforkError, enough_memory, visible
 from tuningfork.report.console import Console
 
 _INTRODUCTION = """\
@@ -73,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             if not arguments or arguments[0] not in _OWN:
+                if near := get_close_matches("".join(arguments[:1]), _OWN, n=1):
+                    raise ConfigError(f"{arguments[0]} is no command; did you mean tuningfork {near[0]}?")
                 parser.parse_args(arguments or ["--help"])
             return _command(parser, arguments[0], arguments[1:])
         finally:

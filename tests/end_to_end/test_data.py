@@ -164,13 +164,14 @@ def test_what_the_objective_refuses_is_said_before_weights_are_read(job: Job, sh
 
 @pytest.mark.parametrize("device", ["auto", "cpu"])
 def test_report_and_run_count_the_same_packs_on_the_same_machine(job: Job, device: str) -> None:
-    job = job.but({"train.device": device, "data.max_length": 60, "pack.tokens": 300})
+    job = job.but({"train.device": device, "data.max_length": 60, "pack.tokens": 300, "train.epochs": 2.3})
     outcome = job.done("data")
     report = report_of(job)
     job.done()
     lines = job.metrics()
     slots = [round(line["unique_tokens"] / (1 - line["pad_share"])) for line in lines]
     assert report["run"]["slots"] == sum(slots)
+    assert report["run"]["tokens"] == sum(line["tokens"] for line in lines)
     assert report["run"]["pad_share"] == pytest.approx(1 - sum(line["unique_tokens"] for line in lines) / sum(slots))
     if not torch.cuda.is_available():
         assert report["counted_for"] == "a CPU, blocks not compiled" and report["counted_for"] in outcome.out

@@ -309,19 +309,18 @@ def _groups(named: Sequence[str], most: int = 3) -> str:
 
 def _run(report: Tree) -> str:
     run = report["run"]
-    about = "" if run["steps_packed"] >= run["steps_per_epoch"] else "about "
-    in_all = "" if not about and run["epochs"] == 1 else "about "
+    about = "" if run["steps_packed"] >= run["steps"] else "about "
     named = [
         (f"{report['unit'].capitalize()}s per step", f"{run['examples_per_step']:,}"),
         ("Steps per epoch", amount(run["steps_per_epoch"])),
         ("Epochs", amount(run["epochs"])),
         ("Steps in the whole run", f"{run['steps']:,}"),
         (f"Packs per step, of {report['pack_tokens']:,} token slots at most", amount(run["packs_per_step"])),
-        ("Packs per epoch", f"{about}{run['packs_per_epoch']:,}"),
-        ("Packs in the whole run", f"{in_all}{run['packs']:,}"),
+        ("Packs per epoch", f"{about or 'on average ' * (run['epochs'] != 1)}{run['packs_per_epoch']:,}"),
+        ("Packs in the whole run", f"{about}{run['packs']:,}"),
         ("Padding", f"{share(run['pad_share'])} of the slots"),
         ("Packs, padding and slots are counted for", text(report["counted_for"])),
-        ("Token slots in the whole run", f"{in_all}{run['slots']:,}"),
+        ("Token slots in the whole run", f"{about}{run['slots']:,}"),
         (
             "Prompts",
             "stored once for all of their answers"

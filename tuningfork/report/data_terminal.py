@@ -203,10 +203,11 @@ def _cost(cost: Tree) -> Iterator[RenderableType]:
 
 def _run(report: Tree) -> RenderableType:
     run = report["run"]
+    about = "" if run["steps_packed"] >= run["steps"] else "about "
     return Text(
         f"run: {counted(run['steps'], 'step')} of {counted(run['examples_per_step'], report['unit'])}, "
         f"{_many(run['epochs'], 'epoch')} of {_many(run['steps_per_epoch'], 'step')}; "
-        f"{_many(run['packs_per_step'], 'pack')} a step, about {run['packs']:,} in all, "
+        f"{_many(run['packs_per_step'], 'pack')} a step, {about}{run['packs']:,} in all, "
         f"{share(run['pad_share'])} padding, counted for {report['counted_for']}"
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import permutations
 
 import numpy as np
@@ -27,7 +28,8 @@ def limits_of(tokens: int = 128, share_prompt: bool = True) -> PackLimits:
 
 
 def cost_of(examples: list[TokenExample], order: EpochOrder, limits: PackLimits) -> Cost:
-    return count_cost(examples, sizes(examples), FirstSteps(examples, order), limits)
+    epoch = replace(order, total_examples=len(examples))
+    return count_cost(examples, sizes(examples), FirstSteps(examples, epoch), limits)
 
 
 def plan_of(examples: list[TokenExample], order: EpochOrder, limits: PackLimits) -> RunPlan:
@@ -103,23 +105,26 @@ def test_shared_attention_is_what_the_layout_lets_see(shapes: list[tuple[int, li
 
 @pytest.mark.parametrize("share_prompt", [True, False], ids=["shared", "unshared"])
 def test_layouts_and_plan_are_those_of_the_loader(share_prompt: bool) -> None:
-    """Packs of every step of the first epoch, made as the trainer makes them."""
+    """Packs of every step of the run, and of the first epoch for its layouts, made as the trainer makes them."""
     examples = random_pairs(23, longest=40)
     order, limits = order_of(examples, 5, epochs=2.5), limits_of(160, share_prompt)
-    epoch = EpochOrder.plan(23, 5, 3, 1.0, None)
-    steps = [[examples[i] for i in epoch.indices(step)] for step in range(5)]
-    packs = [build_packs(members, limits) for members in steps]
-    rows = sum(len(pack.input_ids) for step in packs for pack in step)
 
+    def packed(order: EpochOrder) -> tuple[int, int, int]:
+        """Packs, rows and rows with a token."""
+        steps = [[examples[i] for i in order.indices(step)] for step in range(order.total_steps)]
+        packs = [pack for members in steps for pack in build_packs(members, limits)]
+        return len(packs), sum(len(pack.input_ids) for pack in packs), sum(pack.unique_rows for pack in packs)
+
+    number, rows, used = packed(order)
     plan = plan_of(examples, order, limits)
-    assert (plan.examples, plan.steps_per_epoch, plan.steps, plan.steps_packed) == (23, 4.6, 12, 5)  # 58 pairs of 2.5
+    assert (plan.examples, plan.steps_per_epoch, plan.steps, plan.steps_packed) == (23, 4.6, 12, 12)  # 58 pairs of 2.5
     assert plan.epochs == pytest.approx(58 / 23)
-    number = sum(map(len, packs))
-    assert (plan.packs_per_epoch, plan.packs_per_step) == (number, number / 5)
-    assert plan.packs == round(number * 58 / 23) and plan.slots == round(rows * 58 / 23)
-    used = sum(pack.unique_rows for step in packs for pack in step)
-    assert plan.pad_share == pytest.approx(1 - used / rows)
+    assert (plan.packs, plan.packs_per_step, plan.packs_per_epoch) == (number, number / 12, round(number * 23 / 58))
+    assert plan.slots == rows and plan.pad_share == pytest.approx(1 - used / rows)
+    in_all = [examples[i] for step in range(order.total_steps) for i in order.indices(step)]
+    assert plan.tokens == sum(len(one.prompt_ids) + len(answer.ids) for one in in_all for answer in one.answers)
 
+    _, rows, used = packed(EpochOrder.plan(23, 5, 3, 1.0, None))
     layouts = {layout.name: layout for layout in cost_of(examples, order, limits).layouts}
     assert list(layouts) == ["padded", "packed", "shared"]
     shared = layouts["shared"]

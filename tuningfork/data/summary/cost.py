@@ -21,7 +21,7 @@ PLAIN_BATCH = 8
 """Examples of a plain trainer's batch; of pairs, 16 sequences. All are padded to the longest of them."""
 
 MOST_PACKED = 32_768
-"""Examples that are really packed, at most: the steps of an epoch are shuffled, so the first ones speak for all."""
+"""Examples that are really packed, at most: the steps of a run are shuffled, so the first ones speak for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,8 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What the recipe's run will do. Packs are counted by packing the first `steps_packed` steps of an epoch."""
+    """What the recipe's run will do. Packs are counted by packing its first `steps_packed` steps, all of them if they
+    are not very many, and then its numbers are those that training finds."""
 
     examples: int
     examples_per_step: int
@@ -84,6 +85,7 @@ class Packed:
     packs: int
     slots: int  # padding included
     used: int  # slots with a token
+    tokens: int  # the prompt once per answer
 
     @property
     def slots_per_token(self) -> float:
@@ -91,13 +93,11 @@ class Packed:
 
 
 class FirstSteps:
-    """The first epoch's steps, in the order of the run: all of them, or the first of very many. Each way to pack them
-    is tried once."""
+    """The steps of an order: all of them, or the first of very many. Each way to pack them is tried once."""
 
     def __init__(self, examples: Sequence[TokenExample], order: EpochOrder) -> None:
-        epoch = replace(order, total_examples=len(examples))
-        steps = min(epoch.total_steps, ceil(MOST_PACKED / order.examples_per_step))
-        self.steps = [[examples[i] for i in epoch.indices(step)] for step in range(steps)]
+        steps = min(order.total_steps, ceil(MOST_PACKED / order.examples_per_step))
+        self.steps = [[examples[i] for i in order.indices(step)] for step in range(steps)]
         self._packed: dict[PackLimits, Packed] = {}
 
     def packed(self, limits: PackLimits) -> Packed:
@@ -113,7 +113,7 @@ class FirstSteps:
 
 
 def count_cost(examples: Sequence[TokenExample], sizes: Sizes, steps: FirstSteps, limits: PackLimits) -> Cost:
-    """Count one epoch of examples. `sizes` are theirs, `limits` say how large the run's packs are."""
+    """Count one epoch of examples. `sizes` are theirs, `steps` its own; `limits` say how large the run's packs are."""
     prompt, answer, first = sizes.prompt, sizes.answer, sizes.first
     p, c, r = int(prompt.sum()), int(answer[first].sum()), int(answer[~first].sum())
     again = int(prompt[sizes.owner].sum()) - p
@@ -141,9 +141,11 @@ def count_cost(examples: Sequence[TokenExample], sizes: Sizes, steps: FirstSteps
 
 
 def plan_run(sizes: Sizes, order: EpochOrder, steps: FirstSteps, limits: PackLimits) -> RunPlan:
-    """What a run in this order will do, in packs as its loader makes them. `sizes` are those of its examples."""
+    """What a run in this order will do, in packs as its loader makes them. `sizes` are those of its examples, `steps`
+    are its own."""
     packed = steps.packed(limits)
     n, in_all = len(sizes.prompt), order.total_examples
+    whole = packed.steps == order.total_steps
     tokens = int(sizes.sequence.sum()) / n
     rows = int(sizes.prompt.sum() + sizes.answer.sum()) / n if limits.share_prompt else tokens
     return RunPlan(
@@ -157,8 +159,8 @@ def plan_run(sizes: Sizes, order: EpochOrder, steps: FirstSteps, limits: PackLim
         packs=round(packed.packs / packed.examples * in_all),
         steps_packed=packed.steps,
         pad_share=1 - packed.used / packed.slots,
-        tokens=round(tokens * in_all),
-        slots=round(rows * in_all * packed.slots_per_token),
+        tokens=packed.tokens if whole else round(tokens * in_all),
+        slots=packed.slots if whole else round(rows * in_all * packed.slots_per_token),
     )
 
 
@@ -194,10 +196,11 @@ def _causal(length: np.ndarray) -> np.ndarray:
 
 
 def _pack(steps: Iterable[Sequence[TokenExample]], limits: PackLimits) -> Packed:
-    number = examples = packs = slots = used = 0
+    number = examples = packs = slots = used = tokens = 0
     for members in steps:
         bins = pack_evenly(members, limits)
         number, examples, packs = number + 1, examples + len(members), packs + len(bins)
         slots += sum(rows for rows, _ in bins)
         used += int(rows_of_each(members, limits.share_prompt).sum())
-    return Packed(number, examples, packs, slots, used)
+        tokens += int(rows_of_each(members, share_prompt=False).sum())
+    return Packed(number, examples, packs, slots, used, tokens)

@@ -6,7 +6,7 @@ lengths are tokens; shares are of 1.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -83,7 +83,9 @@ def summarize(
     facts = tokenizer_facts(tokenizer, train.examples, data, config.vocab_size, positions)
     train_set = summarize_set("training", train, data, positions)
     eval_set = None if held_out is None else summarize_set("held-out", held_out, data, positions)
-    sizes, steps = Sizes.of(train.sizes), FirstSteps(train.examples, order)
+    epoch = replace(order, total_examples=len(train.examples))
+    sizes, of_epoch = Sizes.of(train.sizes), FirstSteps(train.examples, epoch)
+    of_run = of_epoch if order == epoch else FirstSteps(train.examples, order)
     leaks = None if held_out is None else find_leaks(train.examples, held_out.examples)
     pairs = all(len(example.answers) == 2 for example in train.examples)
     return DataSummary(
@@ -97,8 +99,8 @@ def summarize(
         train=train_set,
         eval=eval_set,
         leaks=leaks,
-        cost=count_cost(train.examples, sizes, steps, limits),
-        run=plan_run(sizes, order, steps, limits),
+        cost=count_cost(train.examples, sizes, of_epoch, limits),
+        run=plan_run(sizes, order, of_run, limits),
         counted_for=counted_for,
         tokenizer=facts,
         shown=show_examples(train.examples, tokenizer),
