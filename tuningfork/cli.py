@@ -50,8 +50,8 @@ _OWN: dict[str, dict[str, str]] = {
     "train": {"--resume": "continue the run in output.dir, which must be there"},
     "reference": {},
     "eval": {
-        "--policy": "the model folder to score; output.dir/model unless given. If no recipe is, it is the config.yaml "
-        "of the run that exported that model"
+        "--policy": "the model folder to score; output.dir/model unless given. If neither a recipe nor "
+        "model.path is, the recipe is the config.yaml of the run that exported that model"
     },
 }
 
@@ -135,10 +135,7 @@ def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str
     own = parser.parse_args([name, *mine])
     recipe, required = own.recipe and own.recipe.expanduser(), REQUIRED
     if name == "eval":
-        required = TO_EVALUATE
-        if recipe is None and own.policy and (of_its_run := Path(own.policy).parent / "config.yaml").is_file():
-            recipe = of_its_run
-            print(f"recipe: {visible(str(recipe))}, of the run that the model is from")
+        recipe, required = recipe or _recipe_of_its_run(own.policy, flags), TO_EVALUATE
     config = load_run_config(recipe, flags, f"tuningfork {name}", options=_OWN[name], required=required)
 
     with suppress(ValueError):  # not in the main thread: whoever embeds us handles signals
@@ -169,6 +166,15 @@ def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str
         if name == "reference":
             return commands.reference(config, console)
         return commands.evaluate(config, own.policy and os.path.expanduser(own.policy), console)
+
+
+def _recipe_of_its_run(policy: str | None, flags: Sequence[str]) -> Path | None:
+    """The settings of the run that a policy was exported by, which say all else where no starting model is named."""
+    recipe = None if policy is None else Path(policy).parent / "config.yaml"
+    if recipe is None or any(flag.startswith("--model.path") for flag in flags) or not recipe.is_file():
+        return None
+    print(f"recipe: {visible(str(recipe))}, of the run that the model is from")
+    return recipe
 
 
 if __name__ == "__main__":

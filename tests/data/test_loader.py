@@ -36,6 +36,32 @@ def test_each_epoch_is_a_permutation_and_each_batch_exact(examples, batch, seed,
 
 
 @settings(max_examples=60, deadline=None)
+@given(
+    examples=st.integers(1, 20),
+    batch=st.integers(1, 25),
+    lengths=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 9)), min_size=1, max_size=4),
+)
+def test_a_run_that_is_made_longer_loses_no_example_and_sees_none_twice(examples, batch, lengths):
+    """By epochs, again and again, stopped after any of its steps: each epoch is a permutation all the same."""
+    seen: list[int] = []
+    done_steps, epochs = 0, 0
+    for more, stop in lengths:
+        epochs += more
+        order = EpochOrder.plan(examples, batch, 3, epochs, None, done_steps, len(seen))
+        last = min(order.total_steps, done_steps + stop)
+        for step in range(done_steps, last):
+            assert order.epoch_after(step) == (len(seen) + len(order.indices(step))) / examples
+            seen += order.indices(step)
+        done_steps = last
+    order = EpochOrder.plan(examples, batch, 3, epochs, None, done_steps, len(seen))
+    seen += stream(order, done_steps)
+    assert len(seen) == examples * epochs
+    assert all(sorted(seen[n : n + examples]) == list(range(examples)) for n in range(0, len(seen), examples))
+    longer = EpochOrder.plan(examples, batch, 3, epochs, order.total_steps + 2, order.total_steps, len(seen))
+    assert [len(longer.indices(step)) for step in range(order.total_steps, longer.total_steps)] == [batch] * 2
+
+
+@settings(max_examples=60, deadline=None)
 @given(examples=st.integers(1, 30), batch=st.integers(1, 40), steps=st.integers(1, 12))
 def test_max_steps_overrides_epochs_with_full_batches(examples, batch, steps):
     order = EpochOrder.plan(examples, batch, seed=1, epochs=0.01, max_steps=steps)

@@ -130,6 +130,9 @@ def test_the_run_that_exported_a_model_is_its_recipe(finished: Job, scores: dict
     outcome = call(["eval", "--policy", str(finished.run / "model")])
     assert outcome.status == 0 and scores == expected
     assert outcome.out.startswith(f"recipe: {finished.run / 'config.yaml'}, of the run that the model is from\n")
+    named = ["--model.path", str(finished.settings["model.path"])]
+    outcome = call(["eval", "--policy", str(finished.run / "model"), *named])  # whoever names one means his own
+    assert outcome.status == 2 and "data.eval must be set" in outcome.err
 
 
 def test_eval_fills_the_cache_that_it_needs(finished: Job, job: Job, scores: dict[str, Any]) -> None:

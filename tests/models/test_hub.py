@@ -35,6 +35,9 @@ from tuningfork.models.hub import HubName, fetch, hub_name
         ("o/n/m", None),
         ("", None),
         ("o/n@", None),
+        ("o/n@../../n", None),
+        ("o/..", None),
+        ("o/n\n", None),
         ("o/n@a b", None),
     ],
 )

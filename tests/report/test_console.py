@@ -60,6 +60,37 @@ def test_a_resumed_phase_counts_for_its_rate_only_what_it_did_itself() -> None:
     assert out.getvalue() == "training: 1,004/1,010 steps, 2 steps/s, 0:00:02 elapsed, 0:00:03 left\n"
 
 
+def test_other_work_in_the_middle_of_a_phase_is_no_time_of_it() -> None:
+    """Neither of what has elapsed nor of the rate nor of what is left."""
+    out, clock = io.StringIO(), Clock()
+    console = Console(out, clock=clock)
+    with console.phase("training", 10, "steps") as phase:
+        clock.now += 2
+        phase.advance(4)
+        with phase.paused(), console.phase("evaluating", 3, "pairs") as inner:
+            clock.now += 100
+            inner.advance(3)
+        phase.advance(0)
+    assert out.getvalue().splitlines() == [
+        "evaluating: 3/3 pairs, 0.03 pairs/s, 0:01:40 elapsed",
+        "training: 4/10 steps, 2 steps/s, 0:00:02 elapsed, 0:00:03 left",
+    ]
+
+
+def test_on_a_terminal_one_bar_gives_way_to_the_other_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    out = Terminal()
+    console = Console(out)
+    with console.phase("training", 10, "steps") as phase:
+        phase.advance(4)
+        with phase.paused(), console.phase("evaluating", 3, "pairs") as inner:
+            inner.advance(3)
+        console.print("step 4: said")
+        phase.advance(1)
+    shown = out.getvalue()
+    assert shown.index("evaluating: 3/3 pairs") < shown.index("step 4: said") < shown.rindex("training: 5/10 steps")
+
+
 def test_a_reader_that_leaves_costs_no_step_and_no_line_of_the_log() -> None:
     """`tuningfork train recipe.yaml | tee log`: Ctrl-C ends tee at once, and the trainer after a checkpoint."""
 

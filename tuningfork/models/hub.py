@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from tuningfork.errors import ModelError, first_line
 
 HUB = "hub:"  # may stand in front of owner/name; without it a local folder of that name wins
-_NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w.+/-]+))?$")
+_NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(?!.*\.\.)(\w[\w.+/-]*))?")
 
 WEIGHTS = ("*.safetensors",)
 BESIDE = (
@@ -54,7 +54,7 @@ class HubName(NamedTuple):
 def hub_name(path: str) -> HubName | None:
     """What a model's path names on the hub; None where it is a path on this machine: one that is there, or whose folder
     is."""
-    found = _NAME.match(path.removeprefix(HUB))
+    found = _NAME.fullmatch(path.removeprefix(HUB))
     here = os.path.lexists(path) or os.path.isdir(os.path.dirname(path))
     if found is None or (here and not path.startswith(HUB)):
         return None
