@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import threading
 from pathlib import Path
 
 import pytest
 
+from tests.bounds import within
 from tuningfork.errors import RunFolderError
-from tuningfork.files import DIGESTS, Hashed, check_sealed, checksum, exclusive, remove, seal
+from tuningfork.files import DIGESTS, Hashed, NotAFile, check_sealed, checksum, exclusive, opened, remove, seal
 
 
 def test_a_folder_that_its_holder_removed_is_made_anew_for_the_next(tmp_path: Path) -> None:
@@ -90,3 +93,35 @@ def test_a_seal_reads_only_what_is_not_known(tmp_path: Path) -> None:
     seal(tmp_path, {"known": "a checksum"})
     sealed = json.loads((tmp_path / DIGESTS).read_text())
     assert sealed == {"known": "a checksum", "other": checksum(tmp_path / "other")}
+
+
+def test_only_a_regular_file_is_opened(tmp_path: Path) -> None:
+    """A pipe would be waited for, and a device may have no end. A link to a file is one."""
+    (tmp_path / "file").write_text("content")
+    (tmp_path / "link").symlink_to("file")
+    with opened(tmp_path / "file") as file, opened(str(tmp_path / "link")) as same:
+        assert file.read() == same.read() == b"content"
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link to a pipe").symlink_to("pipe")
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(os.path.relpath(tmp_path / "socket"))
+        for name, what in (("pipe", "named pipe"), ("link to a pipe", "named pipe"), ("socket", "socket")):
+            with pytest.raises(NotAFile, match=f"is a {what}, not a file"), within(20):
+                opened(tmp_path / name)
+    with pytest.raises(NotAFile, match="is a device, not a file"), within(20):
+        opened("/dev/zero")
+    with pytest.raises(IsADirectoryError):
+        opened(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        opened(tmp_path / "none")
+
+
+def test_what_becomes_a_pipe_while_it_is_opened_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").touch()
+    looked = os.stat(tmp_path / "file")
+    monkeypatch.setattr(os, "stat", lambda path: looked)
+    with pytest.raises(NotAFile), within(20):
+        opened(tmp_path / "pipe")

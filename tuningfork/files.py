@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import io
 import json
 import os
 import shutil
+import stat
 import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,6 +28,40 @@ CURE = (
 )
 
 SCRATCH_CURE = "Temporary files lie there: make room or permit it, or set TMPDIR to another folder."
+
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+class NotAFile(OSError):
+    """What has a file's name is a pipe, a socket or a device. `strerror` says which."""
+
+
+def opened(path: str | Path) -> io.BufferedReader:
+    """A regular file, open for reading. Whatever else has the name is not opened, nor waited for: a pipe gives nothing
+    until somebody writes to it, and a device may have no end.
+
+    Raises NotAFile for those; other kinds of OSError as `open`, for a folder too.
+    """
+    _check_regular(path, os.stat(path).st_mode)
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without waiting for what may have taken its place meanwhile
+    try:
+        _check_regular(path, os.fstat(handle).st_mode)
+        return open(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def _check_regular(path: str | Path, mode: int) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise NotAFile(errno.EINVAL, f"it is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, not a file", str(path))
 
 
 @contextmanager
@@ -99,7 +135,11 @@ def seal(folder: Path, known: Mapping[str, str] | None = None) -> None:
 def check_sealed(folder: Path, names: Iterable[str] = ()) -> None:
     """Raise ValueError where a file of a sealed folder is not as it was written, or one of these `names` is not sealed;
     OSError where one cannot be read. What was put there later is passed over."""
-    digests = json.loads((folder / DIGESTS).read_bytes())
+    with opened(folder / DIGESTS) as content:
+        try:
+            digests = json.loads(content.read())
+        except RecursionError as error:
+            raise ValueError(f"{DIGESTS} is damaged") from error
     if not isinstance(digests, dict) or not digests.keys() >= {*names}:
         raise ValueError(f"{DIGESTS} is damaged")
     for name, digest in digests.items():
@@ -109,7 +149,7 @@ def check_sealed(folder: Path, names: Iterable[str] = ()) -> None:
 
 def checksum(file: Path) -> str:
     """A checksum of a file's bytes. Raises OSError."""
-    with file.open("rb") as content:
+    with opened(file) as content:
         return hashlib.file_digest(content, xxhash.xxh3_128).hexdigest()
 
 
@@ -168,7 +208,7 @@ def scratch() -> Iterator[Path]:
 def clear_abandoned(folder: Path) -> None:
     """Remove files that a kill left half written: those that no process holds locked any more."""
     for path in folder.glob(f"*{ASIDE}"):
-        with suppress(OSError), path.open("rb") as file:
+        with suppress(OSError), opened(path) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink(missing_ok=True)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from tuningfork.errors import DataError
+from tuningfork.files import opened
 
 Row = dict[str, Any]
 _GZIP = b"\x1f\x8b"  # what a gzipped file begins with
@@ -45,7 +46,7 @@ def line_rows(path: Path) -> Iterator[tuple[int, Row]]:
 
 def is_zipped(path: Path) -> bool:
     """Whether a file is gzipped, whatever its name. Raises DataError where it cannot be read."""
-    with _explained(path), open(path, "rb") as file:
+    with _explained(path), opened(path) as file:
         return file.read(len(_GZIP)) == _GZIP
 
 
@@ -59,8 +60,8 @@ def pieces(path: Path) -> Iterator[bytes]:
 @contextmanager
 def _unzipped(path: Path) -> Iterator[IO[bytes]]:
     zipped = is_zipped(path)
-    with _explained(path), gzip.open(path) if zipped else open(path, "rb") as opened:
-        yield cast(IO[bytes], opened)
+    with _explained(path), opened(path) as file, gzip.open(file) if zipped else file as content:
+        yield cast(IO[bytes], content)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from tuningfork.data.file_kinds import check_kind
 from tuningfork.data.json_rows import Row, array_rows, is_array, is_zipped, line_rows, pieces
 from tuningfork.data.table_rows import cause, table_rows
 from tuningfork.errors import DataError, TuningforkError
-from tuningfork.files import SCRATCH_CURE, checksum, explained, scratch
+from tuningfork.files import SCRATCH_CURE, checksum, explained, opened, scratch
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 HUB = "hub:"  # in front of owner/name
@@ -110,7 +110,8 @@ def read_names(folder: Path) -> list[str]:
     if not names.is_file():
         return []
     try:
-        splits = json.loads(names.read_bytes())["splits"]
+        with opened(names) as file:
+            splits = json.loads(file.read())["splits"]
         if isinstance(splits, list) and splits and all(isinstance(split, str) for split in splits):
             return splits
         why = 'it has no list "splits" of names'

@@ -16,6 +16,7 @@ The columns of a table with N examples, A answers and L tokens, each of them one
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import overload
 
 import numpy as np
 
+from tuningfork.files import opened
 from tuningfork.records import Source, TokenAnswer, TokenExample, column
 
 Columns = Mapping[str, np.ndarray]
@@ -185,10 +187,11 @@ def mapped(folder: Path) -> Columns:
 
 
 def _mapped(path: Path, kind: np.dtype) -> np.ndarray:
-    if path.stat().st_size == 0:  # which cannot be mapped
-        return np.zeros(0, kind)
-    # A plain array over the map: slicing the map's own class costs ten times as much.
-    return np.asarray(np.memmap(path, dtype=kind, mode="r"))
+    with opened(path) as file:
+        if os.fstat(file.fileno()).st_size == 0:  # which cannot be mapped
+            return np.zeros(0, kind)
+        # A plain array over the map: slicing the map's own class costs ten times as much.
+        return np.asarray(np.memmap(file, dtype=kind, mode="r"))
 
 
 def _starts(sizes: np.ndarray) -> np.ndarray:

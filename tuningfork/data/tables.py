@@ -31,7 +31,17 @@ from tuningfork.data.store import Columns, TokenTable
 from tuningfork.data.survey import open_table
 from tuningfork.data.workers import Workers, check_started
 from tuningfork.errors import DataError, RunFolderError
-from tuningfork.files import ASIDE, check_sealed, exclusive, explained, remove, seal, whole_folder
+from tuningfork.files import (
+    ASIDE,
+    NotAFile,
+    check_sealed,
+    exclusive,
+    explained,
+    opened,
+    remove,
+    seal,
+    whole_folder,
+)
 from tuningfork.records import Size
 
 Progress = Callable[[int, int], None]
@@ -156,8 +166,9 @@ def _read(entry: Path) -> tuple[Columns, TableAccount] | None:
     """What an entry of the cache holds; None where there is no whole one. Raises RunFolderError."""
     try:
         check_sealed(entry, (*store.TYPES, ACCOUNT))
-        return store.mapped(entry), TableAccount.from_json((entry / ACCOUNT).read_text())
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
+        with opened(entry / ACCOUNT) as file:
+            return store.mapped(entry), TableAccount.from_json(file.read().decode())
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, NotAFile, ValueError):
         return None
     except OSError as error:
         raise RunFolderError(f"{entry} cannot be read: {error.strerror or error}. Permit it; or {ELSEWHERE}") from error

@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from tuningfork.errors import ReferenceMismatch
-from tuningfork.files import whole_file
+from tuningfork.files import opened, whole_file
 
 PATTERN = "rows-*.bin"
 _CONTENT, _LOGP = np.dtype("S16"), np.dtype("<f8")
@@ -74,7 +74,15 @@ class Shard:
 def read(path: Path, origin: bytes) -> Shard:
     """A shard, mapped. Raises ReferenceMismatch where it is not as it was written; FileNotFoundError."""
     try:
-        raw = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+        with opened(path) as file:
+            raw = np.asarray(np.memmap(file, dtype=np.uint8, mode="r"))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ReferenceMismatch(
+            f"{path} cannot be read: {error.strerror or error}. Permit it, or remove that file: its rows are then "
+            "scored again."
+        ) from error
     except ValueError:  # it is empty
         raw = np.zeros(0, np.uint8)
     if not len(raw) or len(raw) % _ENTRY or path.name != f"rows-{_digest(raw.data, origin)}.bin":

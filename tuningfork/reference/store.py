@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from tuningfork.errors import ReferenceMismatch
-from tuningfork.files import clear_abandoned, whole_file
+from tuningfork.files import clear_abandoned, opened, whole_file
 from tuningfork.records import TokenExample, column, taken
 from tuningfork.reference import shards
 from tuningfork.reference.fingerprint import differing_facts
@@ -177,10 +177,15 @@ class ReferenceStore:
 
 def _check_fingerprint(path: Path, ours: dict[str, str]) -> None:
     try:
-        theirs = json.loads(path.read_bytes())
+        with opened(path) as file:
+            theirs = json.loads(file.read())
         if not isinstance(theirs, dict):
             raise ValueError
-    except ValueError:
+    except OSError as error:
+        raise ReferenceMismatch(
+            f"{path} cannot be read: {error.strerror or error}. Permit it, or choose another reference.cache."
+        ) from error
+    except (ValueError, RecursionError):
         raise ReferenceMismatch(f"{path} is damaged. Remove the folder {path.parent} to build it anew.") from None
     different = differing_facts(ours, theirs)
     if different:
