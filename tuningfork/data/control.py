@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 
+from tuningfork.data.printing import Printer, at_work
 from tuningfork.data.turns import says_something
 from tuningfork.data.values import Unusable
 from tuningfork.records import Example, Message, Turns
@@ -59,11 +59,10 @@ class ControlTokens:
 
     def _around(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[list[str], str]]:
         """Of two conversations: the control tokens before their first words, and the one behind an assistant's."""
-        turns = [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _SAID}]
-        for messages in (turns, turns * 2):
-            try:
-                text = str(tokenizer.apply_chat_template(messages, tokenize=False))
-            except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError):
+        turns = (Message("user", _ASKED), Message("assistant", _SAID))
+        printer = Printer(tokenizer, {})
+        for text in at_work(printer, lambda: [printer.tried(turns), printer.tried(turns * 2)]):
+            if text is None:
                 continue
             before, _, _ = text.partition(_ASKED)
             _, _, behind = text.partition(_SAID)

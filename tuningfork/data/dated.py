@@ -11,6 +11,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 _DIRECTIVES = "aAbBcCdDeFgGhHIjklmMnpPrRStTuUVwWxXyYzZ"  # of strftime, in Python's documentation and GNU's
+_MACRO = "{%- macro strftime_now(format) -%}"  # what a template begins with that has been told a date
 _PERCENT = "\u2063percent\u2063"  # for "%%", until the directives are replaced
 
 
@@ -38,22 +39,34 @@ def at_date(tokenizer: PreTrainedTokenizerBase, date: str) -> PreTrainedTokenize
     return changed
 
 
+def lines_in_front(template: str) -> int:
+    """Lines that stand in front of a template's own, where it has been told a date."""
+    return 1 if template.startswith(_MACRO) else 0
+
+
 def _macro(template: str, moment: datetime) -> str:
     """A macro that says the moment in a format. It knows what comes of the texts that stand in the template; in other
     formats it replaces directives one by one, and refuses those that it does not know."""
-    said = {text: moment.strftime(text) for text in _texts(template) if "%" in text}
+    said = {text: _moment_as(text, moment) for text in _texts(template) if "%" in text}
     anew = "format" + _replace("%%", _PERCENT)
     for directive in (f"%{flag}{letter}" for flag in ("-", "") for letter in _DIRECTIVES):
         anew += _replace(directive, moment.strftime(directive))
     return (
-        "{%- macro strftime_now(format) -%}"
-        f"{{%- set said = {json.dumps(said)} -%}}"
+        f"{_MACRO}{{%- set said = {json.dumps(said)} -%}}"
         f"{{%- set anew = '' if format in said else {anew} -%}}"
         "{%- if '%' in anew %}{{ raise_exception('no known format of a date: ' ~ format) }}{% endif -%}"
         f"{{{{- said[format] if format in said else anew{_replace(_PERCENT, '%')} -}}}}"
         # The newline behind a block is not printed, and what follows it stands at the beginning of a line, as it did.
         "{%- endmacro %}\n"
     )
+
+
+def _moment_as(text: str, moment: datetime) -> str:
+    """The moment in a format; the text itself where it is none."""
+    try:
+        return moment.strftime(text)
+    except ValueError:  # half a surrogate pair, or a NUL
+        return text
 
 
 def _texts(template: str) -> set[str]:
@@ -63,7 +76,11 @@ def _texts(template: str) -> set[str]:
     except jinja2.TemplateSyntaxError:  # it prints nothing, and says so where it is asked to
         return set()
     quoted = (value[1:-1] for _, kind, value in tokens if kind == "string")
-    return {text.encode("ascii", "backslashreplace").decode("unicode-escape") for text in quoted}  # as Jinja reads them
+    try:
+        # As Jinja reads them.
+        return {text.encode("ascii", "backslashreplace").decode("unicode-escape") for text in quoted}
+    except UnicodeDecodeError:  # Jinja does not read them either
+        return set()
 
 
 def _replace(old: str, new: str) -> str:

@@ -1,6 +1,7 @@
 """A JSON Lines file, or a .json file that is one array -> its rows, with the values exactly as the file has them.
 
-Lines are read as they are drawn, so a file may be larger than memory; an array is parsed as a whole. Values are those
+Lines are read as they are drawn, so a file may be larger than memory; an array is parsed as a whole. What is read at
+once has a bound, and so has what a gzipped file may grow to: a megabyte of it can be a gigabyte. Values are those
 of Python's json: `datasets` would guess types for whole columns, so that answers that look like dates become
 timestamps, a missing field becomes null, and numbers change.
 """
@@ -14,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from decimal import Decimal
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -21,24 +23,42 @@ from tuningfork.errors import DataError
 from tuningfork.files import opened
 
 Row = dict[str, Any]
+LONGEST_LINE = 64 << 20  # bytes of one row: texts of ten million characters, and their escapes
+LONGEST_ARRAY = 1 << 30  # bytes of an array, which takes several times as much memory
+BLANK = 1_000_000  # lines in a row that say nothing
+RATIO, UNZIPPED = 200, 1 << 30  # how many times its size a gzipped file may have, if it has more than so many bytes
+_AS_LINES = "Write it as .jsonl, an object a line: that is read line by line."
 _GZIP = b"\x1f\x8b"  # what a gzipped file begins with
 _BOM = b"\xef\xbb\xbf"
 
 
 def is_array(path: Path) -> bool:
     """Whether the first thing in a file, plain or gzipped, is the beginning of an array."""
-    return next((line for _, line in _lines(path) if line.strip()), "").lstrip().startswith("[")
+    heads = pieces(path)
+    first = next(heads, b"").removeprefix(_BOM)
+    return next((head.lstrip() for head in chain([first], heads) if not head.isspace()), b"").startswith(b"[")
 
 
 def array_rows(path: Path) -> list[tuple[int, Row]]:
     """The rows of a file that is one array, with their places in it from 1. Raises DataError."""
-    rows = _parsed(path, 1, "".join(line for _, line in _lines(path)))
+    text, size = [], 0
+    for _, line in _lines(path, LONGEST_ARRAY):
+        size += len(line)
+        text.append(line)
+        if size > LONGEST_ARRAY:
+            raise DataError(f"{path}: {_too_long('this array', LONGEST_ARRAY)} {_AS_LINES}")
+    try:
+        rows = _parsed(path, 1, "".join(text))
+    except MemoryError as error:
+        raise DataError(
+            f"{path}: one array of {size:,} characters takes more memory than there is. {_AS_LINES}"
+        ) from error
     return [(number, _checked(path, f"row {number}", row)) for number, row in enumerate(rows, 1)]
 
 
 def line_rows(path: Path) -> Iterator[tuple[int, Row]]:
     """The rows of a file with one object a line, with the numbers of their lines. Raises DataError."""
-    for number, line in _lines(path):
+    for number, line in _lines(path, LONGEST_LINE):
         if line.strip():
             # Without its end, behind which a fault would be on the next line.
             yield number, _checked(path, f"line {number}", _parsed(path, number, line.rstrip("\n")))
@@ -53,13 +73,18 @@ def is_zipped(path: Path) -> bool:
 def pieces(path: Path) -> Iterator[bytes]:
     """The bytes of a file, unzipped, a megabyte at a time. Raises DataError where it cannot be read to its end."""
     with _unzipped(path) as file:
+        most, size = _most(path) if isinstance(file, gzip.GzipFile) else None, 0
         while piece := file.read(1 << 20):
+            size += len(piece)
+            if most is not None and size > most:
+                raise DataError(_bomb(path, most))
             yield piece
 
 
 def text_lines(path: Path) -> Iterator[str]:
-    """The lines of a text file, plain or gzipped, each with its end. Raises DataError where it is not UTF-8."""
-    return (line for _, line in _lines(path))
+    """The lines of a text file, plain or gzipped, each with its end. Raises DataError where it is not UTF-8, or a line
+    is too long."""
+    return (line for _, line in _lines(path, LONGEST_LINE))
 
 
 @contextmanager
@@ -79,16 +104,45 @@ def _explained(path: Path) -> Iterator[None]:
         raise DataError(f"{path}: cannot be read ({error.strerror or error}). Check the file's rights.") from error
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    number = 0
+def _lines(path: Path, longest: int) -> Iterator[tuple[int, str]]:
+    """Lines with their numbers. Raises DataError for one of more than `longest` bytes, which is not read to its end."""
+    number = blank = size = 0
     try:
-        with _unzipped(path) as lines:
-            for number, line in enumerate(lines, 1):
+        with _unzipped(path) as file:
+            most = _most(path) if isinstance(file, gzip.GzipFile) else None
+            while line := file.readline(longest + 1):
+                number += 1
+                size += len(line)
+                blank = blank + 1 if line.isspace() else 0
+                if len(line) > longest:
+                    raise DataError(
+                        f"{path}: {_too_long(f'line {number}', longest)} Look at what is there, and remove it."
+                    )
+                if blank > BLANK:
+                    raise DataError(f"{path}: the {blank:,} lines before line {number + 1:,} are blank. Remove them.")
+                if most is not None and size > most:
+                    raise DataError(_bomb(path, most))
                 yield number, line.removeprefix(_BOM if number == 1 else b"").decode()
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path}: line {number} is not UTF-8 text. Save the file as UTF-8 ({error.reason}, byte {error.start})."
         ) from error
+
+
+def _too_long(what: str, most: int) -> str:
+    return f"{what} has more than {most >> 20:,} MiB, which is more than is read at once."
+
+
+def _most(path: Path) -> int:
+    """Bytes to which a gzipped file may grow. Text of people shrinks to a third or a tenth."""
+    return max(UNZIPPED, RATIO * path.stat().st_size)
+
+
+def _bomb(path: Path, most: int) -> str:
+    return (
+        f"{path}: unpacks to more than {most:,} bytes, {RATIO} times its size or more: it says the same again and "
+        "again. Look at what is in it."
+    )
 
 
 def _parsed(path: Path, line: int, text: str) -> Any:
@@ -109,7 +163,7 @@ def _object(pairs: list[tuple[str, Any]]) -> Row:
     row = dict(pairs)
     if len(row) < len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"field {twice!r} is given twice")
+        raise ValueError(f"field {twice[:80]!r} is given twice")
     return row
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -14,11 +15,20 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from tuningfork.data import bounded as bounds
+from tuningfork.data.bounded import OutOfTime, Result, bounded, renew
+from tuningfork.data.dated import lines_in_front
 from tuningfork.data.tools import THOUGHTS, with_object_arguments, with_text_arguments
 from tuningfork.data.values import Unusable, string
-from tuningfork.records import Message, Turns
+from tuningfork.errors import DataError, first_line
+from tuningfork.records import Message, Source, Turns
 
 REFUSES = "the chat template refuses the conversation"
+TOO_LARGE = "too large to be printed"
+MEND = "Mend the template, or set data.template: none to train on plain strings as they are."
+TOO_LONG = "too long to be encoded"
+LONGEST = 10_000_000
+"""Characters of one text. The tokenizer takes up to 300 bytes of memory for each, so more could end the whole run."""
 # What the functions that print take themselves, and do not hand to the template; the messages they hand to it.
 _HOW_TO_PRINT = {
     *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
@@ -30,7 +40,7 @@ _READ = re.compile(
     r"""(?<![\w.\])])(\w+)\s*(?:\[[^\[\]'"]*\]\s*)?(?:\.\s*get\(\s*['"](\w+)['"]|\.\s*(\w+)|\[\s*['"](\w+)['"])"""
 )
 _ASKED = re.compile(r"""['"](\w+)['"]\s+(?:not\s+)?in\s+(\w+)""")
-_BOUND = re.compile(r"\{%[-+]?\s*(?:for\s+([\w\s,]+?)\s+in|set\s+(\w+)\s*=)\s*(.*?)%\}", re.DOTALL)
+_BOUND = re.compile(r"\{%[-+]?\s*(?:for\s([^{}%]*?)\sin\b|set\s+(\w+)\s*=)(.*?)%\}", re.DOTALL)
 # Of these come objects that are no messages: tools, calls, documents, and what a template keeps for itself.
 _NO_MESSAGES = re.compile(r"\b(?:tools?|tool_calls?|functions?|documents?|properties|parameters|items|namespace)\b")
 
@@ -99,13 +109,50 @@ class Printer:
         return next(names, THOUGHTS[0])
 
     def _print(self, turns: Turns, open_turn: bool) -> str:
+        renew()
         refused: Exception | None = None
         for messages in self._messages(turns):
             try:
-                return string(self._apply(messages, open_turn), "what the chat template prints")
-            except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+                printed = self._apply(messages, open_turn)
+            except MemoryError:
+                raise  # it is not the conversation that it refuses
+            except Exception as error:  # a template is a program, and may fail as any does
                 refused = refused or error
-        raise Unusable(REFUSES, str(refused)[:300]) from refused
+                continue
+            text = string(printed, "what the chat template prints")
+            if len(text) > LONGEST:
+                raise Unusable(TOO_LONG, f"the chat template prints {len(text):,} characters, {LONGEST:,} at most")
+            return text
+        assert refused is not None, "messages have at least one writing"
+        raise Unusable(REFUSES, self.complaint(refused)) from refused
+
+    def complaint(self, error: BaseException) -> str:
+        """What a template complains of, or how it fails, and in which of its lines."""
+        said = first_line(error)[:300]
+        if type(error) is jinja2.TemplateError:  # the template's own words, on purpose
+            return said
+        if not isinstance(error, jinja2.TemplateError):
+            said = f"{type(error).__name__}: {said}"
+        return said + self.place(error)
+
+    @property
+    def name(self) -> str:
+        """What a message calls the tokenizer whose template this is."""
+        return str(self.tokenizer.name_or_path or "the tokenizer")
+
+    def place(self, error: BaseException) -> str:
+        """The line of the template in which an error was raised, in words; nothing where it cannot be told."""
+        found = getattr(error, "lineno", None) if isinstance(error, jinja2.TemplateSyntaxError) else None
+        at = error.__traceback__
+        while at is not None:
+            known = at.tb_frame.f_globals
+            if "__jinja_exception__" in known:  # Jinja has put the template's own lines in
+                found = at.tb_lineno
+            elif isinstance(template := known.get("__jinja_template__"), jinja2.Template):
+                found = template.get_corresponding_lineno(at.tb_lineno)
+            at = at.tb_next
+        front = lines_in_front(self.tokenizer.get_chat_template(tools=self.arguments.get("tools")))
+        return f" (line {found - front} of the template)" if found and found > front else ""
 
     def _apply(self, messages: list[dict[str, Any]], open_turn: bool) -> Any:
         if self.silence is not None and messages:
@@ -181,6 +228,26 @@ class Printer:
             return behind.rfind("\n", 0, kept) + 1
         end, eos = start + len(token or tag[0]), str(self.tokenizer.eos_token)  # type: ignore[index]
         return end + len(eos) if behind.startswith(eos, end) else end
+
+
+def at_work(printer: Printer, work: Callable[[], Result], source: Source | None = None) -> Result:
+    """What `work` returns that a template does for a row, or for none at the start; its time and memory are bounded.
+
+    Raises DataError where the template does not come to an end, and where it takes too much memory: Unusable for a row,
+    and DataError at the start.
+    """
+    try:
+        return bounded(work)
+    except OutOfTime as error:
+        why = f"the chat template does not come to an end within {error}{printer.place(error)}"
+        where, cure = (printer.name, MEND) if source is None else (source, "Mend the template, or remove the row.")
+        raise DataError(f"{where}: {why}. {cure}") from None
+    except MemoryError as error:
+        taken = f"more than {bounds.MEMORY >> 20:,} MiB of memory{printer.place(error)}"
+        traceback.clear_frames(error.__traceback__)  # which hold that memory until Python looks for circles
+        if source is None:
+            raise DataError(f"{printer.name}: the chat template takes {taken}. {MEND}") from None
+        raise Unusable(TOO_LARGE, taken) from None
 
 
 def common(one: str, other: str) -> int:

@@ -18,14 +18,15 @@ import pyarrow.parquet
 
 from tuningfork.data.delimited import DELIMITERS, delimited_rows
 from tuningfork.data.file_kinds import check_kind
-from tuningfork.data.json_rows import Row, array_rows, is_array, is_zipped, line_rows, pieces
+from tuningfork.data.json_rows import RATIO, UNZIPPED, Row, array_rows, is_array, is_zipped, line_rows, pieces
 from tuningfork.data.table_rows import cause, table_rows
 from tuningfork.errors import DataError, TuningforkError
 from tuningfork.files import SCRATCH_CURE, checksum, explained, opened, scratch
 
 SUFFIXES = (".jsonl", ".json", ".parquet", *DELIMITERS)
 HUB = "hub:"  # in front of owner/name
-BATCH = 1000  # rows of a table that are made at once
+BATCH = 64  # rows of a table that are made at once: a text of megabytes may be there once, and stand in every row
+ROWS = 1_000_000  # more than these, in a file with fewer bytes than rows, are the same row again and again
 
 
 class Rows:
@@ -219,6 +220,7 @@ def _of_parquet(path: Path) -> Rows:
                 table = pyarrow.parquet.ParquetFile(pyarrow.memory_map(str(plain)))
         else:
             table = pyarrow.parquet.ParquetFile(pyarrow.memory_map(str(path)))
+    _check_not_blown_up(path, table.metadata)
     names = table.schema_arrow.names
     if twice := [name for name in names if names.count(name) > 1]:
         raise DataError(
@@ -226,6 +228,23 @@ def _of_parquet(path: Path) -> Rows:
             "with a name of its own."
         )
     return Rows(lambda: _readable_rows(str(path), _batches(table)) if names else ())
+
+
+def _check_not_blown_up(path: Path, found: pyarrow.parquet.FileMetaData) -> None:
+    """Raise DataError where a small file says that it holds very much, which can only be the same again and again."""
+    size = path.stat().st_size
+    if found.num_rows > max(ROWS, size):
+        raise DataError(
+            f"{path}: {found.num_rows:,} rows in {size:,} bytes are the same row again and again. Look at them."
+        )
+    for group in map(found.row_group, range(found.num_row_groups)):
+        for part in map(group.column, range(group.num_columns)):
+            if part.total_uncompressed_size > max(UNZIPPED, RATIO * part.total_compressed_size):
+                raise DataError(
+                    f"{path}: column {part.path_in_schema!r} unpacks to {part.total_uncompressed_size:,} bytes, more "
+                    f"than {RATIO} times what it takes in the file: it says the same again and again. Look at what is "
+                    "in it."
+                )
 
 
 def _batches(table: pyarrow.parquet.ParquetFile) -> Iterator[pyarrow.Table]:

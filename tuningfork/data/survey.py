@@ -195,4 +195,4 @@ def _listed(keys: Sequence[str], there: set[str]) -> str:
 
 
 def _fields_found(rows: Rows) -> str:
-    return f"Fields found: {', '.join(sorted({key for _, row in rows for key in row})[:40]) or 'none'}."
+    return f"Fields found: {', '.join(sorted(names_of(rows))[:40])[:1000] or 'none'}."

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, cast
 
+import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from tuningfork.data.left_out import LEAVES_OUT, check_left_out
-from tuningfork.data.printing import REFUSES, Printer, common
+from tuningfork.data.printing import LONGEST, MEND, REFUSES, TOO_LONG, Printer, at_work, common
 from tuningfork.data.spans import REOPENS, REWRITES, Finder, Located, Span, evened
 from tuningfork.data.values import Unusable
 from tuningfork.errors import DataError
-from tuningfork.records import Example, Source, Turns
+from tuningfork.records import Example, Message, Source, Turns
 
 __all__ = ["LEAVES_OUT", "REFUSES", "REOPENS", "REWRITES", "RenderedExample", "Span", "check_template", "render"]
-
-LONGEST = 10_000_000
-"""Characters of one text. The tokenizer takes up to 300 bytes of memory for each, so more could end the whole run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +51,11 @@ def render(
 
     An assistant turn counts with its end-of-turn marker, without the white space that the template puts behind it. A
     text ends where its last assistant turn ends. With train_on "last" no other turn of an answer counts. The content of
-    a turn that only calls is no text, or null where the template prints the calls only so. Raises Unusable where the
-    template cannot print this conversation, or leaves out what it holds.
+    a turn that only calls is no text, or null where the template prints the calls only so.
+
+    Raises:
+        Unusable: the template cannot print this conversation, or leaves out what it holds.
+        DataError: it does not come to an end.
     """
     if isinstance(example.prompt, str):
         border = len(example.prompt)
@@ -61,13 +63,22 @@ def render(
         return RenderedExample(example.source, border, texts, tuple(((border, len(t)),) for t in texts), plain=True)
     answers, arguments = cast(tuple[Turns, ...], example.answers), dict(example.template)
     printer = Printer(tokenizer, arguments)
+    work = partial(_conversations, example.source, example.prompt, answers, train_on, printer)
+    return at_work(printer, work, example.source)
+
+
+def _conversations(
+    source: Source, prompt: Turns, answers: tuple[Turns, ...], train_on: Literal["last", "all_assistant"],
+    printer: Printer,
+) -> RenderedExample:  # fmt: skip
+    """What is rendered of conversations, calls that stand alone with no text or with null beside them."""
     try:
-        return _rendered(example.source, example.prompt, answers, train_on, printer)
+        return _rendered(source, prompt, answers, train_on, printer)
     except Unusable as unusable:
-        if unusable.reason not in (REFUSES, LEAVES_OUT) or not any(map(_calls_only, (example.prompt, *answers))):
+        if unusable.reason not in (REFUSES, LEAVES_OUT) or not any(map(_calls_only, (prompt, *answers))):
             raise
         try:
-            return _rendered(example.source, example.prompt, answers, train_on, replace(printer, silence=None))
+            return _rendered(source, prompt, answers, train_on, replace(printer, silence=None))
         except Unusable as other:  # it prints the calls, but not all else
             raise (other if other.reason == LEAVES_OUT else unusable) from None
 
@@ -118,14 +129,12 @@ def _names(answers: int) -> Sequence[str]:
 def _encodable(text: str) -> str:
     """The text. Raises Unusable where it is longer than any that can be encoded."""
     if len(text) > LONGEST:
-        raise Unusable(
-            "too long to be encoded", f"prompt and answer have {len(text):,} characters, {LONGEST:,} at most"
-        )
+        raise Unusable(TOO_LONG, f"prompt and answer have {len(text):,} characters, {LONGEST:,} at most")
     return text
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise DataError unless the tokenizer has one chat template to use."""
+    """Raise DataError unless the tokenizer has one chat template to use, which can be read and comes to an end."""
     try:
         found, why = bool(tokenizer.get_chat_template()), "it is empty"
     except ValueError as error:  # none at all, or several by name and none of them the default
@@ -135,3 +144,13 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
             f"The tokenizer {tokenizer.name_or_path or '(unnamed)'} has no chat template to use ({why}). Set "
             "data.template: none to train on plain strings as they are, or add a chat_template to the tokenizer."
         )
+    printer = Printer(tokenizer, {})
+    try:
+        at_work(printer, lambda: printer((Message("user", "a"), Message("assistant", "b"))))
+    except Unusable as unusable:  # it may well want another conversation than this one
+        if isinstance(unusable.__cause__, SyntaxError | jinja2.TemplateSyntaxError):
+            raise DataError(
+                f"{printer.name}: the chat template cannot be read: {unusable.detail}. {MEND}"
+            ) from unusable
+        if unusable.reason == TOO_LONG:
+            raise DataError(f"{printer.name}: {unusable.detail}, of two words. {MEND}") from unusable

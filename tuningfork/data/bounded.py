@@ -1,0 +1,83 @@
+"""A bound on the processor time and the memory that foreign code takes, such as a chat template's.
+
+A template is a program. Its sandbox keeps it away from files, but a loop within a loop, a text that is doubled again
+and again or a power of a power needs no more than a line to take hours, or all memory. There are countless ways to
+write such a line, so none of them is looked for: the kernel counts time and memory while the template prints.
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+SECONDS = 10.0  # of processor time: a text of ten million characters is printed in a tenth of one
+MEMORY = 1 << 30  # bytes: three times what a row with such texts takes
+_AGAIN = 1.0  # seconds; a library may take the first interruption for some failure of its own
+
+Result = TypeVar("Result")
+_running = False  # whether time is counted
+
+
+class OutOfTime(BaseException):
+    """The time is over. It is no Exception, for code of others goes on after those."""
+
+
+def bounded(work: Callable[[], Result]) -> Result:
+    """What `work` returns, with a bound on the memory that it takes beyond what the process has, and on its processor
+    time up to each `renew`.
+
+    The limits are the process's, and Python hears of time in its main thread alone: work in another one has no bound.
+    Nor has it one of memory where the kernel is not Linux.
+
+    Raises:
+        OutOfTime: the work took SECONDS.
+        MemoryError: it asked for MEMORY bytes.
+    """
+    global _running
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    before = signal.signal(signal.SIGVTALRM, _end)
+    memory = _limit_memory()
+    try:
+        _running = True
+        signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS, _AGAIN)
+        return work()
+    finally:
+        # First of all, and in this very place: until then an interruption that is due comes with the next call, and
+        # a block of `with` would be left without its end.
+        _running = False
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        if memory is not None:
+            resource.setrlimit(resource.RLIMIT_AS, memory)
+        # The default is the end of the process, should the last signal still be on its way.
+        signal.signal(signal.SIGVTALRM, before if callable(before) else signal.SIG_IGN)
+
+
+def renew() -> None:
+    """Let the time of the work that this is called in, if it is bounded, begin anew."""
+    if _running and threading.current_thread() is threading.main_thread():
+        signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS, _AGAIN)
+
+
+def _end(*_: object) -> None:
+    if _running:
+        raise OutOfTime(f"{SECONDS:g} s of processor time")
+
+
+def _limit_memory() -> tuple[int, int] | None:
+    """Bound the process's memory; the limits that it had, None where there is no way.
+
+    Memory is then refused to all threads of the process, of which no other should be at work meanwhile.
+    """
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+    except OSError:
+        return None
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = min(given for given in (used + MEMORY, soft, hard) if given != resource.RLIM_INFINITY)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    return soft, hard
