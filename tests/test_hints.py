@@ -10,7 +10,6 @@ from tuningfork import hints, recipe
 from tuningfork.config import SETTINGS, from_yaml
 from tuningfork.errors import ConfigError
 
-EVALUATION = {"train.eval_every", "output.export"}
 SECTIONS = {key.partition(".")[0] for key in SETTINGS}
 NAMES = sorted(hints.table())
 ENTRIES = list({id(entry): entry for entry in hints.table().values()}.values())
@@ -27,12 +26,12 @@ def test_an_entry_names_only_settings_that_there_are_with_values_that_they_take(
     named = {entry.setting} - {""}
     for text in (entry.words, *entry.answers):
         named |= {key for key in re.findall(r"\b([a-z]+\.\w+)\b", text) if key.partition(".")[0] in SECTIONS}
-    assert named - {"output.dir"} <= {*SETTINGS, *EVALUATION}
+    assert named - {"output.dir"} <= {*SETTINGS}
     assert entry.setting or entry.words
     if isinstance(entry.values, str):
         assert entry.values == hints.SAME and entry.setting
     else:
-        for ours in entry.values if entry.setting not in EVALUATION else ():
+        for ours in entry.values:
             recipe.validate({entry.setting: recipe.parse_scalar(ours)}, SETTINGS, "")
 
 

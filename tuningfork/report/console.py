@@ -102,6 +102,7 @@ class Console:
         On a terminal that is seen while it lasts; elsewhere it is a line as it begins. The log has the times instead.
         No phase may begin within it.
         """
+        doing = visible(doing)
         with self.startup.time(name):
             if self.live:
                 with self._rich.status(Text(doing)):
