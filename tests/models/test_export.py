@@ -375,6 +375,18 @@ def test_checksums_that_are_none_are_named(tmp_path, exported, text):
         load_config(str(folder))
 
 
+@pytest.mark.parametrize("name", ["LICENSE", "vocab.old", "tokenizer.model", "chat_template.jinja"])
+def test_a_link_out_of_a_folder_is_not_exported(tmp_path, exported, name):
+    """Whoever made the folder would have the user publish a private file."""
+    (tmp_path / "key").write_text("private")
+    shutil.copytree(exported, tmp_path / "model")
+    (tmp_path / "model" / digests.NAME).unlink()
+    (tmp_path / "model" / name).unlink(missing_ok=True)
+    (tmp_path / "model" / name).symlink_to(tmp_path / "key")
+    with pytest.raises(ModelError, match=rf"{name} is a link that leads out of the folder, to .*key.*Put a copy"):
+        load(str(tmp_path / "model"))
+
+
 def test_a_copy_by_links_is_the_same_model(tmp_path, exported):
     (tmp_path / "linked").mkdir()
     for file in exported.iterdir():

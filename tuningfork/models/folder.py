@@ -206,6 +206,7 @@ def read(path: str) -> tuple[Origin, tuple[str, ...]]:
     config = read_json(path, CONFIG)
     there = sorted({file for pattern in _TRAVELS for file in folder.glob(pattern) if file.is_file()})
     there = [file for file in there if file.suffix not in trust.CODE]
+    _check_links(folder, there)
     if sum(file.stat().st_size for file in there) > _LARGEST_BESIDE:
         largest = max(there, key=lambda file: file.stat().st_size)
         raise ModelError(
@@ -233,6 +234,20 @@ def read(path: str) -> tuple[Origin, tuple[str, ...]]:
         if known != as_it_is:
             files[TOKENIZER] = to_json(known)
     return Origin(config, files), notes
+
+
+def _check_links(folder: Path, files: list[Path]) -> None:
+    """Raise ModelError for a link out of the folder: an export would carry whatever private file it leads to.
+
+    A folder may be a copy of another by links alone, as in the hub's cache: where its config.json leads is its own.
+    """
+    own = (folder.resolve(), (folder / CONFIG).resolve().parent)
+    for file in files:
+        if not any(file.resolve().is_relative_to(place) for place in own):
+            raise ModelError(
+                f"{folder}: {file.relative_to(folder)} is a link that leads out of the folder, to {file.resolve()}, and "
+                "an export would carry what lies there. Put a copy in its place, or remove it."
+            )
 
 
 def known_to_older_readers(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
