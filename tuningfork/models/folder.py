@@ -245,8 +245,8 @@ def _check_links(folder: Path, files: list[Path]) -> None:
     for file in files:
         if not any(file.resolve().is_relative_to(place) for place in own):
             raise ModelError(
-                f"{folder}: {file.relative_to(folder)} is a link that leads out of the folder, to {file.resolve()}, and "
-                "an export would carry what lies there. Put a copy in its place, or remove it."
+                f"{folder}: {file.relative_to(folder)} is a link that leads out of the folder, to {file.resolve()}, "
+                "and an export would carry what lies there. Put a copy in its place, or remove it."
             )
 
 
