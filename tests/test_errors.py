@@ -101,6 +101,7 @@ def test_the_first_line_of_an_error_without_a_word_is_its_type():
     assert first_line(ValueError("one:")) == "one:"
     assert (first_line(KeyError("one")), first_line(KeyError("one 'two'"))) == ("'one'", "one 'two'")
     assert first_line(EOFError()) == "EOFError"
+    assert first_line(ValueError("a" * 5000)) == "a" * 1000 + "... (5,000 characters)"
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def first_line(error: BaseException) -> str:
     sentence = isinstance(error, KeyError) and len(error.args) == 1 and " " in str(error.args[0])
     lines = (str(error.args[0] if sentence else error).strip() or type(error).__name__).splitlines()
     last = next((i for i, line in enumerate(lines) if not line.rstrip().endswith(":")), len(lines) - 1)
-    return " ".join(line.strip() for line in lines[: last + 1])
+    return shortened(" ".join(line.strip() for line in lines[: last + 1]), 1000)
 
 
 def of_pickle(error: pickle.UnpicklingError) -> str:

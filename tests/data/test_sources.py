@@ -73,7 +73,9 @@ def test_a_closed_folder_is_named_wherever_it_lies(tmp_path: Path) -> None:
     closed.chmod(0o700)
 
 
-@pytest.mark.parametrize("said", ["", "{", "[]", "{}", '{"splits": 3}', '{"splits": [1]}', '{"splits": []}'])
+@pytest.mark.parametrize(
+    "said", ["", "{", "[]", "{}", '{"splits": 3}', '{"splits": [1]}', '{"splits": []}', "[" * 10**5]
+)
 def test_a_saved_data_set_that_does_not_tell_its_splits_is_refused(said: str, tmp_path: Path) -> None:
     (tmp_path / "dataset_dict.json").write_text(said)
     with pytest.raises(DataError, match=rf"^{tmp_path}/dataset_dict\.json: does not tell the splits .*Save it again"):

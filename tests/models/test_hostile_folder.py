@@ -108,6 +108,24 @@ def test_a_pipe_in_a_folder_is_not_waited_for(tmp_path: Path, name: str) -> None
             loader(str(tmp_path))
 
 
+@pytest.mark.parametrize("kind", ["a folder", "a link to itself", "a link to nothing"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors"]
+)
+def test_what_is_no_file_under_the_name_of_one(tmp_path: Path, name: str, kind: str) -> None:
+    """A reader may go on without it: without generation settings, or with another template."""
+    folder_of(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    if kind == "a folder":
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).symlink_to(name if kind == "a link to itself" else "nothing")
+    what = "a folder" if kind == "a folder" else "a link that leads nowhere"
+    for loader in (load, load_config, load_tokenizer):
+        with pytest.raises(ModelError, match=rf"{tmp_path}: {name} is {what}, not a file\. Put the file itself there"):
+            loader(str(tmp_path))
+
+
 def test_what_lies_beside_the_weights_is_bounded(tmp_path: Path) -> None:
     with (folder_of(tmp_path) / "LICENSE").open("wb") as file:
         file.truncate(2 << 30)  # without a byte on the disk

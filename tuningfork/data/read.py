@@ -7,7 +7,6 @@ A file that cannot be used is a DataError that names file, line and column.
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,8 @@ from tuningfork.data.file_kinds import check_kind
 from tuningfork.data.json_rows import RATIO, UNZIPPED, Row, array_rows, is_array, is_zipped, line_rows, pieces
 from tuningfork.data.table_rows import cause, table_rows
 from tuningfork.errors import DataError, TuningforkError
-from tuningfork.files import SCRATCH_CURE, checksum, explained, opened, scratch
+from tuningfork.files import SCRATCH_CURE, checksum, explained, scratch
+from tuningfork.json_files import read_object
 
 SUFFIXES = (".jsonl", ".json", ".parquet", *DELIMITERS)
 HUB = "hub:"  # in front of owner/name
@@ -119,8 +119,7 @@ def read_names(folder: Path) -> list[str]:
     if not names.is_file():
         return []
     try:
-        with opened(names) as file:
-            splits = json.loads(file.read())["splits"]
+        splits = read_object(names)["splits"]
         if isinstance(splits, list) and splits and all(isinstance(split, str) for split in splits):
             return splits
         why = 'it has no list "splits" of names'

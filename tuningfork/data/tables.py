@@ -166,7 +166,7 @@ def _read(entry: Path) -> tuple[Columns, TableAccount] | None:
     try:
         check_sealed(entry, (*store.TYPES, ACCOUNT))
         return store.mapped(entry), TableAccount.from_json(read_plain(entry / ACCOUNT).decode())
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, TypeError, RecursionError):
         return None
     except OSError as error:
         raise RunFolderError(f"{entry} cannot be read: {error.strerror or error}. Permit it; or {ELSEWHERE}") from error

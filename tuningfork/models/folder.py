@@ -47,6 +47,7 @@ _AT_LEAST_ONE = (
 # Settings by which a config builds lists, and those by which a model builds tensors: more than any model has.
 _COUNTS, _MOST = re.compile(r"(^|_)(n|num)_(\w+_)?(layers?|blocks?|labels|experts)$"), 100_000
 _SIZES, _LARGEST = re.compile(r"(^|_)(size|dim|rank|heads?|embd|inner|positions|embeddings)(_|$)|^d_"), 2**31 - 1
+_SUFFIXES = (".json", ".safetensors", ".bin", ".jinja", ".model")  # of files that a model may need
 _LARGEST_BESIDE = 1 << 30  # bytes of all that an export takes over as it is
 _TOKENIZERS = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
@@ -105,12 +106,18 @@ def check(path: str) -> None:
 
 
 def _check_files(folder: Path) -> None:
-    """Refuse a folder with entries that a reader would wait for, or read without an end."""
+    """Refuse entries that a reader would wait for, or read without an end; and what has a model file's name and is
+    none, such as a link into a cache that is gone: a reader may go on without that file."""
     for entry in sorted(folder.iterdir()):
-        if entry.exists() and not entry.is_file() and not entry.is_dir():
+        if entry.is_file():
+            continue
+        if entry.exists() and not entry.is_dir():
             raise ModelError(
                 f"{folder}: {entry.name} is neither a file nor a folder, but a pipe, a socket or a device. Remove it."
             )
+        if entry.suffix in _SUFFIXES:
+            what = "a folder" if entry.is_dir() else "a link that leads nowhere"
+            raise ModelError(f"{folder}: {entry.name} is {what}, not a file. Put the file itself there, or remove it.")
 
 
 def check_tokenizer(path: str) -> None:

@@ -10,7 +10,9 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tuningfork.errors import counted
+from tuningfork.errors import RunFolderError, counted
+from tuningfork.files import read_plain
+from tuningfork.json_files import as_object
 from tuningfork.reference.fingerprint import differing_facts, text_digest
 from tuningfork.reference.store import FINGERPRINT, ReferenceStore
 
@@ -48,11 +50,9 @@ def _fingerprints(cache: Path) -> list[tuple[str, dict[str, str]]]:
     found = []
     for path in sorted(cache.glob(f"*/{FINGERPRINT}")):
         try:
-            facts = json.loads(path.read_bytes())
-        except (OSError, ValueError):
+            found.append((path.parent.name, as_object(read_plain(path))))
+        except (OSError, ValueError, RunFolderError):
             continue
-        if isinstance(facts, dict):
-            found.append((path.parent.name, facts))
     return found
 
 

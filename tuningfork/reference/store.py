@@ -17,6 +17,7 @@ import numpy as np
 
 from tuningfork.errors import ReferenceMismatch
 from tuningfork.files import clear_abandoned, read_plain, whole_file
+from tuningfork.json_files import as_object
 from tuningfork.records import TokenExample, column, taken
 from tuningfork.reference import shards
 from tuningfork.reference.fingerprint import differing_facts
@@ -180,14 +181,12 @@ class ReferenceStore:
 
 def _check_fingerprint(path: Path, ours: dict[str, str]) -> None:
     try:
-        theirs = json.loads(read_plain(path))
-        if not isinstance(theirs, dict):
-            raise ValueError
+        theirs = as_object(read_plain(path))
     except OSError as error:
         raise ReferenceMismatch(
             f"{path} cannot be read: {error.strerror or error}. Permit it, or choose another reference.cache."
         ) from error
-    except (ValueError, RecursionError):
+    except ValueError:
         raise ReferenceMismatch(f"{path} is damaged. Remove the folder {path.parent} to build it anew.") from None
     different = differing_facts(ours, theirs)
     if different:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -10,7 +9,8 @@ import torch
 
 from tuningfork.errors import RunFolderError
 from tuningfork.files import explained, read_plain, whole_folder
-from tuningfork.models import export
+from tuningfork.json_files import as_object
+from tuningfork.models import digests, export
 from tuningfork.models.load import load_config
 from tuningfork.report.console import Console
 from tuningfork.report.writer import write_json
@@ -32,6 +32,7 @@ def export_model(
     that step.
 
     Raises:
+        ModelError: the model that is there is not as it was exported.
         RunFolderError: the disk refuses, the checkpoint is damaged, or the model was exported before in another dtype.
     """
     path = folder / MODEL
@@ -39,6 +40,7 @@ def export_model(
     dtype = asked or start.loaded.stored_dtype
     there = _step_of(folder) if path.exists() else None
     if there == step:
+        digests.check(str(path), weights=True)  # the small files are compared when the config is read
         stored = load_config(str(path)).dtype
         if stored != dtype:
             raise RunFolderError(
@@ -60,8 +62,8 @@ def _step_of(folder: Path) -> int:
     """Of which step the exported model is. Raises RunFolderError."""
     record = folder / RECORD
     try:
-        return int(json.loads(read_plain(record))["step"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
+        return int(as_object(read_plain(record))["step"])
+    except (OSError, ValueError, LookupError, TypeError, OverflowError) as error:
         raise RunFolderError(
             f"{record}, which says of which step {folder / MODEL} is, cannot be read. Move that model away, then "
             "--resume: it is exported again."
