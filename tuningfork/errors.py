@@ -82,6 +82,11 @@ def enough_memory(doing: str) -> Iterator[None]:
         ) from error
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether a library written in Rust has met what it did not foresee. That is no Exception, nor an order to end."""
+    return type(error).__name__ == "PanicException"
+
+
 def first_line(error: BaseException) -> str:
     """What an exception says, on one line; the name of its type if it says nothing. A line that ends in a colon goes
     on in the next."""

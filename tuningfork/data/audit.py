@@ -17,7 +17,7 @@ from tuningfork.data.shorten import size_of
 from tuningfork.data.sources import Use, expand_all, mix
 from tuningfork.data.store import Selection
 from tuningfork.data.tables import Notice, Progress, TableAccount, TableReader
-from tuningfork.data.tokenize import check_vocabulary
+from tuningfork.data.tokenize import check_ids, check_vocabulary
 from tuningfork.errors import DataError
 from tuningfork.records import DataReport, DroppedRow, Source, TokenExample, column
 
@@ -56,6 +56,7 @@ def prepare(
             found = []
             for table in tables.taken:
                 examples, account = reader.open(table, _from(report.rows_read, progress))
+                check_ids(examples, vocab_size)
                 found.append(examples)
                 _enter(table, account, report)
             groups.append(Selection(found))
