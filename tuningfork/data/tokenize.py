@@ -19,7 +19,7 @@ from tuningfork.data.seams import Seams
 from tuningfork.data.store import TokenTable
 from tuningfork.data.template import RenderedExample, Span, check_template
 from tuningfork.data.values import Unusable
-from tuningfork.errors import DataError, OutOfMemory, first_line, is_panic
+from tuningfork.errors import DataError, first_line, is_panic
 from tuningfork.records import TokenAnswer, TokenExample
 
 BATCH = 4_000_000  # characters encoded in one call: what the tokenizer returns takes many times their memory
@@ -153,10 +153,8 @@ def naming(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
     """Turn whatever the tokenizer's library fails with into a DataError that names the tokenizer."""
     try:
         yield
-    except MemoryError as error:
-        raise OutOfMemory(f"reading text with {_name(tokenizer)}: no memory. Set data.workers to less.") from error
     except BaseException as error:
-        if not isinstance(error, Exception) and not is_panic(error):
+        if isinstance(error, MemoryError) or not (isinstance(error, Exception) or is_panic(error)):
             raise
         raise DataError(f"{_name(tokenizer)} cannot read it ({first_line(error)[:200]})") from error
 
