@@ -249,8 +249,8 @@ def _check_not_blown_up(path: Path, found: pyarrow.parquet.FileMetaData) -> None
     for group in map(found.row_group, range(found.num_row_groups)):
         if group.total_byte_size > max(UNZIPPED, RATIO * size):
             raise DataError(
-                f"{path}: a part of it with {counted(group.num_rows, 'row')} unpacks to {group.total_byte_size:,} bytes, "
-                f"more than {RATIO} times the whole file: it says the same again and again. Look at it."
+                f"{path}: a part of it with {counted(group.num_rows, 'row')} unpacks to {group.total_byte_size:,} "
+                f"bytes, more than {RATIO} times the whole file: it says the same again and again. Look at it."
             )
 
 
