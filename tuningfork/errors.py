@@ -123,6 +123,11 @@ def is_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)) is not None
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether a library written in Rust has met what it did not foresee. That is no Exception, nor an order to end."""
+    return type(error).__name__ == "PanicException"
+
+
 def first_line(error: BaseException) -> str:
     """What an exception says, on one line; the name of its type if it says nothing. A line that ends in a colon goes
     on in the next."""

@@ -18,9 +18,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.bounds import within
 from tests.data.rows import PAIR, read_examples, read_rows, write
+from tests.data.tiny_tokenizers import CHATML, byte_bpe
+from tuningfork.data import read
+from tuningfork.data.audit import prepare
+from tuningfork.data.config import DataConfig
 from tuningfork.data.read import BATCH
-from tuningfork.errors import DataError, RunFolderError
+from tuningfork.errors import DataError, OutOfMemory, RunFolderError
 from tuningfork.records import Message
 
 
@@ -456,3 +461,36 @@ def test_gzip_is_read_whatever_the_name(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(gzip.compress(GOOD))
     (tmp_path / "b.jsonl.gz").write_bytes(GOOD)
     assert read_rows(tmp_path / "a.jsonl") == read_rows(tmp_path / "b.jsonl.gz")
+
+
+def test_a_saved_data_set_names_files_of_its_own_folder(tmp_path: Path) -> None:
+    """A pipe among them would be waited for."""
+    folder = tmp_path / "saved"
+    datasets.Dataset.from_dict({"prompt": ["q"], "chosen": ["a"], "rejected": ["b"]}).save_to_disk(folder)
+    state = json.loads((folder / "state.json").read_text())
+    for name, why in (("../saved/part", "does not lie in this folder"), ("pipe", "pipe: it is a named pipe")):
+        if not (folder / "pipe").exists():
+            os.mkfifo(folder / "pipe")
+        (folder / "state.json").write_text(json.dumps(state | {"_data_files": [{"filename": name}]}))
+        with pytest.raises(DataError, match=rf"saved: cannot be loaded \(.*{why}.*Save it again"), within(30):
+            read_rows(folder)
+
+
+def test_pipes_and_devices_are_named_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.jsonl")
+    (tmp_path / "b.jsonl").symlink_to("/dev/zero")
+    for name in ("a.jsonl", "b.jsonl"):
+        with pytest.raises(DataError, match=rf"{name}: is a pipe or a device, and data is read more"), within(30):
+            read_rows(tmp_path / name)
+
+
+def test_a_want_of_memory_is_not_the_files_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pa.table({"prompt": ["q"], "chosen": ["a"], "rejected": ["b"]}), file)
+
+    def refuses(*_: object) -> None:
+        raise pa.lib.ArrowMemoryError("malloc of size 8 failed")
+
+    monkeypatch.setattr(read, "table_rows", refuses)
+    with pytest.raises(OutOfMemory, match=r"a.parquet: there is not the memory .*malloc of size 8.*data.workers"):
+        prepare(file, byte_bpe(chat_template=CHATML), DataConfig(), 260)

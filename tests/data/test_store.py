@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tuningfork.data import store
 from tuningfork.data.store import Selection, TokenTable, columns_of, joined, mapped, rows_of_each, write
 from tuningfork.records import Source, TokenAnswer, TokenExample, column
 
@@ -152,3 +154,40 @@ def test_a_selection_counts_through_its_parts() -> None:
     assert rows(everything[1:4]) == [11, 20, 21]
     assert rows(Selection([])) == rows(Selection([[], []])) == []
     assert everything[-1].source.row == 22
+
+
+HOSTILE = {
+    "no answers": {"answers": [0, 3]},
+    "fewer answers than there are": {"answers": [1, 1]},
+    "an offset beyond the tokens": {"prompt": [2, 90]},
+    "an answer of no length": {"answer": [2, 0, 3]},
+    "a prompt of less than none": {"prompt": [-2, 6]},
+    "an id below zero": {"ids": [-1] * 9},
+    "fewer ids": {"ids": [1] * 8},
+    "an answer of which no token counts": {"counts": [0, 0, 0, 1, 0, 0, 1, 0, 1]},
+    "a prompt that counts": {"counts": [1, 0, 1, 1, 0, 0, 1, 1, 1]},
+    "a mask of other bytes": {"counts": [0, 0, 7, 1, 0, 0, 1, 1, 1]},
+    "a label of another kind": {"label": [5, -1]},
+    "a weight that is none": {"weight": [np.nan, 1]},
+    "a row before the first": {"row": [0, 2]},
+    "a row less": {"row": [1]},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_columns_that_no_examples_make_are_told(name: str) -> None:
+    good = {
+        **{"row": [1, 2], "answers": [2, 1], "prompt": [2, 2], "label": [-1, -1], "weight": [1, 2]},
+        **{"margin": [np.nan, 1], "content": [b"a", b"b"], "answer": [1, 1, 3], "ids": range(9)},
+        "counts": [0, 0, 1, 1, 0, 0, 1, 0, 1],
+    }
+
+    def columns(values: dict[str, Any]) -> store.Columns:
+        types = store.TYPES | {"counts": np.dtype(np.uint8)}
+        raw = {name: np.array(value, types[name]) for name, value in values.items()}
+        return raw | {"counts": raw["counts"].view(bool)}
+
+    store.check(columns(good))
+    store.check(columns({name: [] for name in good}))
+    with pytest.raises(ValueError, match=r"columns|example|id|weight|answer"):
+        store.check(columns(good | HOSTILE[name]))

@@ -22,7 +22,7 @@ from tuningfork.data.config import DataConfig
 from tuningfork.data.tables import TableReader
 from tuningfork.data.workers import Workers
 from tuningfork.errors import DataError, RunFolderError
-from tuningfork.files import DIGESTS
+from tuningfork.files import DIGESTS, seal
 
 CONFIG = DataConfig(max_length=60)
 ROWS = [
@@ -322,3 +322,30 @@ def test_two_processes_make_a_table_once(tmp_path: Path) -> None:
     (waited,) = set(outs) - set(begun)
     assert "waiting" in waited.read_text() or "tokens of before" in waited.read_text()
     assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("answers", b"\0" * 8),
+        ("prompt", b"\xff" * 8),
+        ("ids", b""),
+        (tables.ACCOUNT, b"[1]"),
+        (tables.ACCOUNT, b"[" * 100_000),
+        (tables.ACCOUNT, b'["pairs", 9, [], [], {}, []]'),
+        (tables.ACCOUNT, b'["none", 2, [], [], {}, []]'),
+        (tables.ACCOUNT, b'["pairs", 3, [], [[1]], {}, []]'),
+    ],
+)
+def test_what_somebody_else_wrote_with_its_checksums_is_made_again(
+    opened: Opened, tmp_path: Path, name: str, content: bytes
+) -> None:
+    """Whole files that hold what this program never writes."""
+    table = write(tmp_path, ROWS)
+    first = opened(table)
+    (entry,) = (tmp_path / "cache").iterdir()
+    (entry / name).write_bytes(content)
+    (entry / DIGESTS).unlink()
+    seal(entry)
+    assert opened(table) == first
+    assert opened.made == 2 and opened.said == [f"{entry}: damaged, made again"]

@@ -23,7 +23,9 @@ from transformers import PreTrainedTokenizerBase
 
 from tuningfork.data.control import WRITTEN, ControlTokens, changed
 from tuningfork.data.template import RenderedExample, Span
+from tuningfork.data.tokenize import FAILS, naming
 from tuningfork.data.values import Unusable
+from tuningfork.errors import DataError, is_panic
 from tuningfork.records import Example
 
 _FIRST = 0xF0000  # of a private area that has 65,534 characters, none of which any script or emoji uses
@@ -63,7 +65,12 @@ class AsText:
     def _read(self, named: str) -> tuple[list[int], list[Span]]:
         """Ids and characters of each token of a text in which the words' control tokens have their names."""
         exchanged = self.either.sub(lambda found: self.exchange[found[0]], named)
-        encoding = self.twin.encode(exchanged, add_special_tokens=False)
+        twin = self.twin
+        try:
+            with naming(self.tokenizer):
+                encoding = twin.encode(exchanged, add_special_tokens=False)
+        except DataError as error:
+            raise Unusable(FAILS, str(error)) from error
         ids, starts, stops = np.array(encoding.ids), *np.array(encoding.offsets).reshape(-1, 2).T
         for found in self.name.finditer(named):
             within = (starts < found.end()) & (stops > found.start())
@@ -99,7 +106,9 @@ class AsText:
             model["unk_token"] = self._renamed(model["unk_token"])
         try:
             twin: Any = Tokenizer.from_str(json.dumps(facts))
-        except Exception as error:  # the library has no type of its own for these
+        except BaseException as error:  # the library has no type of its own for these
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
             return f"and the tokenizer cannot do without it: {str(error)[:200]}"
         if any(twin.token_to_id(name) != backend.token_to_id(token) for token, name in self.names.items()):
             return "and the tokenizer has no fixed ids for its control tokens"

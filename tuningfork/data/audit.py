@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from tuningfork.data.shorten import size_of
 from tuningfork.data.sources import Use, expand_all, mix
 from tuningfork.data.store import Selection
 from tuningfork.data.tables import Notice, Progress, TableAccount, TableReader
-from tuningfork.data.tokenize import check_vocabulary
-from tuningfork.errors import DataError
+from tuningfork.data.tokenize import check_ids, check_vocabulary
+from tuningfork.errors import DataError, OutOfMemory, first_line
 from tuningfork.records import DataReport, DroppedRow, Source, TokenExample, column
 
 LEFT_OUT = "left out of the mix"
@@ -55,7 +56,9 @@ def prepare(
             report.passed_over += tables.left
             found = []
             for table in tables.taken:
-                examples, account = reader.open(table, _from(report.rows_read, progress))
+                with _enough_memory(table):
+                    examples, account = reader.open(table, _from(report.rows_read, progress))
+                check_ids(examples, vocab_size)
                 found.append(examples)
                 _enter(table, account, report)
             groups.append(Selection(found))
@@ -68,6 +71,22 @@ def prepare(
     if not used:
         raise DataError(_unusable(report, names))
     return used, report
+
+
+@contextmanager
+def _enough_memory(table: str) -> Iterator[None]:
+    """Turn a refusal of memory into an OutOfMemory that names the table and the settings of this room that need less.
+
+    A process that turns rows into tokens is killed rather than refused, of which `Workers` tells.
+    """
+    try:
+        yield
+    except MemoryError as error:
+        raise OutOfMemory(
+            f"{table}: there is not the memory to read its rows and to make tokens of them ({first_line(error)}). Set "
+            "data.workers to less; set data.cache to a folder, so that tokens lie there and not in memory; or split "
+            "the table."
+        ) from error
 
 
 def _from(before: int, progress: Progress | None) -> Progress | None:

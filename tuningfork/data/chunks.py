@@ -84,15 +84,14 @@ class ChunkEncoder:
             kept.append((read.example, read.names))
             block.notes.extend((note, number) for note in (*read.notes, *notes))
             block.not_read.extend((name, number) for name in read.not_read)
-        return [
-            (
-                names,
-                encoded._replace(
-                    example=replace(encoded.example, label=example.label, weight=example.weight, margin=example.margin)
-                ),
-            )
-            for (example, names), encoded in zip(kept, self.encoder.encode(rendered), strict=True)
-        ]
+        found: list[tuple[list[str], Encoded]] = []
+        for (example, names), encoded in zip(kept, self.encoder.encode(rendered), strict=True):
+            if isinstance(encoded, Unusable):
+                block.dropped.append((example.source.row, encoded.reason, encoded.detail))
+                continue
+            said = replace(encoded.example, label=example.label, weight=example.weight, margin=example.margin)
+            found.append((names, encoded._replace(example=said)))
+        return found
 
     def _print(self, example: Example) -> tuple[RenderedExample, list[str]]:
         """The example as text, and notes of the control tokens that its own words spell."""

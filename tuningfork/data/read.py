@@ -19,8 +19,8 @@ from tuningfork.data.delimited import DELIMITERS, delimited_rows
 from tuningfork.data.file_kinds import check_kind
 from tuningfork.data.json_rows import RATIO, UNZIPPED, Row, array_rows, is_array, is_zipped, line_rows, pieces
 from tuningfork.data.table_rows import cause, table_rows
-from tuningfork.errors import DataError, TuningforkError
-from tuningfork.files import SCRATCH_CURE, checksum, explained, scratch
+from tuningfork.errors import DataError, TuningforkError, counted, first_line
+from tuningfork.files import SCRATCH_CURE, checksum, explained, opened, scratch
 from tuningfork.json_files import read_object
 
 SUFFIXES = (".jsonl", ".json", ".parquet", *DELIMITERS)
@@ -51,6 +51,7 @@ def read_rows(path: str | Path) -> Rows:
         return _of_dataset(str(path), lambda: _from_hub(str(path)))
     path = Path(path)
     if is_saved_dataset(path):
+        _check_saved(path)
         return _of_dataset(str(path), lambda: datasets.load_from_disk(str(path)))
     suffix = _checked_suffix(path)
     check_kind(path, suffix)
@@ -113,6 +114,22 @@ def is_saved_dataset(folder: Path) -> bool:
     return (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
 
 
+def _check_saved(folder: Path) -> None:
+    """Raise DataError where a saved data set names something else than files of its own folder."""
+    try:
+        with opened(folder / "state.json") as file:
+            names = [str(part["filename"]) for part in json.loads(file.read())["_data_files"]]
+        for name in ("dataset_info.json", *names):
+            if Path(name).name != name:
+                raise ValueError(f"state.json names {name[:80]!r}, which does not lie in this folder")
+            opened(folder / name).close()
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        why = (
+            f"{Path(error.filename or '').name}: {error.strerror}" if isinstance(error, OSError) else first_line(error)
+        )
+        raise DataError(f"{folder}: cannot be loaded ({why[:300]}). Save it again.") from error
+
+
 def read_names(folder: Path) -> list[str]:
     """The splits of a folder of several tables as `datasets` saves it; none for any other folder. Raises DataError."""
     names = folder / "dataset_dict.json"
@@ -123,7 +140,7 @@ def read_names(folder: Path) -> list[str]:
         if isinstance(splits, list) and splits and all(isinstance(split, str) for split in splits):
             return splits
         why = 'it has no list "splits" of names'
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         why = str(error)
     raise DataError(f"{names}: does not tell the splits of this data set ({why[:300]}). Save it again.")
 
@@ -152,6 +169,8 @@ def _loading(name: str) -> Iterator[None]:
     try:
         with _quiet_library():
             yield
+    except MemoryError:
+        raise
     except Exception as error:  # the library raises whatever its own libraries raise
         hint = (
             "Check the name, and the network unless it was loaded before; without one, get its files on another "
@@ -236,14 +255,13 @@ def _check_not_blown_up(path: Path, found: pyarrow.parquet.FileMetaData) -> None
         raise DataError(
             f"{path}: {found.num_rows:,} rows in {size:,} bytes are the same row again and again. Look at them."
         )
+    # Of whole row groups: asked for a damaged column, pyarrow ends the process.
     for group in map(found.row_group, range(found.num_row_groups)):
-        for part in map(group.column, range(group.num_columns)):
-            if part.total_uncompressed_size > max(UNZIPPED, RATIO * part.total_compressed_size):
-                raise DataError(
-                    f"{path}: column {part.path_in_schema!r} unpacks to {part.total_uncompressed_size:,} bytes, more "
-                    f"than {RATIO} times what it takes in the file: it says the same again and again. Look at what is "
-                    "in it."
-                )
+        if group.total_byte_size > max(UNZIPPED, RATIO * size):
+            raise DataError(
+                f"{path}: a part of it with {counted(group.num_rows, 'row')} unpacks to {group.total_byte_size:,} "
+                f"bytes, more than {RATIO} times the whole file: it says the same again and again. Look at it."
+            )
 
 
 def _batches(table: pyarrow.parquet.ParquetFile) -> Iterator[pyarrow.Table]:
@@ -260,7 +278,7 @@ def _readable_rows(name: str, batches: Iterable[pyarrow.Table]) -> Iterator[tupl
 def _readable(name: str | Path, what: str, cure: str) -> Iterator[None]:
     try:
         yield
-    except TuningforkError:
+    except (TuningforkError, MemoryError):
         raise
     except Exception as error:  # the library raises whatever its own libraries raise
         raise DataError(f"{name}: {what} ({cause(error)[:300]}). {cure}") from error

@@ -13,6 +13,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+MOST = 1_000_000  # pairs of tokens that are compared; a second of work
+
 
 class Seams:
     """The tokens of one tokenizer in front of which a text may be cut, of those that its chat template writes."""
@@ -23,13 +25,14 @@ class Seams:
         written = str(tokenizer.chat_template)
         known = set(map(str, tokenizer.all_special_tokens))  # a template may write these by name
         texts = [token.content for token in added]
-        self.tokens = [
+        wanted = [
             token.content
             for token in added
-            if (token.content in written or token.content in known)
-            and _stands_alone(token)
-            and not any(_reaches_into(text, token.content) for text in texts)
+            if (token.content in known or token.content in written) and _stands_alone(token)
         ]
+        if len(wanted) * len(texts) > MOST:
+            wanted = []  # then every text is read as a whole, which gives the same
+        self.tokens = [token for token in wanted if not any(_reaches_into(text, token) for text in texts)]
         if getattr(tokenizer, "split_special_tokens", False) or getattr(backend, "encode_special_tokens", False):
             self.tokens = []  # they are text like any other
 

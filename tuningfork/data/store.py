@@ -78,6 +78,11 @@ class TokenTable(Sequence[TokenExample]):
             margin=None if margin != margin else margin,
         )
 
+    def source_of(self, token: int) -> Source:
+        """The row that has a token, by its place in the column of ids."""
+        n = int(np.searchsorted(self._first_token, token, side="right")) - 1
+        return Source(self.file, int(self.columns["row"][n]))
+
     def column(self, name: str) -> np.ndarray:
         """What `records.column` says of the examples, without making them."""
         get, first = self.columns, self._first_answer[:-1]
@@ -184,6 +189,32 @@ def write(folder: Path, blocks: Iterable[Columns]) -> None:
 def mapped(folder: Path) -> Columns:
     """The columns in a folder, mapped, not read."""
     return {name: _mapped(folder / name, kind) for name, kind in TYPES.items()}
+
+
+def check(columns: Columns) -> None:
+    """Raise ValueError where columns are not what `columns_of` makes: of unlike lengths, pieces that reach beyond the
+    tokens, an example without answers, an answer of which no token counts."""
+    answers, prompt, answer = (columns[name] for name in ("answers", "prompt", "answer"))
+    if {len(columns[name]) for name in ("row", "prompt", "label", "weight", "margin", "content")} != {len(answers)}:
+        raise ValueError("columns of examples have unlike lengths")
+    if (answers < 1).any() or (answer < 1).any() or (prompt < 0).any() or (columns["row"] < 1).any():
+        raise ValueError("an example has no answers, or none of a length")
+    tokens = prompt.sum(dtype=np.int64) + answer.sum(dtype=np.int64)
+    if answers.sum(dtype=np.int64) != len(answer) or {len(columns["ids"]), len(columns["counts"])} != {tokens}:
+        raise ValueError("examples have other answers or tokens than there are")
+    counts, weight = columns["counts"].view(np.uint8), columns["weight"]
+    if not len(answer):
+        return
+    if columns["ids"].min() < 0 or counts.max() > 1 or not np.isin(columns["label"], (-1, 0, 1)).all():
+        raise ValueError("an id, a label or a mask is none")
+    if not (np.isfinite(weight) & (weight > 0)).all():
+        raise ValueError("a weight is none")
+    # All pieces in their order: in front of an example's answers stands its prompt.
+    sizes = np.insert(answer, _starts(answers)[:-1], prompt)
+    is_answer = np.insert(np.ones(len(answer), bool), _starts(answers)[:-1], False)[sizes > 0]
+    counted = np.add.reduceat(counts, _starts(sizes[sizes > 0])[:-1], dtype=np.int64)
+    if ((counted > 0) != is_answer).any():
+        raise ValueError("an answer has no token that counts, or a prompt has one")
 
 
 def _mapped(path: Path, kind: np.dtype) -> np.ndarray:

@@ -58,6 +58,8 @@ def _values(name: str, column: pa.ChunkedArray, kind: Any) -> list[Any]:
     read = _reader(name, column.type, kind)
     try:
         return [read(value) for value in column.to_pylist(maps_as_pydicts="strict")]
+    except MemoryError:
+        raise
     except Exception:  # whatever a library makes of bytes that are no value
         return [_one(name, value, read) for value in column]
 
@@ -65,6 +67,8 @@ def _values(name: str, column: pa.ChunkedArray, kind: Any) -> list[Any]:
 def _one(name: str, value: pa.Scalar, read: Callable[[Any], Any]) -> Any:
     try:
         return read(value.as_py(maps_as_pydicts="strict"))
+    except MemoryError:
+        raise
     except Exception as error:
         return Broken(UNREADABLE, f"{name} cannot be read ({cause(error)[:300]}); write it anew with plain values")
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+from pydantic import TypeAdapter
 from transformers import PreTrainedTokenizerBase
 
 from tuningfork import records
@@ -25,6 +26,7 @@ from tuningfork.data.chunks import ChunkEncoder
 from tuningfork.data.config import DataConfig
 from tuningfork.data.dated import at_date
 from tuningfork.data.examples import fields_not_read
+from tuningfork.data.forms import FORMS
 from tuningfork.data.read import digest_of
 from tuningfork.data.store import Columns, TokenTable
 from tuningfork.data.survey import open_table
@@ -66,6 +68,18 @@ SETTINGS = (
 LIBRARIES = ("transformers", "tokenizers", "jinja2", "datasets")
 
 
+_ACCOUNT = TypeAdapter(
+    tuple[
+        str,
+        int,
+        list[str],
+        list[tuple[int, str, str]],
+        dict[str, list[int]],
+        list[tuple[int, int, list[int], int]],
+    ]
+)
+
+
 @dataclass(slots=True)
 class TableAccount:
     """What became of a table's rows: rows_read = examples + dropped. Rows are named by their numbers."""
@@ -83,9 +97,10 @@ class TableAccount:
 
     @classmethod
     def from_json(cls, text: str) -> TableAccount:
-        form, rows_read, fields, dropped, notes, sizes = json.loads(text)
+        """What `as_json` wrote. Raises ValueError."""
+        form, rows_read, fields, dropped, notes, sizes = _ACCOUNT.validate_json(text)
         known = {row: Size(prompt, tuple(answers), opening) for row, prompt, answers, opening in sizes}
-        return cls(form, rows_read, fields, [(row, reason, detail) for row, reason, detail in dropped], notes, known)
+        return cls(form, rows_read, fields, dropped, notes, known)
 
 
 class TableReader:
@@ -165,7 +180,11 @@ def _read(entry: Path) -> tuple[Columns, TableAccount] | None:
     check_plain(entry, folder=True)
     try:
         check_sealed(entry, (*store.TYPES, ACCOUNT))
-        return store.mapped(entry), TableAccount.from_json(read_plain(entry / ACCOUNT).decode())
+        columns, account = store.mapped(entry), TableAccount.from_json(read_plain(entry / ACCOUNT).decode())
+        store.check(columns)
+        if account.form not in FORMS or account.rows_read != len(columns["row"]) + len(account.dropped):
+            raise ValueError(f"{ACCOUNT} is damaged")
+        return columns, account
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, TypeError, RecursionError):
         return None
     except OSError as error:

@@ -16,11 +16,14 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tuningfork.data.seams import Seams
+from tuningfork.data.store import TokenTable
 from tuningfork.data.template import RenderedExample, Span, check_template
-from tuningfork.errors import DataError
+from tuningfork.data.values import Unusable
+from tuningfork.errors import DataError, first_line, is_panic
 from tuningfork.records import TokenAnswer, TokenExample
 
 BATCH = 4_000_000  # characters encoded in one call: what the tokenizer returns takes many times their memory
+FAILS = "the tokenizer fails"
 MERGES = "tokens merge across the border of prompt and answer"  # a note
 
 
@@ -48,18 +51,35 @@ class Encoder:
         if template == "chat":
             check_template(tokenizer)
         bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-        self.bos = _ids([bos] if bos is not None and tokenizer("").input_ids[:1] == [bos] else [])
+        with naming(tokenizer):
+            self.bos = _ids([bos] if bos is not None and tokenizer("").input_ids[:1] == [bos] else [])
         self.eos = _ids([eos] if eos is not None else [])
         self.tokenizer = tokenizer
         self.seams = Seams(tokenizer)
 
     def __call__(self, examples: Sequence[RenderedExample]) -> list[TokenExample]:
-        """Encode examples, many in one call of the tokenizer."""
-        return [encoded.example for encoded in self.encode(examples)]
+        """Encode examples, many in one call of the tokenizer. Raises Unusable for one of them as `encode` tells it."""
+        found = []
+        for encoded in self.encode(examples):
+            if isinstance(encoded, Unusable):
+                raise encoded
+            found.append(encoded.example)
+        return found
 
-    def encode(self, examples: Sequence[RenderedExample]) -> list[Encoded]:
-        """Encode examples, many in one call of the tokenizer, with what is worth knowing of each."""
-        return [encoded for batch in _batches(examples) for encoded in self._encode(batch)]
+    def encode(self, examples: Sequence[RenderedExample]) -> list[Encoded | Unusable]:
+        """Encode examples, many in one call of the tokenizer, with what is worth knowing of each; why it cannot be used
+        where the tokenizer fails at it."""
+        return [encoded for batch in _batches(examples) for encoded in self._tried(batch)]
+
+    def _tried(self, examples: Sequence[RenderedExample]) -> list[Encoded | Unusable]:
+        """Encode examples in one call; where that fails, each by itself, so that one costs no other."""
+        try:
+            with naming(self.tokenizer):
+                return [*self._encode(examples)]
+        except DataError as error:
+            if len(examples) == 1:
+                return [Unusable(FAILS, str(error))]
+        return [encoded for example in examples for encoded in self._tried([example])]
 
     def _encode(self, examples: Sequence[RenderedExample]) -> list[Encoded]:
         given = iter([[_Sequence.of(*read) for read in example.tokens] for example in examples if example.tokens])
@@ -128,6 +148,21 @@ def _no_post_processing(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
         backend.post_processor = kept
 
 
+@contextmanager
+def naming(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Turn whatever the tokenizer's library fails with into a DataError that names the tokenizer."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, MemoryError) or not (isinstance(error, Exception) or is_panic(error)):
+            raise
+        raise DataError(f"{_name(tokenizer)} cannot read it ({first_line(error)[:200]})") from error
+
+
+def _name(tokenizer: PreTrainedTokenizerBase) -> str:
+    return f"tokenizer.json of {tokenizer.name_or_path or '(unnamed)'}"
+
+
 def _ids(ids: Sequence[int]) -> np.ndarray:
     return np.array(ids, dtype=np.int32)
 
@@ -173,11 +208,28 @@ def _joined(*parts: _Sequence) -> _Sequence:
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
     """Raise DataError where the tokenizer has ids that the model's embedding, of vocab_size rows, has not."""
-    vocabulary = tokenizer.get_vocab()
+    name, vocabulary = tokenizer.name_or_path or "(unnamed)", tokenizer.get_vocab()
+    if not vocabulary:
+        raise DataError(f"The tokenizer {name} has no tokens. Use the model's own tokenizer.")
     token = max(vocabulary, key=vocabulary.__getitem__)
     if vocabulary[token] >= vocab_size:
         raise DataError(
-            f"The tokenizer {tokenizer.name_or_path or '(unnamed)'} has token {token!r} with id {vocabulary[token]}, "
-            f"but the model embeds only the ids below {vocab_size}. Use the model's own tokenizer, or resize the "
-            "model's embeddings and save it."
+            f"The tokenizer {name} has token {token!r} with id {vocabulary[token]}, but the model embeds only the ids "
+            f"below {vocab_size}. Use the model's own tokenizer, or resize the model's embeddings and save it."
         )
+
+
+def check_ids(table: TokenTable, vocab_size: int) -> None:
+    """Raise DataError where a row has an id that the model's embedding, of vocab_size rows, has not.
+
+    A vocabulary need not tell all ids, for a tokenizer may give a word another one than the vocabulary says; and
+    a token cache could have been written by anybody.
+    """
+    ids = table.columns["ids"]
+    if not len(ids) or (ids.min() >= 0 and ids.max() < vocab_size):
+        return
+    wrong = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
+    raise DataError(
+        f"{table.source_of(wrong)} has the token id {ids[wrong]}, but the model embeds only the ids from 0 to "
+        f"{vocab_size - 1}. Use the model's own tokenizer; if that is in use, set data.cache to another folder."
+    )

@@ -24,10 +24,11 @@ from transformers import (
 )
 from transformers.core_model_loading import WeightRenaming
 
-from tuningfork.errors import LOADING, ModelError, enough_memory, first_line, is_of_memory
+from tuningfork.errors import LOADING, ModelError, enough_memory, first_line, is_of_memory, is_panic
 from tuningfork.models import attention, checks, digests, folder, trust, weights
 from tuningfork.models.folder import Origin
 from tuningfork.models.support import check_config, check_modules
+from tuningfork.models.tokenizer_file import check_tokenizer_file
 from tuningfork.models.weights import Found, Stored
 
 _CPU = torch.device("cpu")
@@ -71,10 +72,13 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     for file in (folder.TOKENIZER, folder.CONFIG):
         if (Path(path) / file).exists():
             trust.check_tokenizer(folder.read_json(path, file), file, path)
+    check_tokenizer_file(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         again = tokenizer.decode(tokenizer("one two", add_special_tokens=False)["input_ids"])
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         why = folder.no_tokenizer(path) or f"{first_line(error).rstrip('.')}.{folder.pointers(path)}"
         raise ModelError(f"{path}: the tokenizer cannot be loaded: {why}") from error
     if "onetwo" in again:

@@ -1,0 +1,127 @@
+"""What a tokenizer.json asks for is looked at before the library obeys it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.bounds import within, without_much_memory
+from tests.data.tiny_tokenizers import byte_bpe
+from tests.models.folders import folder_of
+from tuningfork.errors import ModelError
+from tuningfork.models import tokenizer_file
+from tuningfork.models.load import load_tokenizer
+from tuningfork.models.tokenizer_file import check_tokenizer_file, growth
+
+
+def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def sequence(*rules: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Sequence", "normalizers": list(rules)}
+
+
+def charsmap(*texts: str) -> dict[str, Any]:
+    table = (8).to_bytes(4, "little") + bytes(8) + b"\0".join(text.encode() for text in texts) + b"\0"
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
+
+
+GROWTH = [
+    (None, 1),
+    ({"type": "NFKC"}, 1),
+    (replace({"String": " "}, "▁"), 1),
+    (replace({"Regex": " {2,}"}, "▁"), 1),
+    (sequence({"type": "Prepend", "prepend": "▁"}, replace({"String": " "}, "▁")), 2),
+    (sequence(replace({"String": "``"}, '"'), replace({"String": "''"}, '"')), 1),
+    (charsmap(" ", "fi", "1⁄4"), 3),
+    (replace({"String": "a"}, "a" * 10), 10),
+    (sequence(*[replace({"String": "a"}, "aa")] * 20), 2**20),
+    (sequence(*[replace({"Regex": "(?=a)"}, "a")] * 20), 2**20),  # a match of no letters
+    (sequence(*[replace({"Regex": r"\p{L}*"}, "a")] * 20), 2**20),  # not Python's, and so perhaps of none
+    (sequence(*[replace({"String": "a"}, "a" * 99)] * 400), float("inf")),
+    (sequence(charsmap("a" * 50), charsmap("b" * 50)), 2500),
+]
+
+
+@pytest.mark.parametrize(("rules", "expected"), GROWTH)
+def test_what_may_become_of_one_letter(rules: dict[str, Any], expected: float) -> None:
+    assert growth(rules) == expected
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    byte_bpe().save_pretrained(folder_of(tmp_path / "model"))
+    return tmp_path / "model"
+
+
+def change(folder: Path, **values: Any) -> None:
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(ModelError) as raised, within(60), without_much_memory():
+        load_tokenizer(str(folder))
+    return str(raised.value)
+
+
+def test_rules_that_write_ever_longer_text_are_not_obeyed(folder: Path) -> None:
+    assert load_tokenizer(str(folder)).decode([4]) == "!"
+    rules = [replace({"String": "o"}, "o" * 10)] * 12
+    change(folder, normalizer={"type": "Sequence", "normalizers": rules})
+    assert "tokenizer.json: the rules of its normalizer can make more than 32 letters of one" in refused(folder)
+    change(folder, normalizer=None, decoder={"type": "Sequence", "decoders": [*rules, {"type": "Fuse"}]})
+    assert "tokenizer.json: the rules of its decoder can" in refused(folder)
+
+
+def test_too_many_tokens_beside_the_models_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_file, "ADDED", 4)
+    check_tokenizer_file(str(folder))
+    monkeypatch.setattr(tokenizer_file, "ADDED", 3)
+    assert "tokenizer.json: has 4 added_tokens, 3 at most" in refused(folder)
+
+
+def test_a_file_that_is_none(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("[" * 100_000)
+    assert "tokenizer.json: is not JSON" in refused(folder)
+    (folder / "tokenizer.json").write_text("[]")
+    assert "tokenizer.json: holds no JSON object" in refused(folder)
+    (folder / "tokenizer.json").unlink()
+    os.mkfifo(folder / "tokenizer.json")
+    with pytest.raises(ModelError, match=r"tokenizer.json: cannot be read \(it is a named pipe"), within(20):
+        check_tokenizer_file(str(folder))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(o"}, "behavior": "Isolated", "invert": False}},
+        {"added_tokens": [{"id": -1, "content": "x"}]},
+        {"normalizer": {"type": "Replace", "pattern": {}, "content": 3}},
+        {"model": {"type": "BPE", "vocab": {}, "merges": ["a b"]}},
+    ],
+)
+def test_whatever_the_library_fails_with_names_the_folder(folder: Path, wrong: dict[str, Any]) -> None:
+    change(folder, **wrong)
+    assert refused(folder).startswith(f"{folder}: the tokenizer cannot be loaded: ")
+
+
+def test_what_the_library_did_not_foresee_names_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own failures are no Exception; an order to end is none either, and is obeyed."""
+    kind: type[BaseException] = type("PanicException", (BaseException,), {})
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise kind("index out of bounds")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", fails)
+    assert refused(folder) == f"{folder}: the tokenizer cannot be loaded: index out of bounds."
+    kind = KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        load_tokenizer(str(folder))
