@@ -36,6 +36,7 @@ DECIDE_NO_BIT = {
     "models.flops": "counts what a token costs",
     "models.folder": "what lies beside the weights; the model's config is in the fingerprint",
     "models.support": "refuses models, and examples that are too long for one",
+    "models.tokenizer_file": "refuses tokenizers that ask for too much",
     "models.trust": "refuses folders that ask for code of others",
     "models.weights": "brings weights into memory, where they are digested",
     "data.store": "where examples lie; their content is the key of what is scored",

@@ -117,13 +117,12 @@ def is_saved_dataset(folder: Path) -> bool:
 def _check_saved(folder: Path) -> None:
     """Raise DataError where a saved data set names something else than files of its own folder."""
     try:
-        with opened(folder / "state.json") as file:
-            names = [str(part["filename"]) for part in json.loads(file.read())["_data_files"]]
+        names = [str(part["filename"]) for part in read_object(folder / "state.json")["_data_files"]]
         for name in ("dataset_info.json", *names):
             if Path(name).name != name:
                 raise ValueError(f"state.json names {name[:80]!r}, which does not lie in this folder")
             opened(folder / name).close()
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         why = (
             f"{Path(error.filename or '').name}: {error.strerror}" if isinstance(error, OSError) else first_line(error)
         )
