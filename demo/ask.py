@@ -1,6 +1,6 @@
 """Ask a model folder something, with plain transformers: what the demo exports works without tuningfork.
 
-python demo/ask.py runs/demo/model "What is a kite for?" "What does a clown do?"
+python demo/ask.py runs/demo/model "What does a clown do?" "What is a zoo?"
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def main() -> int:
         f"One plain sentence of {SHORTEST} to {LONGEST} words that names its subject: {_good(prompts, before)} of "
         f"{len(prompts)} before, {_good(prompts, after)} of {len(prompts)} after (by rule: demo/judge.py).\n"
         "The form is learned; facts that so small a model lacks are not.\n\n"
-        f'Ask it yourself:     {_program("python")} demo/ask.py {trained} "What is a kite for?"\n'
+        f'Ask it yourself:     {_program("python")} demo/ask.py {trained} "What does a clown do?"\n'
         f"Train on your pairs: {_program('tuningfork')} train demo/recipe.yaml --data.train mine.jsonl "
         "--data.eval null --output.dir runs/mine"
     )
