@@ -104,7 +104,7 @@ def test_what_is_no_recipe_is_not_read(tmp_path: Path, monkeypatch: pytest.Monke
     assert refused("/dev/zero") == "/dev/zero cannot be read: it is a device, not a file."
     assert refused("loop") == "loop cannot be read: Too many levels of symbolic links."
     assert refused("n" * 300) == f"{'n' * 300} cannot be read: File name too long."
-    assert refused("a\0b") == "a\0b cannot be read: embedded null byte."
+    assert refused("a\0b") == "a⟨U+0000⟩b cannot be read: embedded null byte."
     assert refused("large").startswith("large has more than 1,048,576 bytes, so it is no recipe")
     assert refused("utf16") == "utf16 is not UTF-8 text (byte 0). A recipe is a YAML file."
 
