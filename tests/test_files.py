@@ -62,6 +62,15 @@ def test_a_folder_that_its_holder_removed_is_made_anew_for_the_next(tmp_path: Pa
     assert seen == [True] and not folder.exists()
 
 
+def test_an_empty_folder_is_removed_by_whoever_made_it(tmp_path: Path) -> None:
+    """A user may have given it rights of its own."""
+    (tmp_path / "theirs").mkdir()
+    for name in ("theirs", "ours"):
+        with exclusive(tmp_path / name):
+            assert (tmp_path / name).is_dir()
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
 def test_a_folder_that_cannot_be_made_names_the_cure(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     refused = pytest.raises(RunFolderError, match=r"file is not a folder. Do this\.")

@@ -321,28 +321,34 @@ def _entries(folder: Path) -> list[Path]:
 
 @contextmanager
 def exclusive(folder: Path, waiting: Callable[[], None] | None = None, cure: str = CURE) -> Iterator[None]:
-    """Hold a folder for this process alone, making it if need be; one that is still empty in the end is removed again.
+    """Hold a folder for this process alone. One that was made for it and is still empty in the end is removed again.
 
     Where another process holds it, `waiting` is called and that process waited for. Raises RunFolderError in that case
     without `waiting`, or where the disk refuses.
     """
-    handle = _locked(folder, waiting, cure)
+    handle, made = _locked(folder, waiting, cure)
     try:
         yield
     finally:
-        with suppress(OSError):
-            folder.rmdir()  # refuses a folder that has anything in it
+        if made:
+            with suppress(OSError):
+                folder.rmdir()  # refuses a folder that has anything in it
         os.close(handle)
 
 
-def _locked(folder: Path, waiting: Callable[[], None] | None, cure: str) -> int:
-    """A locked handle of the folder."""
+def _locked(folder: Path, waiting: Callable[[], None] | None, cure: str) -> tuple[int, bool]:
+    """A locked handle of the folder, and whether it was made for that."""
     while True:
+        made = True
         with explained(folder, cure):
             try:
-                folder.mkdir(parents=True, exist_ok=True)
+                folder.mkdir(parents=True)
             except FileExistsError as error:
-                raise RunFolderError(f"{folder} is not a folder. {cure}") from error
+                made = False
+                if not folder.is_dir():
+                    if not os.path.lexists(folder):  # removed just now
+                        continue
+                    raise RunFolderError(f"{folder} is not a folder. {cure}") from error
             try:
                 handle = os.open(folder, os.O_RDONLY)
             except FileNotFoundError:  # removed just now
@@ -350,7 +356,7 @@ def _locked(folder: Path, waiting: Callable[[], None] | None, cure: str) -> int:
         try:
             _lock(handle, folder, waiting)
             if _is(folder, handle):
-                return handle
+                return handle, made
         except BaseException:
             os.close(handle)
             raise
