@@ -107,7 +107,7 @@ def test_help_and_mistakes_in_a_recipe_wait_for_no_heavy_library(without_librari
 
 @pytest.mark.parametrize("command", ["data", "train", "reference", "eval"])
 def test_a_command_says_that_it_loads_libraries_before_it_does(without_libraries, command):
-    done = without_libraries(command, "--model.path", "m", "--data.train", "d")
+    done = without_libraries(command, "--model.path", "m", "--data.train", "d", "--data.eval", "e")
     assert done.stdout == "loading PyTorch and transformers\n"
     assert done.stderr.endswith(" is imported\n")
 
