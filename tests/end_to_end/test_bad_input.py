@@ -397,7 +397,7 @@ def test_too_little_memory_for_a_step(job: Job, monkeypatch: pytest.MonkeyPatch)
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train_step", lambda *args: (allocate_too_much if next(steps) == 3 else train_step)(*args))
         message = job.refused()
-    assert "step 3: " in message and "1125899906842624 bytes" in message
+    assert "step 3, with packs of up to " in message and "1125899906842624 bytes" in message
     for key in ("pack.tokens", "objective.head_chunk_rows", "train.activation_memory"):
         assert key in message
     assert job.checkpoints() == ["step-1", "step-2"]

@@ -66,7 +66,9 @@ def test_a_run_on_another_disk(job: Job, tmp_path: Path) -> None:
     job.done()
     job.done("train", "--resume")
     assert (tmp_path / "disk" / "run" / "model" / "model.safetensors").exists()
-    assert list((tmp_path / "disk" / "reference").glob("rows-*.bin")) and list((tmp_path / "disk" / "tokens").iterdir())
+    assert list((tmp_path / "disk" / "reference").rglob("rows-*.bin")) and list(
+        (tmp_path / "disk" / "tokens").iterdir()
+    )
 
 
 # --- what a stranger's files are called and say -----------------------------------------------------------------------
@@ -104,9 +106,11 @@ def test_a_name_and_the_words_of_a_row_forge_no_line_and_order_nothing(job: Job)
 
     done = job.done()
     said, log = without_orders(done.out), without_orders((job.run / "log.txt").read_text())
-    assert log in said and f"reading pairs{SHOWN}.jsonl: " in said
+    said_lines = iter(said.splitlines())
+    assert all(line in said_lines for line in log.splitlines())  # in this order, with others in between
+    assert f"reading pairs{SHOWN}.jsonl: " in said
     assert log.count("\nstep-0 check: ") == said.count("\nstep-0 check: ") == 2  # as it passes, and in the summary
-    without_orders((job.run / "data_report.json").read_text())
+    without_orders((job.run / "data_rows.json").read_text())
 
 
 def test_an_error_quotes_a_stranger_and_is_still_ours(job: Job, shelf: Path) -> None:
@@ -123,13 +127,14 @@ def test_an_error_quotes_a_stranger_and_is_still_ours(job: Job, shelf: Path) -> 
     refusals.append(job.but({"model.path": model}))
     complaint = job.folder / "complains"
     shutil.copytree(shelf / "model", complaint)
-    words = json.dumps(f"no{FORGED}")
+    words = json.dumps("no\x1b[2J\u202e[bold]")
     (complaint / "chat_template.jinja").write_text("{{ raise_exception(" + words + ") }}")
     write_rows(path.with_name("chat.jsonl"), make_pairs(4))
     refusals.append(job.but({"model.path": complaint, "data.train": path.with_name("chat.jsonl")}))
     for number, refused in enumerate(refusals):
         message = without_orders(refused.refused())
-        assert SHOWN in message and message.count("\n") == 1, number
+        shown = SHOWN if number < 3 else "no⟨U+001B⟩[2J⟨U+202E⟩[bold]"
+        assert shown in message and message.count("\n") == 1, number
 
 
 def test_a_strange_argument_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

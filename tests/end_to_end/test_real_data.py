@@ -17,10 +17,10 @@ HH = DATA / "hh_rlhf_helpful_base_test.jsonl.gz"
 DPO_EN = DATA / "llamafactory_dpo_en_demo.jsonl.gz"
 
 
-def on_real_data(job: Job, path: Path, max_length: int) -> Job:
+def on_real_data(job: Job, path: Path, max_length: int, positions: int = 8192) -> Job:
     if not path.exists():
         pytest.skip(f"no {path.name}: set TUNINGFORK_DATA to a folder that has it")
-    make_model(job.folder / "long-model", max_position_embeddings=8192)
+    make_model(job.folder / "long-model", max_position_embeddings=positions)
     job = job.but({"model.path": job.folder / "long-model", "data.train": path, "data.max_length": max_length})
     return job.but({"pack.tokens": 2 * max_length, "train.max_steps": 2})
 
@@ -70,7 +70,7 @@ def test_dpo_en_demo(job: Job) -> None:
 )
 def test_the_report_on_each_file(job: Job, name: str, rows: int, used: int) -> None:
     """Through `tuningfork data`, with room for the longest: no row is dropped for its length."""
-    job = on_real_data(job, DATA / f"{name}.jsonl.gz", max_length=30_000)
+    job = on_real_data(job, DATA / f"{name}.jsonl.gz", max_length=30_000, positions=30_000)
     job.but({"train.examples_per_step": 2}).done("data")
     train = json.loads((job.run / "data" / "data_report.json").read_text())["train"]
     assert (train["rows_read"], train["used"], sum(train["dropped"].values())) == (rows, used, rows - used)
