@@ -80,7 +80,8 @@ def without_libraries(tmp_path):
         (tmp_path / f"{library}.py").write_text(f"raise SystemExit('{library} is imported')\n")
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        found = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
+        places = (str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", ""))
+        found = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, places))}
         command = [sys.executable, "-m", "tuningfork", *arguments]
         return subprocess.run(command, cwd=tmp_path, env=found, capture_output=True, text=True, timeout=60)
 

@@ -32,6 +32,8 @@ NEVER = (
     *("consolidated*", "*/*.safetensors", "*/*.json", "*/*.model"),  # the same model in another layout
 )
 
+_UNKNOWN = (RepositoryNotFoundError, RevisionNotFoundError, GatedRepoError, HFValidationError)
+
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all as far as they are known)."""
 
@@ -74,23 +76,22 @@ def fetch(name: HubName, weights: bool = True, progress: Progress = lambda done,
         ModelError: it is not to be had. It says how to get it.
     """
     patterns = [*WEIGHTS, *BESIDE] if weights else [*BESIDE]
+    asked: dict[str, Any] = {"revision": name.revision, "allow_patterns": patterns, "ignore_patterns": [*NEVER]}
     try:
-        folder = huggingface_hub.snapshot_download(
-            name.repository,
-            revision=name.revision,
-            allow_patterns=patterns,
-            ignore_patterns=[*NEVER],
-            tqdm_class=_reporting(progress),
-        )
+        folder = huggingface_hub.snapshot_download(name.repository, **asked, tqdm_class=_reporting(progress))
     except Exception as error:  # the library raises whatever its own libraries raise
-        raise ModelError(*_how_to_get(name, error)) from error
+        if isinstance(error, _UNKNOWN):
+            raise ModelError(*_how_to_get(name, error)) from error
+        try:  # what some versions of the library do by themselves, and others not for a commit
+            folder = huggingface_hub.snapshot_download(name.repository, **asked, local_files_only=True)
+        except Exception:
+            raise ModelError(*_how_to_get(name, error)) from error
     return folder, HubName(name.repository, Path(folder).name)
 
 
 def _how_to_get(name: HubName, error: Exception) -> tuple[str, ...]:
     """Why a model was not to be had, and the ways to it, line by line."""
-    unknown = (RepositoryNotFoundError, RevisionNotFoundError, GatedRepoError, HFValidationError)
-    if isinstance(error, unknown):
+    if isinstance(error, _UNKNOWN):
         why = "Check the name and the revision; for a model that wants a login: hf auth login."
     elif constants.HF_HUB_OFFLINE:
         why = "HF_HUB_OFFLINE is set; unset it where there is a network."
