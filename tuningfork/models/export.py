@@ -138,8 +138,8 @@ def _known_to_older_readers(config: Mapping[str, Any], model: PreTrainedModel) -
 def _reads_the_same(kind: Any, config: Mapping[str, Any], more: Mapping[str, Any]) -> bool:
     """Whether this version of the library, which trained the model, reads a config.json alike with `more` in it.
 
-    Where it does not, a key means something else, or nothing, to the family. A key that it has either way is one that it
-    passes over for `rope_parameters`: StableLM's has a default beside them.
+    Where it does not, a key means something else, or nothing, to the family. What it has either way is passed over for
+    `rope_parameters`: some versions give StableLM's factor a default beside them.
     """
     try:
         one, other = (comparable(kind.from_dict(copy.deepcopy({**config, **extra}))) for extra in ({}, more))
