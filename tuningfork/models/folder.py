@@ -175,8 +175,8 @@ def _flat(settings: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, 
 def pointers(path: str) -> str:
     """A sentence on the folder's files that only stand for the real ones, as a checkout without Git LFS leaves them."""
     for file in sorted(Path(path).iterdir()):
-        with suppress(OSError):  # such as a folder's
-            if file.stat().st_size < 1024 and file.read_bytes().startswith(_POINTER):
+        with suppress(OSError), opened(file) as content:  # such as a folder's
+            if content.read(len(_POINTER)) == _POINTER:
                 return f" {file.name} is no more than a pointer into Git LFS: fetch the file itself (git lfs pull)."
     return ""
 

@@ -16,6 +16,7 @@ from pydantic_core import from_json
 
 from tuningfork.errors import ModelError
 from tuningfork.files import opened
+from tuningfork.models.folder import pointers
 
 GROWTH = 32  # letters that may become of one; rules of tokenizers in use make two or three
 ADDED = 65_000  # tokens beside the model's own; the most that are in use are some 30,000
@@ -35,7 +36,9 @@ def _check(file: Path) -> None:
     except OSError as error:
         raise ModelError(f"{file}: cannot be read ({error.strerror or error}). Get it anew.") from error
     except ValueError as error:
-        raise ModelError(f"{file}: is not JSON ({str(error)[:200]}). Get it anew.") from error
+        raise ModelError(
+            f"{file}: is not JSON ({str(error)[:200]}). Get it anew.{pointers(str(file.parent))}"
+        ) from error
     if not isinstance(facts, dict):
         raise ModelError(f"{file}: holds no JSON object. Get it anew.")
     added = facts.get("added_tokens")
