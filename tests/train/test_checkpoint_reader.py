@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 
+from tests.bounds import within
 from tests.payload import Payload
 from tests.train.test_checkpoint import PROGRESS, parts
 from tuningfork.errors import RunFolderError
@@ -136,6 +139,21 @@ def test_metadata_names_plain_files_beside_it_only(saved, change):
 
     edit(saved, points_elsewhere)
     refused(saved, r"\.metadata does not say what lies where in the files beside it")
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_metadata_and_what_it_names_are_plain_files(saved, tmp_path, kind):
+    """Also where digests.json says nothing of them."""
+    (data,) = saved.glob("*.distcp")
+    (saved / DIGESTS).write_text("{}")
+    for file in (data, saved / METADATA):
+        file.rename(tmp_path / "elsewhere")
+        os.mkfifo(file) if kind == "pipe" else file.symlink_to(tmp_path / "elsewhere")
+        model, optimizer = parts()
+        with within(20), pytest.raises(RunFolderError, match=rf"{re.escape(file.name)} is a (link|named pipe)"):
+            restore(saved, model, optimizer)
+        file.unlink()
+        (tmp_path / "elsewhere").rename(file)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80", b"not a pickle", pickle.dumps({}), pickle.dumps([]), b"N.", b"0."])

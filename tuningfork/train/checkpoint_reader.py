@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from tuningfork.errors import first_line, of_pickle
+from tuningfork.files import check_plain, plain
 
 METADATA = ".metadata"
 
@@ -56,6 +57,7 @@ class PlainReader(FileSystemReader):
 
     Raises:
         Foreign: they call for something else.
+        RunFolderError: one of them is a link or a pipe.
         OSError: `.metadata` cannot be read.
     """
 
@@ -82,7 +84,7 @@ class PlainPlanner(DefaultLoadPlanner):
 
 
 def _metadata(path: Path) -> Metadata:
-    with path.open("rb") as file:
+    with open(path, "rb", opener=plain) as file:
         try:
             metadata = _MetadataUnpickler(file).load()
         except pickle.UnpicklingError as error:
@@ -94,6 +96,8 @@ def _metadata(path: Path) -> Metadata:
     stored = metadata.storage_data if isinstance(metadata, Metadata) else None
     if not isinstance(stored, dict) or not all(map(_lies_beside, stored.values())):
         raise Foreign(f"{path.name} does not say what lies where in the files beside it")
+    for name in {place.relative_path for place in stored.values()}:
+        check_plain(path.with_name(name))
     metadata.storage_meta = StorageMeta()
     return metadata
 
