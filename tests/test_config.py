@@ -558,7 +558,11 @@ def test_a_tilde_is_the_home_of_the_user_in_every_path(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "data.template t.jinja: there is no such file. Give chat, none or a .jinja file."),
+        (
+            None,
+            "data.template t.jinja: there is no such file. Give chat, none or a .jinja file. That is HERE/t.jinja: "
+            "relative paths start at the current directory, not at the recipe.",
+        ),
         (b"", "data.template t.jinja: is empty."),
         (b"\xff", "data.template t.jinja: is not UTF-8 text (byte 0). Save it as UTF-8."),
         (b"x" * (1 << 20 | 1), "data.template t.jinja: has more than 1,048,576 bytes, so it is no chat template."),
@@ -569,7 +573,7 @@ def test_a_template_file_that_cannot_be_used_is_said_with_the_recipe(content: by
         Path("t.jinja").write_bytes(content)
     with pytest.raises(DataError) as caught:
         load(None, "--data.template", "t.jinja")
-    assert str(caught.value) == message
+    assert str(caught.value) == message.replace("HERE", str(Path.cwd()))
     with pytest.raises(
         ConfigError,
         match=r"allowed: chat \(the tokenizer's own template\), none, or the path of a file that ends in \.jinja",
