@@ -324,7 +324,7 @@ def test_a_recipe_that_cannot_be_read() -> None:
         "recipes/first_run.yml": "recipes/first_run.yml: there is no such recipe. Did you mean recipes/first-run.yaml?",
         "recipes/zzz": "recipes/zzz: there is no such recipe.",
         "nowhere/r.yaml": "nowhere/r.yaml: there is no folder nowhere.",
-        "recipes": "recipes cannot be read: Is a directory.",
+        "recipes": "recipes is a folder. A recipe is a YAML file.",
         "latin.yaml": "latin.yaml is not UTF-8 text (byte 14). A recipe is a YAML file.",
     }.items():
         with pytest.raises(ConfigError) as caught:

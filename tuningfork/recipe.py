@@ -49,6 +49,9 @@ def read(path: Path) -> str:
         raise ConfigError(f"{path}: there is no such recipe.{hint}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}). A recipe is a YAML file.") from None
+    except IsADirectoryError:
+        here = f" The one of the run there is {path / 'config.yaml'}." if (path / "config.yaml").is_file() else ""
+        raise ConfigError(f"{path} is a folder. A recipe is a YAML file.{here}") from None
     except (OSError, ValueError) as error:  # the latter of a name with a NUL
         raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
 
