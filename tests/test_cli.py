@@ -95,6 +95,11 @@ def without_libraries(tmp_path):
         (["train", "--help"], 0, "--train.learning_rate"),
         (["trian", "recipe.yaml"], 2, "trian is no command; did you mean tuningfork train?"),
         (["something", "recipe.yaml"], 2, "invalid choice: 'something'"),
+        (["train", "r.yaml", "train.learning_rate=1e-6"], 2, "Settings are given as --train.learning_rate 1e-6\n"),
+        (["train", "train.seed=3"], 2, "train.seed=3 is no recipe. Settings are given as --train.seed 3\n"),
+        (["data", "r.yaml", "other.yaml"], 2, "other.yaml is not expected here: a command takes one recipe."),
+        (["train", "r.yaml", "--resume", "runs/a"], 2, "--resume takes no value, and runs/a is one: the run that goes"),
+        (["train", "r.yaml", "--resume=runs/a"], 2, "recipe: tuningfork train runs/a/config.yaml --resume\n"),
         (["train", "none.yaml"], 2, "there is no such recipe"),
         (["train", "--model.path", "m", "--data.train", "d", "--train.sede", "1"], 2, "did you mean --train.seed?"),
         (["train", "--model.path", "m", "--data.train", "d", "--pack.tokens", "64"], 2, "Raise pack.tokens"),
@@ -137,3 +142,15 @@ def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr("tuningfork.config.load_run_config", failing)
     with pytest.raises(FileNotFoundError):
         main(["data", "recipe.yaml"])
+
+
+def test_the_recipe_of_a_run_is_named_where_its_folder_is_given_for_it(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/a").mkdir(parents=True)
+    (tmp_path / "runs/a/config.yaml").touch()
+    assert main(["train", "--resume", "runs/a"]) == 2
+    assert "runs/a is a folder. A recipe is a YAML file. The one of the run there is runs/a/config.yaml.\n" in (
+        capsys.readouterr().err
+    )
+    assert main(["train", "--output.dir", "runs/a", "--resume"]) == 2
+    assert "runs/a/config.yaml has all settings of the run in output.dir, and is a recipe" in capsys.readouterr().err

@@ -227,7 +227,8 @@ def test_flags_take_an_equals_sign_and_hyphens() -> None:
          "allowed: none, block, budget:<0..1> such as budget:0.5, offload, or auto."),
         ("train.activation_memory", "budget:1.5", "train.activation_memory is the text 'budget:1.5'; "
          "allowed: none, block, budget:<0..1> such as budget:0.5, offload, or auto."),
-        ("model.dtype", "int8", "model.dtype is the text 'int8'; allowed: one of auto, bfloat16, float32."),
+        ("model.dtype", "int8", "model.dtype is the text 'int8': not supported; "
+         "allowed: one of auto, bfloat16, float32."),
     ],
 )  # fmt: skip
 def test_a_wrong_value_gets_the_same_message_in_a_recipe_and_as_a_flag(key: str, text: str, message: str) -> None:
@@ -242,9 +243,9 @@ def test_a_wrong_value_gets_the_same_message_in_a_recipe_and_as_a_flag(key: str,
         ("train:\n  lerning_rate: 1e-6", "train.lerning_rate is not a setting; did you mean train.learning_rate?"),
         ("train:\n  activations_memory: block",
          "train.activations_memory is not a setting; did you mean train.activation_memory?"),
-        ("trian:\n  seed: 1", "trian.seed is not a setting; did you mean train.seed?"),
-        ("train:\n  beta: 1", "train.beta is not a setting; did you mean objective.beta?"),
-        ("learning_rate: 1", "learning_rate is not a setting; did you mean train.learning_rate?"),
+        ("trian:\n  seed: 1", "trian.seed is not a setting; here it is train.seed: 1."),
+        ("train:\n  beta: 1", "train.beta is not a setting; here it is objective.beta: 1."),
+        ("learning_rate: 1", "learning_rate is not a setting; here it is train.learning_rate: 1."),
         ("zzz: 1", "zzz is not a setting; the sections are model, data, objective, pack, reference, train, output."),
         ("1: 1", "1 is not a setting; the sections are model, data, objective, pack, reference, train, output."),
         ("train.seed: 1", "train.seed is written with a dot; in a recipe, seed stands below train."),
@@ -293,7 +294,7 @@ def test_a_section_may_be_empty() -> None:
     ("flags", "message"),
     [
         (["--train.lerning_rate", "1"], "--train.lerning_rate is not a setting; did you mean --train.learning_rate?"),
-        (["--learning_rate", "1"], "--learning_rate is not a setting; did you mean --train.learning_rate?"),
+        (["--learning_rate", "1"], "--learning_rate is not a setting; here it is --train.learning_rate 1."),
         (["--train.lr", "1"], "--train.lr is not a setting; here it is --train.learning_rate 1."),
         (["--lr", "1"], "--lr is not a setting; here it is --train.learning_rate 1."),
         (["--train.wd", "1"], "--train.wd is not a setting; did you mean --train.weight_decay?"),
@@ -323,7 +324,7 @@ def test_a_recipe_that_cannot_be_read() -> None:
         "recipes/first_run.yml": "recipes/first_run.yml: there is no such recipe. Did you mean recipes/first-run.yaml?",
         "recipes/zzz": "recipes/zzz: there is no such recipe.",
         "nowhere/r.yaml": "nowhere/r.yaml: there is no folder nowhere.",
-        "recipes": "recipes cannot be read: Is a directory.",
+        "recipes": "recipes is a folder. A recipe is a YAML file.",
         "latin.yaml": "latin.yaml is not UTF-8 text (byte 14). A recipe is a YAML file.",
     }.items():
         with pytest.raises(ConfigError) as caught:
@@ -557,7 +558,11 @@ def test_a_tilde_is_the_home_of_the_user_in_every_path(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "data.template t.jinja: there is no such file. Give chat, none or a .jinja file."),
+        (
+            None,
+            "data.template t.jinja: there is no such file. Give chat, none or a .jinja file. That is HERE/t.jinja: "
+            "relative paths start at the current directory, not at the recipe.",
+        ),
         (b"", "data.template t.jinja: is empty."),
         (b"\xff", "data.template t.jinja: is not UTF-8 text (byte 0). Save it as UTF-8."),
         (b"x" * (1 << 20 | 1), "data.template t.jinja: has more than 1,048,576 bytes, so it is no chat template."),
@@ -568,8 +573,11 @@ def test_a_template_file_that_cannot_be_used_is_said_with_the_recipe(content: by
         Path("t.jinja").write_bytes(content)
     with pytest.raises(DataError) as caught:
         load(None, "--data.template", "t.jinja")
-    assert str(caught.value) == message
-    with pytest.raises(ConfigError, match=r"allowed: chat, none, or the path of a file that ends in \.jinja"):
+    assert str(caught.value) == message.replace("HERE", str(Path.cwd()))
+    with pytest.raises(
+        ConfigError,
+        match=r"allowed: chat \(the tokenizer's own template\), none, or the path of a file that ends in \.jinja",
+    ):
         load(None, "--data.template", "llama3")
 
 

@@ -33,6 +33,11 @@ def test_an_entry_names_only_settings_that_there_are_with_values_that_they_take(
     else:
         for ours in entry.values:
             recipe.validate({entry.setting: recipe.parse_scalar(ours)}, SETTINGS, "")
+    theirs = [value for group in (*dict(entry.values or ()).values(), entry.unsupported, *entry.answers.values())
+              for value in group] if entry.values != hints.SAME else []  # fmt: skip
+    assert len(theirs) == len(set(theirs)) and all(value == value.lower().replace("-", "_") for value in theirs)
+    assert entry.setting or not entry.unsupported
+    assert entry.step in ("", hints.BATCH, hints.ACCUMULATION, hints.WHOLE)
 
 
 def test_no_name_stands_twice_or_is_ours():
@@ -57,31 +62,31 @@ def test_a_name_is_met_at_the_top_of_a_recipe_in_a_section_and_as_a_flag(name):
 @pytest.mark.parametrize(
     ("given", "instead"),
     [
-        ("per_device_train_batch_size: 4", "here it is train.examples_per_step (the pairs of a whole step;"),
-        ("gradient_accumulation_steps: 8", "here it is train.examples_per_step (the pairs of a whole step;"),
+        ("per_device_train_batch_size: 4", "here it is train.examples_per_step (the pairs of a whole step, so"),
+        ("gradient_accumulation_steps: 8", "here it is train.examples_per_step (the pairs of a whole step, so"),
         ("batch_size: 64", "here it is train.examples_per_step: 64 ("),
-        ("learning_rate: 1e-6", "did you mean train.learning_rate?"),
-        ("weight_decay: 0.1", "did you mean train.weight_decay?"),
-        ("warmup_ratio: 0.1", "did you mean train.warmup_ratio?"),
-        ("train: {beta: 0.2}", "did you mean objective.beta?"),
-        ("train: {max_length: 2}", "did you mean data.max_length?"),
-        ("label_smoothing: 0.1", "did you mean objective.label_smoothing?"),
-        ("seed: 1", "did you mean train.seed?"),
+        ("learning_rate: 1e-6", "here it is train.learning_rate: 1e-06."),
+        ("weight_decay: 0.1", "here it is train.weight_decay: 0.1."),
+        ("warmup_ratio: 0.1", "here it is train.warmup_ratio: 0.1."),
+        ("train: {beta: 0.2}", "here it is objective.beta: 0.2."),
+        ("train: {max_length: 2}", "here it is data.max_length: 2."),
+        ("label_smoothing: 0.1", "here it is objective.label_smoothing: 0.1."),
+        ("seed: 1", "here it is train.seed: 1."),
         ("bf16: true", "here it is model.dtype: bfloat16 ("),
         ("bf16: false", "here it is model.dtype: float32 ("),
-        ("fp16: true", "float16 is not supported: bfloat16 has its speed"),
+        ("fp16: true", "not supported: float16; bfloat16 has its speed"),
         ("model: {torch_dtype: torch.bfloat16}", "here it is model.dtype: bfloat16 ("),
         ("gradient_checkpointing: true", "here it is train.activation_memory: block ("),
-        ("lora_r: 8", "adapters and quantized weights are not supported yet"),
+        ("lora_r: 8", "not supported yet: adapters and quantized weights"),
         ("finetuning_type: full", "none is needed: all weights are trained."),
-        ("finetuning_type: lora", "adapters and quantized weights are not supported yet"),
+        ("finetuning_type: lora", "not supported yet: adapters and quantized weights"),
         ("num_train_epochs: 3", "here it is train.epochs: 3."),
         ("warmup_steps: 10", "here it is train.warmup_ratio (the share of all steps"),
         ("lr_scheduler_type: constant_with_warmup", "here it is train.schedule: constant ("),
         ("optim: paged_adamw_8bit", "here it is train.optimizer: adamw_8bit ("),
-        ("optim: lion", "here it is train.optimizer (adamw, or adamw_8bit"),
+        ("optim: lion", "not supported: lion; here it is train.optimizer (adamw, or adamw_8bit"),
         ("loss_type: sigmoid", "here it is objective.name: dpo ("),
-        ("loss_type: hinge", "here it is objective.name (dpo, dpo_norm, ipo, ipo_sum and simpo"),
+        ("loss_type: hinge", "not supported: hinge; here it is objective.name (dpo, dpo_norm, ipo, ipo_sum and simpo"),
         ("loss_type: [sigmoid, sft]", "here it is objective.name (dpo, dpo_norm, ipo, ipo_sum and simpo"),
         ("rpo_alpha: 0.2", "here it is objective.sft_weight: 0.2 ("),
         ("precompute_ref_log_probs: true", "none is needed: the reference is always scored once"),
@@ -106,8 +111,8 @@ def test_what_is_said(given, instead):
 def test_a_section_of_another_trainer_is_named_once():
     text = said("optimizer: {_component_: torch.optim.AdamW, lr: 2e-5}\nlora: {r: 8, alpha: 16}\ntrain: {sede: 1}")
     assert [line.partition(" is not")[0] for line in text.splitlines()] == [
-        "r.yaml: optimizer",
         "r.yaml: lora",
+        "r.yaml: optimizer",
         "r.yaml: train.sede",
     ]
 
@@ -122,3 +127,96 @@ def test_a_flag_is_met_with_a_flag_also_without_its_value_and_with_hyphens():
         with pytest.raises(ConfigError) as caught:
             recipe.parse_flags(given.split(), SETTINGS)
         assert str(caught.value).startswith(instead)
+
+
+@pytest.mark.parametrize(
+    ("given", "said_of_it"),
+    [
+        ("objective.name sigmoid", ": here it is dpo; allowed: one of dpo, dpo_norm, ipo, ipo_sum, simpo."),
+        ("objective.name DPO", ": here it is dpo; allowed"),
+        ("objective.name sigmoid-norm", ": here it is dpo_norm; allowed"),
+        ("objective.name cdpo", ": wrong labels are objective.label_smoothing, of objective.name: dpo; allowed"),
+        ("train.optimizer adamw_torch", ": here it is adamw; allowed: one of adamw, adamw_8bit."),
+        ("train.optimizer adamw_torch_fused", ": here it is adamw; allowed"),
+        ("train.optimizer paged_adamw_32bit", ": here it is adamw; allowed"),
+        ("train.optimizer paged_adamw_8bit", ": here it is adamw_8bit; allowed"),
+        ("train.optimizer adamw_bnb_8bit", ": here it is adamw_8bit; allowed"),
+        ("train.optimizer adam", ": train.optimizer: adamw with train.weight_decay: 0, its default, is Adam; allowed"),
+        ("train.schedule constant_with_warmup", ": here it is constant; allowed"),
+        ("train.schedule cosine_with_restarts", ": not supported; allowed: one of linear, cosine, constant."),
+        ("model.dtype bf16", ": here it is bfloat16; allowed"),
+        ("model.dtype torch.float32", ": here it is float32; allowed"),
+        ("model.dtype fp16", ": not supported: float16; bfloat16 has its speed, and needs no loss scaling; allowed"),
+        ("model.dtype half", ": not supported: float16; bfloat16 has its speed, and needs no loss scaling; allowed"),
+        ("model.weights bf16", ": here it is bfloat16; allowed"),
+        ("output.export_dtype fp32", ": here it is float32; allowed"),
+        ("train.device cuda:0", ": here it is cuda; allowed"),
+        ("data.template chatml", ": the tokenizer's own template is used; data.template: file.jinja gives another;"),
+        ("data.template llama3", ": the tokenizer's own template is used; data.template: file.jinja gives another;"),
+        ("data.template zzz", "; allowed: chat (the tokenizer's own template), none, or the path of a file"),
+    ],
+)
+def test_a_value_of_another_trainer_is_met_by_ours_in_a_recipe_and_as_a_flag(given, said_of_it):
+    key, value = given.split()
+    section, _, name = key.partition(".")
+    text = said(f"{section}: {{{name}: '{value}'}}")
+    assert text.startswith(f"r.yaml: {key} is the text '{value}'{said_of_it}") and "Did you mean" not in text
+    with pytest.raises(ConfigError) as caught:
+        recipe.parse_flags([f"--{key}", value], SETTINGS)
+    assert str(caught.value) == text.replace("r.yaml", "command line")
+
+
+@pytest.mark.parametrize("entry", [entry for entry in ENTRIES if entry.unsupported], ids=lambda entry: entry.setting)
+def test_an_unsupported_value_is_said_to_be_so_and_no_other_method_is_suggested(entry):
+    section, _, name = entry.setting.partition(".")
+    for value in entry.unsupported:
+        text = said(f"{section}: {{{name}: '{value}'}}")
+        assert text.startswith(f"r.yaml: {entry.setting} is the text '{value}': not supported; allowed: one of ")
+        assert "Did you mean" not in text
+        assert f" is not a setting; not supported: {value}; " in said(f"{entry.names.split()[0]}: '{value}'")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "meant"),
+    [
+        ("train.optimizer", "adamw_8bits", "adamw_8bit"),
+        ("train.optimizer", "adamw_4bits", None),  # another number is another thing
+        ("train.schedule", "cosin", "cosine"),
+        ("objective.name", "dpo_nrm", "dpo_norm"),
+        ("objective.name", "xdpo", None),  # a letter away from dpo, and perhaps somebody's method
+        ("objective.name", "margin", None),
+        ("data.over_length", "truncate_answer", "truncate_answers"),
+    ],
+)
+def test_only_a_small_misspelling_is_taken_for_one(key, value, meant):
+    section, _, name = key.partition(".")
+    text = said(f"{section}: {{{name}: {value}}}")
+    assert (f"Did you mean {meant}?" in text) if meant else ("Did you mean" not in text and "here it is" not in text)
+
+
+def test_the_batch_of_a_step_is_computed_where_a_recipe_gives_both_parts():
+    for batch in ("batch_size: 4", "per_device_train_batch_size: 4", "train: {micro_batch_size: 4}"):
+        lines = said(f"{batch}\ngradient_accumulation_steps: 8").splitlines()
+        assert len(lines) == 2
+        for line in lines:
+            assert "here it is train.examples_per_step: 32 (4 x 8 on each device; the pairs of a whole step" in line
+    for alone in ("per_device_train_batch_size: 4", "gradient_accumulation_steps: 8"):
+        assert "here it is train.examples_per_step (the pairs of a whole step" in said(alone)
+        assert "their product" in said(alone)
+    given = "train_batch_size: 64\ntrain_micro_batch_size_per_gpu: 4\ngradient_accumulation_steps: 8"
+    shown = re.findall(r"here it is train\.examples_per_step(\S*)(?: (\d+))?", said(given))
+    assert shown == [(":", "64"), ("", ""), ("", "")]
+    assert "examples_per_step (" in said("batch_size: 4\ngradient_accumulation_steps: auto").splitlines()[1]
+    with pytest.raises(ConfigError, match=r"here it is --train\.examples_per_step 32 \(4 x 8 on each device;"):
+        recipe.parse_flags(["--batch-size=4", "--gradient_accumulation_steps", "8"], SETTINGS)
+
+
+def test_what_is_not_supported_is_said_first_and_a_recipe_of_another_trainer_is_said_whole():
+    known = [name for name, entry in hints.table().items() if entry.setting][:30]
+    text = said("\n".join([*(f"{name}: 1" for name in known), "lora_r: 8", "deepspeed: ds.json", "zzz: 1"]))
+    lines = text.splitlines()
+    assert [line.split()[1] for line in lines] == ["lora_r", "deepspeed", *known, "zzz"]
+    lines = said("\n".join(f"{name}: 1" for name in NAMES)).splitlines()
+    assert len(lines) == 41 and lines[-1] == "r.yaml: and so on."
+    lines = said("\n".join([*(f"{name}: 1" for name in known), *(f"zz{i}: 1" for i in range(31))])).splitlines()
+    assert len(lines) == 21 and lines[-1] == "r.yaml: and so on; this may be no recipe at all."

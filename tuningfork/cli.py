@@ -132,7 +132,11 @@ def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str
     from tuningfork.recipe import split_flags
 
     mine, flags = split_flags(arguments, _OWN[name])
-    own = parser.parse_args([name, *mine])
+    _expect_no_more([argument for argument in mine if argument.startswith("--resume=")], mine)
+    own, others = parser.parse_known_args([name, *mine])
+    _expect_no_more(others, mine)
+    if own.recipe and (setting := _as_setting(str(own.recipe))):
+        raise ConfigError(f"{own.recipe} is no recipe. Settings are given as {setting}")
     recipe, required = own.recipe and own.recipe.expanduser(), REQUIRED
     if name == "eval":
         recipe, required = recipe or _recipe_of_its_run(own.policy, flags), TO_EVALUATE
@@ -166,6 +170,34 @@ def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str
         if name == "reference":
             return commands.reference(config, console)
         return commands.evaluate(config, own.policy and os.path.expanduser(own.policy), console)
+
+
+def _expect_no_more(arguments: Sequence[str], given: Sequence[str]) -> None:
+    """Raises ConfigError where a command was given more than its recipe, its options and settings."""
+    if not arguments:
+        return
+    found = arguments[0]
+    if setting := _as_setting(found):
+        raise ConfigError(f"{found} is not expected here. Settings are given as {setting}")
+    before = given[given.index(found) - 1] if given.index(found) else ""
+    if found.startswith("--resume=") or before == "--resume":
+        folder = found.removeprefix("--resume=")
+        raise ConfigError(
+            f"--resume takes no value, and {folder} is one: the run that goes on is the one in output.dir. Give "
+            f"--output.dir {folder} with the settings of that run, or its own recipe: tuningfork train "
+            f"{Path(folder) / 'config.yaml'} --resume"
+        )
+    raise ConfigError(
+        f"{found} is not expected here: a command takes one recipe. Settings are given as --train.learning_rate 1e-6."
+    )
+
+
+def _as_setting(argument: str) -> str:
+    """How a setting is given that was written as key=value; empty where the argument is none."""
+    from tuningfork.config import SETTINGS
+
+    key, equals, value = argument.partition("=")
+    return f"--{key} {value}" if equals and key in SETTINGS else ""
 
 
 def _recipe_of_its_run(policy: str | None, flags: Sequence[str]) -> Path | None:

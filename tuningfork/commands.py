@@ -12,6 +12,7 @@ import torch
 
 from tuningfork import __version__
 from tuningfork.config import RunConfig, check, differing_settings, from_yaml, to_yaml
+from tuningfork.config import settings as settings_of
 from tuningfork.data.audit import check_names_used, dataset_digest
 from tuningfork.data.hub import commit_in, newest_commit, pinned
 from tuningfork.data.loader import EpochOrder
@@ -67,7 +68,8 @@ def train(config: RunConfig, resume: bool, console: Console | None = None) -> in
     try:
         return _train(config, resume, folder, console)
     except KeyboardInterrupt:
-        how = "continue with --resume" if run_folder.has_begun(folder) else "no step was done: give the command again"
+        begun = run_folder.has_begun(folder)
+        how = f"continue with {run_folder.to_go_on(folder)}" if begun else "no step was done: give the command again"
         raise KeyboardInterrupt(f"what was saved is whole, {how}") from None
 
 
@@ -77,7 +79,7 @@ def _train(config: RunConfig, resume: bool, folder: Path, console: Console) -> i
         before = _run_in(folder)
         config = _as_before(config, before)
         if before is not None:
-            run_folder.check_settings(folder, differing_settings(before, config))
+            run_folder.check_settings(folder, differing_settings(before, config), settings_of(RunConfig()))
         optimizer.check(config.train)  # before minutes of reading and scoring
         last = checkpoint.newest(folder / "checkpoints")
         if before is not None and last is None:
@@ -89,6 +91,9 @@ def _train(config: RunConfig, resume: bool, folder: Path, console: Console) -> i
         result = run(data, start, text, config.pack, config.reference, config.train, config.output, console, length)
     if not result.finished:
         return 130
+    if last == checkpoint.at(folder / "checkpoints", result.steps_done):
+        steps = counted(result.steps_done, "step")
+        console.print(f"nothing left to train: all {steps} are done; raise train.epochs or train.max_steps to go on")
     console.print("", *summary(result, data).split("\n"))
     return 0
 

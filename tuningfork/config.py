@@ -91,7 +91,10 @@ def check(config: RunConfig, required: Mapping[str, str] = REQUIRED) -> None:
     missing = [key for key in required if not settings(config)[key]]
     if missing:
         flags = " ".join(f"--{key} {required[key]}" for key in missing)
-        raise ConfigError(f"{' and '.join(missing)} must be set, in the recipe or by flag; for example: {flags}")
+        raise ConfigError(
+            f"{' and '.join(missing)} must be set, in the recipe or by flag; for example: {flags}"
+            f"{_of_a_run(config.output.dir)}"
+        )
     _check_paths(settings(config))
     _check_mix(config.data)
     _check_date(config.data.date)
@@ -132,6 +135,12 @@ def check(config: RunConfig, required: Mapping[str, str] = REQUIRED) -> None:
         )
     _check_pack(config.pack, config.data.max_length)
     _check_evaluation(config)
+
+
+def _of_a_run(folder: str) -> str:
+    """A sentence on the recipe of the run in a folder; none where there is no run."""
+    recipe = Path(folder) / "config.yaml"
+    return f". {recipe} has all settings of the run in output.dir, and is a recipe" if recipe.is_file() else ""
 
 
 def _check_evaluation(config: RunConfig) -> None:

@@ -10,6 +10,7 @@ import re
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 # How torch, its allocators and the libraries below it say it, in errors of a dozen types.
 _NO_MEMORY = re.compile(
@@ -152,6 +153,13 @@ def of_pickle(error: pickle.UnpicklingError) -> str:
 def shortened(text: str, most: int = 300) -> str:
     """A text as a message quotes it: no more than its beginning where it is long."""
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
+
+
+def from_here(path: Path) -> str:
+    """A sentence on where a path is looked for that does not say so itself; none for one that does."""
+    if path.is_absolute():
+        return ""
+    return f" That is {path.absolute()}: relative paths start at the current directory, not at the recipe."
 
 
 def counted(n: int, one: str, many: str = "") -> str:

@@ -1,8 +1,8 @@
-"""What other trainers call a setting, for the message about an unknown one. The table is hints.yaml."""
+"""What other trainers call settings and their values, for messages about unknown ones. The table is hints.yaml."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -12,6 +12,9 @@ import yaml
 
 TABLE = Path(__file__).with_name("hints.yaml")
 SAME = "same"
+BATCH, ACCUMULATION, WHOLE = "batch", "accumulation", "whole"
+UNSUPPORTED = "not supported"
+"""What is said begins with this where there is nothing here that does the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,21 +24,37 @@ class Hint:
     names: str
     setting: str = ""
     values: Mapping[str, list[str]] | str = field(default_factory=dict)
+    unsupported: Sequence[str] = ()
     answers: Mapping[str, list[str]] = field(default_factory=dict)
+    step: str = ""
     words: str = ""
 
-    def instead(self, value: Any, dashes: str) -> str:
-        """In words, for the value that was given; `dashes` lead our setting on a command line."""
-        given = str(value).lower() if isinstance(value, str | int | float) else ""  # a truth value is an int
+    def instead(self, value: Any, dashes: str, step: Mapping[str, int]) -> str:
+        """In words, for the value that was given; `dashes` lead our setting on a command line. `step` has the numbers
+        that were given of what makes up a step's batch."""
+        given = _plain(str(value)) if isinstance(value, str | int | float) else ""  # a truth value is an int
         if answer := _first(self.answers, given):
             return answer
         if not self.setting:
             return self.words
-        ours = str(value) if given and self.values == SAME else ""
+        ours, words = str(value) if given and self.values == SAME else "", self.words
         if isinstance(self.values, Mapping):
             ours = _first(self.values, given)
+        if self.step in (BATCH, ACCUMULATION) and step.keys() >= {BATCH, ACCUMULATION}:
+            ours = "" if WHOLE in step else str(step[BATCH] * step[ACCUMULATION])
+            words = f"{step[BATCH]} x {step[ACCUMULATION]} on each device; {words}" if ours else words
+        missing = f"{UNSUPPORTED}: {given}; " if given in self.unsupported else ""
         shown = f"{' ' if dashes else ': '}{ours}" if ours else ""
-        return f"here it is {dashes}{self.setting}{shown}" + (f" ({self.words})" if self.words else "")
+        return f"{missing}here it is {dashes}{self.setting}{shown}" + (f" ({words})" if words else "")
+
+    def of_value(self, given: str) -> str:
+        """What to give our setting instead of this value of theirs; empty where that is not known."""
+        if answer := _first(self.answers, given):
+            return answer
+        if given in self.unsupported:
+            return UNSUPPORTED
+        ours = _first(self.values, given) if isinstance(self.values, Mapping) else ""
+        return f"here it is {ours}" if ours else ""
 
 
 def _first(ours: Mapping[str, list[str]], given: str) -> str:
@@ -49,10 +68,11 @@ def table() -> dict[str, Hint]:
     return {name: hint for hint in hints for name in hint.names.split()}
 
 
-def hint(key: str, value: Any = None, dashes: str = "") -> str:
+def hint(key: str, value: Any = None, dashes: str = "", beside: Mapping[str, Any] | None = None) -> str:
     """What to do instead of giving the setting `key`, as a sentence; empty where no other trainer is known to have it.
 
-    `key` may stand in a section. One that is no section of ours but a name of theirs is meant as a whole.
+    `key` may stand in a section. One that is no section of ours but a name of theirs is meant as a whole. `beside` are
+    all keys that are given, with their values.
     """
     section, _, name = key.rpartition(".")
     known = table()
@@ -61,7 +81,25 @@ def hint(key: str, value: Any = None, dashes: str = "") -> str:
     if found is None:
         return ""
     said, given = (section, None) if whole else (key, value)
-    return f"{dashes}{said} is not a setting; {found.instead(given, dashes)}."
+    return f"{dashes}{said} is not a setting; {found.instead(given, dashes, _step(beside or {}))}."
+
+
+def value_hint(setting: str, value: Any) -> str:
+    """What stands here for another trainer's value of our `setting`; empty where that is not known."""
+    given = _plain(value) if isinstance(value, str) else ""
+    of_setting = (entry for entry in table().values() if entry.setting == setting)
+    return next(filter(None, (entry.of_value(given) for entry in of_setting)), "")
+
+
+def _step(given: Mapping[str, Any]) -> dict[str, int]:
+    """The numbers of what makes up the batch of a step, by what they are."""
+    known = table()
+    found = {known[name].step: value for key, value in given.items() if (name := _leaf(key)) in known}
+    return {part: value for part, value in found.items() if part and type(value) is int}
+
+
+def _leaf(key: str) -> str:
+    return _plain(key.rpartition(".")[2])
 
 
 def _plain(name: str) -> str:

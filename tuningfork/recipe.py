@@ -7,22 +7,26 @@ Which settings exist is read off the dataclasses.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from tuningfork.dialect import DialectError, TooMuch, as_written, load, parse_scalar
 from tuningfork.errors import ConfigError, shortened
 from tuningfork.files import opened
-from tuningfork.hints import hint
+from tuningfork.hints import UNSUPPORTED, hint, value_hint
 
 LARGEST = 1 << 20  # bytes of a recipe
 
 _MOST_SAID = 20  # lines of what is wrong with one
+_MOST_SAID_OF_OTHERS = 40  # where most of it is known from other trainers
+_MOST_LOOKED_AT = 200
+_LEAST_TO_GUESS = 5  # characters of a value: dpo and adam are a letter away from other methods
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
@@ -45,6 +49,9 @@ def read(path: Path) -> str:
         raise ConfigError(f"{path}: there is no such recipe.{hint}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}). A recipe is a YAML file.") from None
+    except IsADirectoryError:
+        here = f" The one of the run there is {path / 'config.yaml'}." if (path / "config.yaml").is_file() else ""
+        raise ConfigError(f"{path} is a folder. A recipe is a YAML file.{here}") from None
     except (OSError, ValueError) as error:  # the latter of a name with a NUL
         raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
 
@@ -64,17 +71,27 @@ def parse(text: str, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{name} is {found(tree)}; allowed: the sections {', '.join(_sections(settings))}.")
     sections = {section: content for section, content in tree.items() if isinstance(content, dict)}
     given = {f"{section}.{key}": value for section, content in sections.items() for key, value in content.items()}
-    others = ((section, content) for section, content in tree.items() if section not in sections)
-    return validate(given, settings, f"{name}: ", _no_sections(others, settings))
+    others = {str(section): content for section, content in tree.items() if section not in sections}
+    return validate(given, settings, f"{name}: ", others)
 
 
-def _no_sections(entries: Iterable[tuple[Any, Any]], settings: Mapping[str, Any]) -> Iterator[str]:
+class _Wrong(NamedTuple):
+    """What is wrong with one entry, and whether it was recognised: as a setting, or as another trainer's."""
+
+    said: str
+    recognised: bool = True
+
+
+def _no_sections(
+    entries: Mapping[str, Any], settings: Mapping[str, Any], beside: Mapping[str, Any]
+) -> Iterator[_Wrong]:
     """What is wrong with entries of a recipe that have no settings below them."""
-    for section, content in entries:
+    for section, content in entries.items():
         if section not in _sections(settings):
-            yield unknown(str(section), settings, value=content)
+            yield unknown(section, settings, value=content, beside=beside)
         elif content is not None:  # a section whose lines are all commented out is null, and fine
-            yield f"{section} is {found(content)}; allowed: settings below it, such as {_first(section, settings)}."
+            first = _first(section, settings)
+            yield _Wrong(f"{section} is {found(content)}; allowed: settings below it, such as {first}.")
 
 
 def parse_flags(flags: Sequence[str], settings: Mapping[str, Any], options: Collection[str] = ()) -> dict[str, Any]:
@@ -92,7 +109,8 @@ def parse_flags(flags: Sequence[str], settings: Mapping[str, Any], options: Coll
         key = name.replace("-", "_")
         if key not in settings:
             following = text if equals else next((text for text in rest[:1] if not text.startswith("--")), None)
-            raise ConfigError(unknown(name, settings, "--", [option.lstrip("-") for option in options], following))
+            names = [option.lstrip("-") for option in options]
+            raise ConfigError(unknown(name, settings, "--", names, following, _in_pairs(flags)).said)
         if key in given:
             raise ConfigError(f"--{name} is given twice; keep one.")
         if not equals:
@@ -124,55 +142,86 @@ def split_flags(arguments: Sequence[str], own: Collection[str]) -> tuple[list[st
     return mine, flags
 
 
+def _in_pairs(flags: Sequence[str]) -> dict[str, Any]:
+    """The names of flags with their values, of which none is checked."""
+    split = [(flag[2:].partition("="), following) for flag, following in zip(flags, [*flags[1:], ""], strict=True)]
+    return {name: parse_scalar(text if equals else following) for (name, equals, text), following in split}
+
+
 def validate(
-    given: Mapping[str, Any], settings: Mapping[str, Any], prefix: str, wrong: Iterable[str] = ()
+    given: Mapping[str, Any], settings: Mapping[str, Any], prefix: str, others: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Each value in its setting's type. Raises one ConfigError with a line, led by `prefix`, for everything wrong; for
-    the first twenty things if there are more."""
+    """Each value in its setting's type. Raises one ConfigError with a line, led by `prefix`, for everything wrong: what
+    other trainers have and is not supported first; and no more than the first twenty lines, or forty of a recipe that
+    is mostly one of theirs. `others` are entries that stand in no section."""
     values: dict[str, Any] = {}
-    said = dict.fromkeys(islice(chain(wrong, _wrong(given, settings, values)), _MOST_SAID + 1))
-    lines = list(said)  # a section that does not exist is named once
-    if len(lines) > _MOST_SAID:
-        lines[-1] = "and so on; this may be no recipe at all."
+    beside = {**(others or {}), **given}
+    wrong = chain(_no_sections(others or {}, settings, beside), _wrong(given, settings, values, beside))
+    said = list(dict.fromkeys(islice(wrong, _MOST_LOOKED_AT)))  # a section that does not exist is named once
+    theirs = 2 * sum(line.recognised for line in said) >= len(said)
+    most = _MOST_SAID_OF_OTHERS if theirs else _MOST_SAID
+    lines = [line.said for line in sorted(said, key=lambda line: f"; {UNSUPPORTED}" not in line.said)]
+    if len(lines) > most:
+        lines[most:] = ["and so on." if theirs else "and so on; this may be no recipe at all."]
     if lines:
         raise ConfigError(*(prefix + line for line in lines))
     return values
 
 
-def _wrong(given: Mapping[str, Any], settings: Mapping[str, Any], values: dict[str, Any]) -> Iterator[str]:
+def _wrong(
+    given: Mapping[str, Any], settings: Mapping[str, Any], values: dict[str, Any], beside: Mapping[str, Any]
+) -> Iterator[_Wrong]:
     """What is wrong with given values; those with which nothing is go into `values`, in their setting's type."""
     for key, value in given.items():
         if key not in settings:
-            yield unknown(key, settings, value=value)
+            yield unknown(key, settings, value=value, beside=beside)
             continue
         try:
             values[key] = TypeAdapter(settings[key], config=_STRICT).validate_python(value)
         except (ValidationError, OverflowError):
-            near = difflib.get_close_matches(str(value), _choices(settings[key]), n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
-            yield f"{key} is {found(value)}; allowed: {allowed(settings[key])}.{hint}"
+            elsewhere = value_hint(key, value)
+            near = "" if elsewhere else _meant(str(value), _choices(settings[key]))
+            here, hint = f": {elsewhere}" if elsewhere else "", f" Did you mean {near}?" if near else ""
+            yield _Wrong(f"{key} is {found(value)}{here}; allowed: {allowed(settings[key])}.{hint}")
+
+
+def _meant(value: str, choices: list[str]) -> str:
+    """The choice of which a value is a small misspelling; none where it may be the name of something else, as a short
+    one or one with another number may be."""
+    near = difflib.get_close_matches(value.lower(), choices, n=1, cutoff=0.8) if len(value) >= _LEAST_TO_GUESS else []
+    numbers = re.findall(r"[0-9]+", value)
+    return next((name for name in near if numbers in ([], re.findall(r"[0-9]+", name))), "")
 
 
 def unknown(
-    key: str, settings: Mapping[str, Any], dashes: str = "", others: Iterable[str] = (), value: Any = None
-) -> str:
+    key: str,
+    settings: Mapping[str, Any],
+    dashes: str = "",
+    others: Iterable[str] = (),
+    value: Any = None,
+    beside: Mapping[str, Any] | None = None,
+) -> _Wrong:
     """What to say about a key that does not exist: what stands for it here where it is another trainer's, else the
-    nearest one that does, by its own name or initials first."""
+    nearest one that does, by its own name or initials first. `beside` are all keys that are given."""
     key = shortened(key, 80)
     if key in _sections(settings):
-        return f"{dashes}{key} is a section; name a setting in it, such as {dashes}{_first(key, settings)}."
-    if elsewhere := hint(key, value, dashes):
-        return elsewhere
+        return _Wrong(f"{dashes}{key} is a section; name a setting in it, such as {dashes}{_first(key, settings)}.")
+    if elsewhere := hint(key, shortened(value, 80) if isinstance(value, str) else value, dashes, beside):
+        return _Wrong(elsewhere)
     names, own = [*settings, *others], key.rpartition(".")[2]
     same_name = [name for name in names if name.rpartition(".")[2] == own]
+    if key in settings:  # "train.seed: 1" on one line
+        section, _, name = key.partition(".")
+        return _Wrong(f"{key} is written with a dot; in a recipe, {name} stands below {section}.")
+    if len(same_name) == 1 and isinstance(value, str | int | float):
+        shown = shortened(str(value).lower() if isinstance(value, bool) else str(value), 80)
+        given = f"{same_name[0]}{' ' if dashes else ': '}{shown}"
+        return _Wrong(f"{dashes}{key} is not a setting; here it is {dashes}{given}.")
     short_for = [name for name in names if len(own) > 1 and _initials(name.rpartition(".")[2]) == own]
     near = same_name or short_for or difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     if not near:
-        return f"{dashes}{key} is not a setting; the sections are {', '.join(_sections(settings))}."
-    if near[0] == key:  # "train.seed: 1" on one line
-        section, _, name = key.partition(".")
-        return f"{key} is written with a dot; in a recipe, {name} stands below {section}."
-    return f"{dashes}{key} is not a setting; did you mean {dashes}{near[0]}?"
+        return _Wrong(f"{dashes}{key} is not a setting; the sections are {', '.join(_sections(settings))}.", False)
+    return _Wrong(f"{dashes}{key} is not a setting; did you mean {dashes}{near[0]}?", bool(same_name or short_for))
 
 
 def settings_of(config: type) -> dict[str, Any]:

@@ -159,6 +159,9 @@ def test_a_path_may_be_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert read_examples("pairs.jsonl", as_text=True).examples[0].id == "pairs.jsonl:1"
     with pytest.raises(DataError, match=r"^pair\.jsonl: no such file; did you mean pairs\.jsonl\?$"):
         read_examples("pair.jsonl", as_text=True)
+    said = rf"^0123456789\.jsonl: no such file; check the path.*\. That is {tmp_path}/0123456789\.jsonl: relative paths"
+    with pytest.raises(DataError, match=said):
+        read_examples("./0123456789.jsonl", as_text=True)
 
 
 def test_a_changed_file_gives_its_new_content_and_leaves_nothing_behind(

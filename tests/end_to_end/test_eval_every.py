@@ -254,7 +254,9 @@ def test_ctrl_c_in_an_evaluation_breaks_it_off_and_it_is_made_on_resume(again: J
         unbroken.done()
     outcome = Child(small.arguments("train"), small.folder, partial(interrupt_evaluating, number)).wait()
     assert outcome.status == 130 and "Traceback" not in outcome.err
-    assert "stopped after step 6 as asked; continue with --resume" in outcome.out
+    assert (
+        f"stopped after step 6 as asked; continue with tuningfork train {small.run}/config.yaml --resume" in outcome.out
+    )
     assert "step-6" in small.checkpoints() and [line["step"] for line in small.evaluations()] == [0, 3]
     outcome = in_child(small, "--resume")
     assert outcome.status == 0 and "evaluating after step 6: 11/11 pairs" in outcome.out

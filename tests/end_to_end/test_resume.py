@@ -142,7 +142,8 @@ def test_twenty_steps_equal_ten_then_ctrl_c_then_ten(again: Job, whole: Job, ste
     outcome = Child(again.arguments("train"), again.folder, partial(interrupt_after, step - 1, number)).wait()
     assert outcome.status == 130 and "Traceback" not in outcome.err
     assert outcome.out.count("stopping after this step; press Ctrl-C again to stop at once\n") == 1
-    assert f"stopped after step {step} as asked; continue with --resume" in outcome.out
+    go_on = f"tuningfork train {again.run}/config.yaml --resume"
+    assert f"stopped after step {step} as asked; continue with {go_on}" in outcome.out
     assert again.checkpoints()[-1] == f"step-{step}" and not (again.run / "model").exists()
     outcome = in_child(again, "--resume")
     assert outcome.status == 0 and f"continuing from {again.run}/checkpoints/step-{step}" in outcome.out
@@ -175,7 +176,8 @@ def test_ctrl_c_in_the_last_step_stops_before_the_evaluation(
 ) -> None:
     """It is not swallowed: the last step is saved, nothing is evaluated or exported until --resume."""
     outcome = Child(again.arguments("train"), again.folder, interrupt).wait()
-    assert outcome.status == 130 and f"stopped after step {STEPS} as asked; continue with --resume" in outcome.out
+    go_on = f"tuningfork train {again.run}/config.yaml --resume"
+    assert outcome.status == 130 and f"stopped after step {STEPS} as asked; continue with {go_on}" in outcome.out
     assert again.checkpoints()[-1] == f"step-{STEPS}"
     assert not (again.run / "eval.json").exists() and not (again.run / "model").exists()
     assert in_child(again, "--resume").status == 0
@@ -211,7 +213,10 @@ def test_ctrl_c_after_the_last_step_ends_the_process_at_once(
     """In the final evaluation and the export: status 130, what to do is said; --resume completes the folder."""
     outcome = Child(again.arguments("train"), again.folder, partial(interrupt, number)).wait(40)
     assert outcome.status == 130
-    assert outcome.err == "tuningfork: interrupted; what was saved is whole, continue with --resume\n"
+    assert outcome.err == (
+        "tuningfork: interrupted; what was saved is whole, continue with "
+        f"tuningfork train {again.run}/config.yaml --resume\n"
+    )
     assert again.checkpoints()[-1] == f"step-{STEPS}" and not (again.run / "model").exists()
     assert in_child(again, "--resume").status == 0
     assert_same_end(again, whole)
@@ -423,7 +428,8 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again_and_says_so(again
 def test_resume_of_a_finished_run_changes_no_result(again: Job, whole: Job) -> None:
     """It trains nothing, exports nothing and succeeds."""
     shutil.copytree(whole.run, again.run)
-    again.done("train", "--resume")
+    said = f"nothing left to train: all {STEPS} steps are done; raise train.epochs or train.max_steps to go on"
+    assert said in again.done("train", "--resume").out
     assert_same_end(again, whole)
 
 
@@ -432,7 +438,8 @@ def test_resume_with_other_settings_names_each_with_both_values(finished: Job) -
     config = (finished.run / "config.yaml").read_bytes()
     message = finished.but({"train.learning_rate": 0.5, "objective.beta": 0.25}).refused("train", "--resume")
     assert "train.learning_rate: the run has 0.003, now 0.5" in message
-    assert "objective.beta: the run has 0.1, now 0.25" in message
+    assert "objective.beta: the run has 0.1, now 0.25\n" in message
+    assert f"tuningfork train {finished.run}/config.yaml --resume gives all that it has" in message
     assert (finished.run / "config.yaml").read_bytes() == config
 
 

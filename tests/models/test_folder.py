@@ -64,6 +64,19 @@ def test_not_a_folder_names_the_nearest_one(tmp_path):
     assert f"Did you mean {tmp_path / 'my-model'}?" in message
     assert "Did you mean" not in refused(tmp_path / "my-model" / "config.json", "is not a folder")
     refused(tmp_path / "nowhere" / "at" / "all", "is not a folder")
+    assert "current directory" not in message
+
+
+def test_a_relative_path_is_said_to_start_at_the_current_directory(tmp_path, monkeypatch):
+    (tmp_path / "sub").mkdir()
+    monkeypatch.chdir(tmp_path / "sub")
+    message = refused("./tiny", "is not a folder")
+    assert f"./tiny is not a folder. That is {tmp_path}/sub/tiny: relative paths start at the current" in message
+    assert "directory, not at the recipe." in message
+
+
+def test_loaders_name_the_nearest_folder(tmp_path):
+    folder_of(tmp_path / "my-model")
     for loader in (load_config, load_tokenizer):
         with pytest.raises(ModelError, match="Did you mean"):
             loader(str(tmp_path / "my-modle"))
@@ -189,7 +202,17 @@ def test_half_a_weight_file(tmp_path):
 
 def test_no_tokenizer(tmp_path):
     folder_of(tmp_path)
-    with pytest.raises(ModelError, match=r"the tokenizer cannot be loaded: there is none \(looked for tokenizer\.json"):
+    said = rf"^no tokenizer files in {tmp_path} \(looked for tokenizer\.json, .*\)\. Copy those of the model's own"
+    with pytest.raises(ModelError, match=said):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["LlamaTokenizer", "GPT2Tokenizer", "PreTrainedTokenizerFast"])
+def test_a_tokenizer_without_a_vocabulary_is_none(tmp_path, kind):
+    """The library makes one up of the settings alone, which knows no word and has no chat template either."""
+    folder_of(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
+    with pytest.raises(ModelError, match=f"no tokenizer files in {tmp_path} "):
         load_tokenizer(str(tmp_path))
 
 
@@ -364,6 +387,7 @@ def test_a_tokenizer_with_code_of_its_own_only(tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.input", never)
     folder_of(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["tok.X", None]}}))
+    (tmp_path / "vocab.own").write_text("a")
     with pytest.raises(ModelError, match="the tokenizer cannot be loaded"):
         load_tokenizer(str(tmp_path))
 

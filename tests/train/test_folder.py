@@ -8,9 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from tuningfork.config import RunConfig, from_yaml, to_yaml
+from tuningfork.config import RunConfig, from_yaml, settings, to_yaml
 from tuningfork.errors import RunFolderError
-from tuningfork.train.folder import CONFIG, FILES, FOLDERS, LOG, check, has_begun, read_config, with_checksum
+from tuningfork.train.folder import (
+    CONFIG,
+    FILES,
+    FOLDERS,
+    LOG,
+    check,
+    check_settings,
+    has_begun,
+    read_config,
+    to_go_on,
+    with_checksum,
+)
 
 SETTINGS = with_checksum(to_yaml(RunConfig()))
 
@@ -90,3 +101,25 @@ def test_what_was_changed_on_purpose_is_read_without_its_checksum(tmp_path: Path
     text = SETTINGS.partition("\n")[2].replace("2048", "4096")
     (tmp_path / CONFIG).write_text(text)
     assert from_yaml(read_config(tmp_path) or "", CONFIG).data.max_length == 4096
+
+
+def test_other_settings_are_named_with_the_command_that_repeats_them_all(tmp_path: Path) -> None:
+    folder = tmp_path / "my run"
+    changes: dict[str, tuple[object, object]] = {
+        "train.seed": (3, 0),
+        "objective.beta": (0.1, 0.3),
+        "train.epochs": (1.0, 2.0),
+        "output.save_every": (5, 100),
+        "train.eval_every": (5, None),
+    }
+    with pytest.raises(RunFolderError) as caught:
+        check_settings(folder, changes, settings(RunConfig()))
+    lines = str(caught.value).splitlines()
+    assert lines[1:3] == [
+        "  train.seed: the run has 3, now 0, the default",
+        "  objective.beta: the run has 0.1, now 0.3",
+    ]
+    assert to_go_on(folder) == f"tuningfork train '{folder}/config.yaml' --resume"
+    assert f"given again: {to_go_on(folder)} gives all that it has" in lines[3]
+    assert "train.epochs and train.max_steps, if they are raised; output.*, train.device, " in lines[3]
+    assert "train.eval_every" in lines[3]

@@ -145,8 +145,8 @@ def _text_parts(source: Source, parts: Parts, row: Row) -> tuple[str, list[str]]
     for name, value in values:
         if isinstance(value, list | dict):
             raise DataError(
-                f"{source}: field {name!r} holds messages, which need a chat template. Set data.template: chat, "
-                "or give prompts and answers as strings."
+                f"{source}: field {name!r} holds messages, which need a chat template. Set data.template: "
+                "chat, or file.jinja where the tokenizer has none of its own; or give prompts and answers as strings."
             )
     for key in (*SYSTEM, REJECTED_SYSTEM, "history", "tools", "functions", "chat_template_kwargs"):
         if filled(row, key):

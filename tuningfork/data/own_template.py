@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tuningfork.data.config import CHAT, NO_TEMPLATE, DataConfig
-from tuningfork.errors import DataError
+from tuningfork.errors import DataError, from_here
 
 if TYPE_CHECKING:  # a recipe is checked before that is imported
     from transformers import PreTrainedTokenizerBase
@@ -31,7 +31,10 @@ def read_template(name: str) -> str | None:
         return None
     path = Path(name)
     if not path.is_file():
-        raise DataError(f"data.template {name}: there is no such file. Give {CHAT}, {NO_TEMPLATE} or a .jinja file.")
+        raise DataError(
+            f"data.template {name}: there is no such file. Give {CHAT}, {NO_TEMPLATE} or a .jinja "
+            f"file.{from_here(path)}"
+        )
     try:
         with path.open("rb") as file:
             content = file.read(LARGEST + 1)

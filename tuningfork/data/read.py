@@ -19,7 +19,7 @@ from tuningfork.data.delimited import DELIMITERS, delimited_rows
 from tuningfork.data.file_kinds import check_kind
 from tuningfork.data.json_rows import RATIO, UNZIPPED, Row, array_rows, is_array, is_zipped, line_rows, pieces
 from tuningfork.data.table_rows import cause, table_rows
-from tuningfork.errors import DataError, TuningforkError, counted, first_line
+from tuningfork.errors import DataError, TuningforkError, counted, first_line, from_here
 from tuningfork.files import SCRATCH_CURE, checksum, explained, opened, scratch
 from tuningfork.json_files import read_object
 
@@ -199,7 +199,7 @@ def _checked_suffix(path: Path) -> str:
     if not path.exists():
         names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, names, n=1)
-        hint = f"did you mean {path.parent / near[0]}?" if near else "check the path in the recipe."
+        hint = f"did you mean {path.parent / near[0]}?" if near else f"check the path in the recipe.{from_here(path)}"
         where = "no such file" if path.parent.is_dir() else f"no such file, there is no folder {path.parent}"
         raise DataError(f"{path}: {where}; {hint}")
     if not path.is_file():

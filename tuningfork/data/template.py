@@ -141,8 +141,9 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
         found, why = False, str(error).split("!")[0]
     if not found:
         raise DataError(
-            f"The tokenizer {tokenizer.name_or_path or '(unnamed)'} has no chat template to use ({why}). Set "
-            "data.template: none to train on plain strings as they are, or add a chat_template to the tokenizer."
+            f"The tokenizer {tokenizer.name_or_path or '(unnamed)'} has no chat template to use ({why}). Give "
+            "one as a file, data.template: file.jinja, such as that of the model's own chat version; or, where prompts "
+            "and answers are plain strings, set data.template: none to train on them as they are."
         )
     printer = Printer(tokenizer, {})
     try:

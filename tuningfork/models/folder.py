@@ -15,7 +15,7 @@ from typing import Any
 import transformers
 from transformers import GenerationConfig
 
-from tuningfork.errors import ModelError, first_line, shortened
+from tuningfork.errors import ModelError, first_line, from_here, shortened
 from tuningfork.files import opened
 from tuningfork.json_files import read_object
 from tuningfork.models import trust, weights
@@ -76,7 +76,7 @@ def check(path: str) -> None:
     if not folder.is_dir():
         parent = folder.parent if folder.parent.is_dir() else Path()
         near = difflib.get_close_matches(folder.name, [p.name for p in parent.iterdir() if p.is_dir()], n=1)
-        hint = f" Did you mean {parent / near[0]}?" if near else ""
+        hint = f" Did you mean {parent / near[0]}?" if near else from_here(folder)
         if folder.is_file():
             hint += _named_format(folder)
         elif not near and re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not folder.parent.exists():
@@ -151,7 +151,8 @@ def no_tokenizer(path: str) -> str:
     """A sentence on a folder that has no tokenizer; none if it has one."""
     if any(file.is_file() for pattern in _TOKENIZERS for file in Path(path).glob(pattern)):
         return ""
-    return f"there is none (looked for {', '.join(_TOKENIZERS)}). Copy the files of the model's own tokenizer there."
+    looked = f"looked for {', '.join(_TOKENIZERS)}"
+    return f"no tokenizer files in {path} ({looked}). Copy those of the model's own tokenizer there."
 
 
 def unknown_value(path: str, error: Exception) -> str:

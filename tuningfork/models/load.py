@@ -72,6 +72,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     for file in (folder.TOKENIZER, folder.CONFIG):
         if (Path(path) / file).exists():
             trust.check_tokenizer(folder.read_json(path, file), file, path)
+    if why := folder.no_tokenizer(path):  # of settings alone the library may make up one that knows no word
+        raise ModelError(why)
     check_tokenizer_file(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -79,7 +81,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     except BaseException as error:
         if not isinstance(error, Exception) and not is_panic(error):
             raise
-        why = folder.no_tokenizer(path) or f"{first_line(error).rstrip('.')}.{folder.pointers(path)}"
+        why = f"{first_line(error).rstrip('.')}.{folder.pointers(path)}"
         raise ModelError(f"{path}: the tokenizer cannot be loaded: {why}") from error
     if "onetwo" in again:
         raise ModelError(

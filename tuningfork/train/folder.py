@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -41,6 +42,11 @@ LENGTH = ("train.epochs", "train.max_steps")  # they may be raised, see extend.p
 def has_begun(folder: Path) -> bool:
     """Whether there is a run to go on with."""
     return os.path.lexists(folder / CONFIG)
+
+
+def to_go_on(folder: Path) -> str:
+    """The command that continues the run of a folder, with all settings that it has."""
+    return f"tuningfork train {shlex.quote(str(folder / CONFIG))} --resume"
 
 
 def check(folder: Path, resume: bool) -> None:
@@ -96,8 +102,9 @@ def with_checksum(settings: str) -> str:
     return f"{_CHECKSUM} {xxhash.xxh3_128_hexdigest(settings.encode(errors='backslashreplace'))}\n{settings}"
 
 
-def check_settings(folder: Path, changes: Mapping[str, tuple[object, object]]) -> None:
+def check_settings(folder: Path, changes: Mapping[str, tuple[object, object]], defaults: Mapping[str, object]) -> None:
     """Whether a run may go on with other settings than it has: `changes` are dotted key -> (the run's value, now).
+    `defaults` are what settings have that are not given.
 
     Raises:
         RunFolderError: they decide more than where and how often.
@@ -110,10 +117,14 @@ def check_settings(folder: Path, changes: Mapping[str, tuple[object, object]]) -
         if not (isinstance(old, int | float) and isinstance(new, int | float) and new < old):
             changed.pop(key, None)  # the data will tell whether the run becomes longer
     if changed:
-        lines = [f"  {key}: the run has {old!r}, now {new!r}" for key, (old, new) in changed.items()]
+        lines = [
+            f"  {key}: the run has {old!r}, now {new!r}{', the default' if new == defaults[key] else ''}"
+            for key, (old, new) in changed.items()
+        ]
+        free = ", ".join(f"{key}*" if key.endswith(".") else key for key in FREE_TO_CHANGE)
         raise RunFolderError(
             f"{folder} is a run with other settings:",
             *lines,
-            "A continued run must have the same; only train.epochs and train.max_steps may be raised. Set them back, "
-            "or choose another output.dir.",
+            f"A continued run must have the same, given again: {to_go_on(folder)} gives all that it has. Beside them "
+            f"may be given: {' and '.join(LENGTH)}, if they are raised; {free}. Or choose another output.dir.",
         )

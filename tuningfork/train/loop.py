@@ -32,7 +32,7 @@ from tuningfork.train.config import OutputConfig, TrainConfig
 from tuningfork.train.evaluate import Evaluation, check_start
 from tuningfork.train.exported import export_model
 from tuningfork.train.extend import check_length, plan
-from tuningfork.train.folder import CONFIG, ROWS, with_checksum
+from tuningfork.train.folder import CONFIG, ROWS, to_go_on, with_checksum
 from tuningfork.train.held_out import Best, HeldOut, score_held_out
 from tuningfork.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from tuningfork.train.setup import Data, Start, dtype_name, model_digest, open_reference, starting_weights
@@ -195,7 +195,7 @@ def run(
                 if stopping:
                     break
         if stop_asked():  # perhaps while the last checkpoint was written
-            console.print(f"stopped after step {result.steps_done} as asked; continue with --resume")
+            console.print(f"stopped after step {result.steps_done} as asked; continue with {to_go_on(folder)}")
             return result
 
         result.after = score_held_out(start, data, reference, console, "evaluating the trained model")

@@ -180,6 +180,7 @@ def read_sources(
     use: Use = "train",
 ) -> tuple[Sequence[TokenExample], DataReport]:
     """The examples of all sources that a run would use, and the account of their rows. Raises DataError."""
+    check_sources(sources, use)  # before its reading is said to have begun
     name = Path(sources).name if isinstance(sources, str) else counted(len(sources), "source")
     with enough_memory(f"reading {name}", READING), console.phase(f"reading {name}", total=0, unit="rows") as phase:
 
