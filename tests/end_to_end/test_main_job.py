@@ -132,7 +132,12 @@ def test_report_accounts_for_every_row(job: Job) -> None:
     rows[9] = rows[9] | {"rejected": None}
     write_rows(job.folder / "pairs.jsonl", rows)
     job = job.but(data={"train": job.folder / "pairs.jsonl", "eval": job.folder / "pairs.jsonl"})
-    job.done()
+    shown = job.done().out.splitlines()
+    reasons = "(1 chosen equals rejected, 1 empty answer, 1 longer than max_length, ...)"
+    assert shown.count(f"pairs.jsonl: 12 rows read, 8 used, 4 dropped {reasons}") == 2
+    assert f"{job.run / 'data_rows.json'}: each dropped row with its reason" in shown
+    path = job.folder / "pairs.jsonl"
+    assert f"! data.eval and data.train name the same file, {path}: its rows are no held-out ones" in shown
     for part in (job.report(), job.report("eval")):
         assert part["rows_read"] == 12 and part["used"] == 8
         assert part["rows_read"] == part["used"] + sum(part["dropped"].values())

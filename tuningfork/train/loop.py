@@ -129,6 +129,8 @@ def run(
     write_json(folder / ROWS, _accounts(data))
     with RunWriter(folder, resume_at_step=result.steps_done, keep_evaluations=evaluated) as writer:
         console.attach(writer.log)
+        if data.train_report.dropped or (data.held_out_report is not None and data.held_out_report.dropped):
+            console.print(f"{folder / ROWS}: each dropped row with its reason")
         console.print(console.startup.line())
         if writer.last_step < result.steps_done:
             console.print(f"{writer.metrics_path}: no line of the steps after {writer.last_step:,} is left")

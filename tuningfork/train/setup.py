@@ -14,9 +14,10 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tuningfork.data.audit import check_names_used, prepare
+from tuningfork.data.audit import account_line, check_names_used, prepare
 from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.loader import packs_in_windows
+from tuningfork.data.overlap import overlap
 from tuningfork.data.pack import PackLimits, split_fitting
 from tuningfork.data.sources import Use, check_sources
 from tuningfork.data.store import Selection
@@ -153,6 +154,8 @@ def read_data(
         held_out, held_out_report = read_sources(
             data.eval, tokenizer, data, pack, config.vocab_size, console, use="eval"
         )
+    if train_too and held_out_report and (shared := overlap(train, train_report, held_out, held_out_report)):
+        console.print(f"! {shared}")
     if train_too or not data.train:  # names of fields may be meant for rows that are not read now
         check_names_used(data, *(report for report in (train_report, held_out_report) if report is not None))
     examples, longest = Selection([train, held_out]), positions(config)
@@ -196,6 +199,7 @@ def read_sources(
         raise DataError(
             f"{', '.join(report.sources)}: no example fits a pack of {pack.tokens} rows. Raise pack.tokens."
         )
+    console.print(account_line(name, report))
     return examples, report
 
 
