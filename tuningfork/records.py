@@ -164,7 +164,7 @@ def prompt_hash(ids: np.ndarray) -> int:
 
     0 where there is none.
     """
-    return xxhash.xxh3_64_intdigest(ids) if len(ids) else 0
+    return xxhash.xxh3_64_intdigest(ids.data) if len(ids) else 0
 
 
 _COLUMNS: dict[str, tuple[str, Callable[[TokenExample], Any]]] = {
