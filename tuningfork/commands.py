@@ -220,6 +220,8 @@ def summary(result: RunResult, data: Data) -> str:
         if result.best is not None and result.best.step != result.steps_done:
             columns[f"step {result.best.step}, the best"] = result.best.scores
         parts.append(table("held-out pairs", _evaluation_rows(columns)))
+        if result.no_gain:
+            parts.append(f"! no step is better than the starting model; step {result.exported_step} is exported anyway")
     if result.throughput.get("steps"):
         rates = result.throughput
         rows = [

@@ -51,6 +51,7 @@ class RunResult:
     before: Evaluation | None = None
     after: Evaluation | None = None
     best: Best | None = None  # of the steps that have a checkpoint; None without train.eval_every
+    no_gain: bool = False  # no step that was looked at is better than the starting model, by train.best_by
     exported_step: int | None = None
     throughput: dict[str, float | int | None] = field(default_factory=dict)
 
@@ -208,6 +209,7 @@ def run(
             if held.best is not None:
                 scores["best"] = {"step": held.best.step, **held.best.scores}
             write_json(folder / "eval.json", scores)
+            result.no_gain = held.no_gain(result.after.as_dict())
         result.best = held.best
         result.throughput = {**totals.summary(), "evaluation_seconds": held.seconds}
         if totals.all.steps or not (folder / "summary.json").exists():
