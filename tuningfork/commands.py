@@ -29,7 +29,7 @@ from tuningfork.models.support import positions
 from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import DataReport
 from tuningfork.report import data_files, eval_files
-from tuningfork.report.console import Console, Phase, table
+from tuningfork.report.console import Console, Phase, number, table
 from tuningfork.report.data_terminal import draw_report
 from tuningfork.report.writer import Scores
 from tuningfork.train import checkpoint, optimizer
@@ -382,4 +382,4 @@ def _evaluation_rows(columns: Mapping[str, Scores]) -> list[tuple[str, ...]]:
 def _number(value: float | int | None) -> str:
     if value is None:
         return "-"
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3f}"
+    return f"{value:,}" if isinstance(value, int) else number(value)

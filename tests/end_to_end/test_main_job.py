@@ -256,6 +256,14 @@ def test_an_epoch_uses_every_example_exactly_once(job: Job) -> None:
     assert job.metrics()[-1]["epoch"] == 1.0
 
 
+@pytest.mark.parametrize(("epochs", "said"), [(1, "the run is one step"), (3, "a step has some more than once")])
+def test_more_examples_in_a_step_than_there_are(job: Job, epochs: int, said: str) -> None:
+    write_rows(job.folder / "pairs.jsonl", make_pairs(3))
+    job = job.but({"data.train": job.folder / "pairs.jsonl", "train.examples_per_step": 5, "train.epochs": epochs})
+    assert f"! train.examples_per_step is 5, but 3 examples are all: {said}" in job.done().out.splitlines()
+    assert [step["examples"] for step in job.metrics()] == ([3] if epochs == 1 else [5, 4])
+
+
 def test_each_epoch_has_an_order_of_its_own(finished: Job) -> None:
     """The batches of an epoch are not those of the one before."""
     tokens = [line["tokens"] for line in finished.metrics()]

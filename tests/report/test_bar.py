@@ -61,7 +61,7 @@ def test_figures_go_one_by_one_as_the_terminal_gets_narrow_the_last_ones_first()
     phase, now = begun("training", 320, "steps", FIGURES)
     now[0] += 100
     phase.advance(64, FIGURES)
-    order = ["loss 0.6931", "margin -0.01234", "accuracy 0.9375", "tokens/s 123,456", "0:01:40 elapsed"]
+    order = ["loss 0.6931", "margin -0.01234", "accuracy 93.8%", "tokens/s 123,456", "0:01:40 elapsed"]
     there = {width: [figure for figure in order if figure in line(phase, width)] for width in range(60, 171)}
     assert all(found == order[: len(found)] for found in there.values())
     counts = [len(there[width]) for width in sorted(there)]

@@ -16,7 +16,7 @@ from tuningfork.data.audit import dataset_digest, report_dict
 from tuningfork.data.config import PackConfig
 from tuningfork.data.loader import PackLoader, ahead
 from tuningfork.data.store import Selection
-from tuningfork.errors import NonFiniteError, RunFolderError, enough_memory
+from tuningfork.errors import NonFiniteError, RunFolderError, counted, enough_memory
 from tuningfork.files import clear_abandoned
 from tuningfork.models.policy import graphs_compiled
 from tuningfork.reference.config import ReferenceConfig
@@ -93,6 +93,10 @@ def run(
     order = plan(len(data.train), config, saved)
     if before is not None and (longer := check_length(folder, len(data.train), before, config, saved)) is not None:
         console.print(longer)
+    if config.examples_per_step > len(data.train):
+        so = "a step has some more than once" if order.total_examples > len(data.train) else "the run is one step"
+        examples_in_all = counted(len(data.train), "example")
+        console.print(f"! train.examples_per_step is {config.examples_per_step:,}, but {examples_in_all} are all: {so}")
     loader = PackLoader(data.train, order, data.limits, pin_memory=start.policy.device.type == "cuda")
 
     # Whatever compares with the starting model happens before a checkpoint is loaded into it.

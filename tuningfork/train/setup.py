@@ -228,7 +228,6 @@ def start_model(
         torch.zeros(1, device=device)  # the first use of a GPU sets it up, which is no part of what follows
     with console.startup.time("weights"):
         loaded = _load(model, device, console)
-    console.startup.bytes["weights"] = loaded.stored_bytes
     with console.stage("self-check", "checking that packed examples equal the same ones alone"):
         check_packed_equals_alone(loaded.model, model.path)
     hold_gradients(loaded.model, train)
@@ -291,17 +290,19 @@ def settle_activations(
 def _load(model: ModelConfig, device: torch.device, console: Console) -> Loaded:
     with ExitStack() as stack:
         phase: Phase | None = None
+        begun = console.clock()  # before the first bytes, after which their number is known
 
         def progress(done: int, total: int) -> None:
             nonlocal phase
             if phase is None:
-                phase = stack.enter_context(console.phase("reading weights", -(-total // 10**6), "MB"))
+                size = -(-total // 10**6)
+                phase = stack.enter_context(console.phase("reading weights", size, "MB", begun=begun))
             phase.advance(-(-done // 10**6) - phase.done)
 
         loaded = load(model.path, device, DTYPES[model.weights], progress)
     for note in loaded.notes:
         console.print(f"{model.path}: {note}")
-    if phase is None:
+    if not loaded.stored_bytes:
         console.print(f"{model.path}: the weights are in older files than safetensors; slower to read for large ones")
     return loaded
 
