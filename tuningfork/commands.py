@@ -204,7 +204,8 @@ def evaluate(config: RunConfig, policy: str | None, console: Console | None = No
         "seconds": result.seconds,
         "version": __version__,
     }
-    console.print("", f"written to {eval_files.write(folder, facts, result.as_dict(), more)}")
+    said = f"{Path(policy or MODEL).name} on {Path(next(iter(report.forms))).stem}"
+    console.print("", f"written to {eval_files.write(folder, said, facts, result.as_dict(), more)}")
     return 0
 
 
@@ -238,6 +239,7 @@ def summary(result: RunResult, data: Data) -> str:
     places = [
         (f"exported model, step {result.exported_step}", str(result.folder / MODEL)),
         ("metrics", str(result.folder / "metrics.jsonl")),
+        *([] if result.after is None else [("held-out numbers", str(result.folder / "eval.json"))]),
         ("rows used and dropped", str(result.folder / run_folder.ROWS)),
         ("settings", str(result.folder / "config.yaml")),
         ("log", str(result.folder / "log.txt")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ def test_eval_adds_a_file_to_the_run_folder_and_changes_none(finished: Job, scor
     outcome = finished.done("eval")
     path = Path(outcome.out.splitlines()[-1].removeprefix("written to "))
     found = json.loads(path.read_text())
+    assert re.fullmatch(r"model-on-held_out-[0-9a-f]{16}\.json", path.name)
     assert path.parent == evaluations and found["scores"] == scores and found["made_by"] == "tuningfork eval"
     assert found["policy_path"] == str(finished.run / "model") and found["policy"] != found["reference"]
     assert found["data_eval"] == str(finished.settings["data.eval"]) and found["rows"]["used"] == 11
