@@ -30,7 +30,7 @@ from tuningfork.models.support import positions
 from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import DataReport
 from tuningfork.report import data_files, eval_files
-from tuningfork.report.console import Console, Phase, table
+from tuningfork.report.console import Console, Phase, number, table
 from tuningfork.report.data_terminal import draw_report
 from tuningfork.report.writer import Scores
 from tuningfork.train import checkpoint, optimizer
@@ -209,7 +209,8 @@ def evaluate(config: RunConfig, policy: str | None, console: Console | None = No
         "seconds": result.seconds,
         "version": __version__,
     }
-    console.print("", f"written to {eval_files.write(folder, facts, result.as_dict(), more)}")
+    said = f"{Path(policy or MODEL).name} on {Path(next(iter(report.forms))).stem}"
+    console.print("", f"written to {eval_files.write(folder, said, facts, result.as_dict(), more)}")
     return 0
 
 
@@ -225,6 +226,8 @@ def summary(result: RunResult, data: Data) -> str:
         if result.best is not None and result.best.step != result.steps_done:
             columns[f"step {result.best.step}, the best"] = result.best.scores
         parts.append(table("held-out pairs", _evaluation_rows(columns)))
+        if result.no_gain:
+            parts.append(f"! no step is better than the starting model; step {result.exported_step} is exported anyway")
     if result.throughput.get("steps"):
         rates = result.throughput
         rows = [
@@ -241,6 +244,7 @@ def summary(result: RunResult, data: Data) -> str:
     places = [
         (f"exported model, step {result.exported_step}", str(result.folder / MODEL)),
         ("metrics", str(result.folder / "metrics.jsonl")),
+        *([] if result.after is None else [("held-out numbers", str(result.folder / "eval.json"))]),
         ("rows used and dropped", str(result.folder / run_folder.ROWS)),
         ("settings", str(result.folder / "config.yaml")),
         ("log", str(result.folder / "log.txt")),
@@ -385,4 +389,4 @@ def _evaluation_rows(columns: Mapping[str, Scores]) -> list[tuple[str, ...]]:
 def _number(value: float | int | None) -> str:
     if value is None:
         return "-"
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3f}"
+    return f"{value:,}" if isinstance(value, int) else number(value)

@@ -104,6 +104,7 @@ def test_columns_say_what_the_examples_say(rows: list, data: st.DataObject) -> N
         "answers": lambda e: len(e.answers),
         "longest": lambda e: e.longest,
         "plain_tokens": lambda e: e.plain_tokens,
+        "prompt_hash": lambda e: xxhash.xxh3_64_intdigest(e.prompt_ids.tobytes()) if len(e.prompt_ids) else 0,
         "unique_tokens": lambda e: e.unique_tokens,
         "label": lambda e: {None: -1, False: 0, True: 1}[e.label],
         "weight": lambda e: e.weight,

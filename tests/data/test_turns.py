@@ -13,7 +13,7 @@ from tests.data.rows import HH, PAIR, assistant, drop, one, read_examples, turns
 from tuningfork.data.examples import BEGIN_ALIKE, CUT_REPEATED
 from tuningfork.data.roles import MessageNames, roles_for
 from tuningfork.data.turns import turns as message_turns
-from tuningfork.data.unpack import ANSWERS_AS_JSON, PROMPT_AS_JSON, SOME_AS_JSON
+from tuningfork.data.unpack import ANSWERS_AS_JSON, JSON_AS_TEXT, PROMPT_AS_JSON, SOME_AS_JSON
 from tuningfork.records import Message
 
 SYSTEM = {"role": "system", "content": "s"}
@@ -232,7 +232,8 @@ def test_messages_written_as_json_text(keys: tuple[str, ...], tmp_path: Path) ->
 def test_other_json_is_text(text: str, tmp_path: Path) -> None:
     result = read_examples(write(tmp_path, [{"prompt": text, "chosen": f"{text} ", "rejected": text}]), False)
     (example,) = result.examples
-    assert example.prompt == turns(user(text)) and result.notes == {}
+    assert example.prompt == turns(user(text))
+    assert list(result.notes) == ([JSON_AS_TEXT] if text == '{"role": 1, "content": "x"}' else [])
     assert example.answers == (turns(assistant(f"{text} ")), turns(assistant(text)))
 
 
@@ -252,6 +253,9 @@ TOLD = json.dumps([assistant("b")])
         ({"prompt": "q", "chosen": SAID, "rejected": [assistant("b")]}, "q", ["a", "b"], [ANSWERS_AS_JSON]),
         ({"prompt": json.dumps(user("q")), "chosen": SAID, "rejected": "b"}, "q", [SAID, "b"],
          [PROMPT_AS_JSON, SOME_AS_JSON]),
+        ({"prompt": "q", "chosen": '{"x": "a"}', "rejected": ' {"x": 1}'}, "q", ['{"x": "a"}', ' {"x": 1}'],
+         [JSON_AS_TEXT]),
+        ({"prompt": "q", "chosen": '{"text": "a"}', "rejected": "{b}"}, "q", ['{"text": "a"}', "{b}"], []),
         ({"chosen": [user("q"), assistant("a")], "rejected": json.dumps([user("q"), assistant("b")])}, "q", ["a", "b"],
          [ANSWERS_AS_JSON]),
     ],

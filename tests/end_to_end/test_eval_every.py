@@ -109,6 +109,8 @@ def test_the_best_step_is_kept_beyond_the_newest_and_said(watched: Job, plain: J
     best = json.loads((watched.run / "eval.json").read_text())["best"]
     assert best == {"step": 3, **{k.removeprefix("eval/"): v for k, v in watched.evaluations()[1].items()}}
     out = watched.done("train", "--resume").out
+    assert "! no step is better than the starting model; step 10 is exported anyway" in out
+    assert f"  {watched.run / 'eval.json'}\n" in out
     assert "step 3, the best" in out and "exported model, step 10" in out
     assert "best" not in json.loads((plain.run / "eval.json").read_text())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def test_the_trained_model_scores_as_at_the_end_of_its_run(finished: Job, scores
     after = json.loads((finished.run / "eval.json").read_text())["after"]
     assert scores == after
     shown = table_of(outcome.out)
-    assert shown["margin"] == f"{after['rewards/margin']:.3f}" and shown["loss"] == f"{after['loss']:.3f}"
+    assert shown["margin"] == f"{after['rewards/margin']:.4g}" and shown["loss"] == f"{after['loss']:.4g}"
     assert shown["accuracy"] == f"{after['rewards/accuracy']:.1%}" and shown["pairs"] == "11"
     assert "scoring the reference" not in outcome.out
 
@@ -51,7 +52,7 @@ def test_the_starting_model_scores_exactly_nothing(finished: Job, scores: dict[s
     shown = table_of(finished.done("eval", "--policy", str(finished.settings["model.path"])).out)
     assert scores["rewards/margin"] == scores["rewards/chosen"] == 0.0 and scores["rewards/accuracy"] == 0.5
     assert scores["loss"] == pytest.approx(math.log(2), rel=1e-15)
-    assert (shown["margin"], shown["accuracy"], shown["loss"]) == ("0.000", "50.0%", "0.693")
+    assert (shown["margin"], shown["accuracy"], shown["loss"]) == ("0", "50.0%", "0.6931")
 
 
 def test_another_model_is_scored_against_the_same_reference(finished: Job, scores: dict[str, Any], shelf: Any) -> None:
@@ -67,6 +68,7 @@ def test_eval_adds_a_file_to_the_run_folder_and_changes_none(finished: Job, scor
     outcome = finished.done("eval")
     path = Path(outcome.out.splitlines()[-1].removeprefix("written to "))
     found = json.loads(path.read_text())
+    assert re.fullmatch(r"model-on-held_out-[0-9a-f]{16}\.json", path.name)
     assert path.parent == evaluations and found["scores"] == scores and found["made_by"] == "tuningfork eval"
     assert found["policy_path"] == str(finished.run / "model") and found["policy"] != found["reference"]
     assert found["data_eval"] == str(finished.settings["data.eval"]) and found["rows"]["used"] == 11

@@ -132,7 +132,12 @@ def test_report_accounts_for_every_row(job: Job) -> None:
     rows[9] = rows[9] | {"rejected": None}
     write_rows(job.folder / "pairs.jsonl", rows)
     job = job.but(data={"train": job.folder / "pairs.jsonl", "eval": job.folder / "pairs.jsonl"})
-    job.done()
+    shown = job.done().out.splitlines()
+    reasons = "(1 chosen equals rejected, 1 empty answer, 1 longer than max_length, ...)"
+    assert shown.count(f"pairs.jsonl: 12 rows read, 8 used, 4 dropped {reasons}") == 2
+    assert f"{job.run / 'data_rows.json'}: each dropped row with its reason" in shown
+    path = job.folder / "pairs.jsonl"
+    assert f"! data.eval and data.train name the same file, {path}: its rows are no held-out ones" in shown
     for part in (job.report(), job.report("eval")):
         assert part["rows_read"] == 12 and part["used"] == 8
         assert part["rows_read"] == part["used"] + sum(part["dropped"].values())
@@ -249,6 +254,14 @@ def test_an_epoch_uses_every_example_exactly_once(job: Job) -> None:
     job.done()
     assert [line["examples"] for line in job.metrics()] == [4, 4, 4, 1]
     assert job.metrics()[-1]["epoch"] == 1.0
+
+
+@pytest.mark.parametrize(("epochs", "said"), [(1, "the run is one step"), (3, "a step has some more than once")])
+def test_more_examples_in_a_step_than_there_are(job: Job, epochs: int, said: str) -> None:
+    write_rows(job.folder / "pairs.jsonl", make_pairs(3))
+    job = job.but({"data.train": job.folder / "pairs.jsonl", "train.examples_per_step": 5, "train.epochs": epochs})
+    assert f"! train.examples_per_step is 5, but 3 examples are all: {said}" in job.done().out.splitlines()
+    assert [step["examples"] for step in job.metrics()] == ([3] if epochs == 1 else [5, 4])
 
 
 def test_each_epoch_has_an_order_of_its_own(finished: Job) -> None:

@@ -29,7 +29,14 @@ from tuningfork.data.turns import (
     turns,
     unread,
 )
-from tuningfork.data.unpack import SOME_AS_JSON, Unpacked, unpacked_parts, without_repeated_prompt
+from tuningfork.data.unpack import (
+    JSON_AS_TEXT,
+    SOME_AS_JSON,
+    Unpacked,
+    is_object,
+    unpacked_parts,
+    without_repeated_prompt,
+)
 from tuningfork.data.values import SHOWN, Unusable, filled, given, number, string, whole
 from tuningfork.errors import DataError
 from tuningfork.records import Example, Message, Source, Turns
@@ -299,6 +306,8 @@ def _notes(row: Row, parts: Unpacked, cut: Parts, example: Example, names: Messa
     if any(rating[one] <= rating[other] for one, other in SCORES if one in rating and other in rating):
         yield UPSIDE_DOWN
     yield from parts.notes
+    if not parts.document and SOME_AS_JSON not in parts.notes and all(is_object(answer) for _, answer in parts.answers):
+        yield JSON_AS_TEXT
     for name in dict.fromkeys(name for _, value in _given(parts) for name in renamed(value, names.roles)):
         yield f"role {name}"
     if cut is not parts:

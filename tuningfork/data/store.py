@@ -25,7 +25,7 @@ from typing import overload
 import numpy as np
 
 from tuningfork.files import opened
-from tuningfork.records import Source, TokenAnswer, TokenExample, column
+from tuningfork.records import Source, TokenAnswer, TokenExample, column, prompt_hash
 
 Columns = Mapping[str, np.ndarray]
 
@@ -92,6 +92,10 @@ class TokenTable(Sequence[TokenExample]):
         if name in ("plain_tokens", "unique_tokens"):
             answers = np.diff(_starts(get["answer"])[self._first_answer])
             return get["prompt"].astype(np.int64) * (get["answers"] if name == "plain_tokens" else 1) + answers
+        if name == "prompt_hash":
+            ids, starts = get["ids"], self._first_token[:-1]
+            pieces = zip(starts.tolist(), (starts + get["prompt"]).tolist(), strict=True)
+            return np.fromiter((prompt_hash(ids[start:stop]) for start, stop in pieces), "<u8", len(self))
         return get[name]
 
 

@@ -17,6 +17,7 @@ from tuningfork.records import same
 PROMPT_AS_JSON = "the prompt is messages written as JSON text: read as messages"
 ANSWERS_AS_JSON = "the answers are messages written as JSON text: read as messages"
 SOME_AS_JSON = "only some answers are messages, written as JSON text: read as text"
+JSON_AS_TEXT = "every answer is the JSON text of an object that is no message: read as text"
 LISTS = ("messages", "conversations", "conversation")  # fields of an object that hold its messages
 TOOLS = ("tools", "functions")  # and its tools
 
@@ -96,6 +97,17 @@ def unpacked(value: Any, field: str, roles: Roles = ROLES) -> Any:
     held = _held(found)
     messages = held if held is not None else found if isinstance(found, list) else [found]
     return found if messages and all(_looks_like_a_message(message, roles) for message in messages) else value
+
+
+def is_object(value: Any) -> bool:
+    """Whether this is the JSON text of an object."""
+    if not isinstance(value, str) or not value.strip().startswith("{"):
+        return False
+    try:
+        json.loads(value)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _looks_like_a_message(value: Any, roles: Roles) -> bool:

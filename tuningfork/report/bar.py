@@ -9,7 +9,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-LONGEST_BAR, SHORTEST_BAR = 24, 8  # columns
+BARS = {100: 24, 80: 12}  # columns of a terminal, at least -> of the bar
+SHORTEST_BAR = 8
 SHORTEST_NAME = 10
 
 
@@ -24,6 +25,7 @@ class Part(NamedTuple):
 class BarLine:
     """A name, a bar and figures, drawn anew at each refresh so that the clock runs on during a long step.
 
+    The bar's width is that of its terminal's alone, so that it never seems to run back when a figure gets longer.
     Where the line is too long for its terminal, first the extra figures go, the last ones before the first; then the
     others take their short form, then the name loses its end. It never wraps.
 
@@ -37,15 +39,20 @@ class BarLine:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         done, total, parts = self.state()
         name = Text(self.name)
-        figures = fitted(parts, options.max_width - SHORTEST_BAR - 2, name.cell_len)
-        room = max(options.max_width - SHORTEST_BAR - 2 - len(figures), min(SHORTEST_NAME, name.cell_len))
+        bar = bar_width(options.max_width)
+        figures = fitted(parts, options.max_width - bar - 2, name.cell_len)
+        room = max(options.max_width - bar - 2 - len(figures), min(SHORTEST_NAME, name.cell_len))
         name.truncate(room, overflow="ellipsis")
-        bar = max(1, min(LONGEST_BAR, options.max_width - name.cell_len - len(figures) - 2))
         line = Text.assemble(name, " ")
         line.append_text(_drawn(ProgressBar(total=total or None, completed=done, width=bar), console, options))
         line.append(f" {figures}")
         line.truncate(options.max_width, overflow="ellipsis")  # of a terminal of a few columns
         yield line
+
+
+def bar_width(columns: int) -> int:
+    """Columns of the bar on a terminal of so many."""
+    return next((bar for least, bar in BARS.items() if columns >= least), min(SHORTEST_BAR, max(1, columns // 4)))
 
 
 def fitted(parts: Sequence[Part], room: int, name: int) -> str:

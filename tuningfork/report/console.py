@@ -83,12 +83,13 @@ class Console:
             self._unlogged.append(text)
 
     @contextmanager
-    def phase(self, name: str, total: int, unit: str, done: int = 0) -> Iterator[Phase]:
+    def phase(self, name: str, total: int, unit: str, done: int = 0, begun: float | None = None) -> Iterator[Phase]:
         """A stretch of work of `total` units, such as `with console.phase("tokenizing", 512, "rows") as phase:`.
 
         `done` units are finished before it starts (a resumed run); they count for the bar, never for the rate.
+        `begun` is when the work began by the console's clock, if not now.
         """
-        phase = Phase(self, name, total, unit, done)
+        phase = Phase(self, name, total, unit, done, begun)
         try:
             with phase.bar:
                 yield phase
@@ -123,11 +124,14 @@ class Console:
 class Phase:
     """Progress of one stretch of work. Made by `Console.phase`."""
 
-    def __init__(self, console: Console, name: str, total: int, unit: str, done: int) -> None:
+    def __init__(
+        self, console: Console, name: str, total: int, unit: str, done: int, begun: float | None = None
+    ) -> None:
         self.name, self.total, self.unit = name, total, unit
         self.done = self._at_start = done
         self._console = console
-        self._start = self._advanced_at = self._said_at = console.clock()
+        self._advanced_at = self._said_at = console.clock()
+        self._start = self._advanced_at if begun is None else begun
         self._said_done: int | None = None
         self._values: Values = {}
         self.bar = _Bar(BarLine(visible(name), lambda: (self.done, self.total, self._beside_bar())), console)
@@ -174,7 +178,11 @@ class Phase:
         ]
 
     def _figures(self) -> list[str]:
-        return [f"{key} {number(value)}" for key, value in self._values.items() if value is not None]
+        return [
+            f"{key} {f'{value:.1%}' if key == 'accuracy' else number(value)}"
+            for key, value in self._values.items()
+            if value is not None
+        ]
 
     def _pace(self) -> tuple[float | None, float | None]:
         """(units a second, seconds left), as far as they are known."""

@@ -1,11 +1,12 @@
 """Where `tuningfork eval` writes: a file for each evaluation in a folder of their own inside the run folder.
 
-A file is named by a hash of all that decides its numbers, so that none is replaced by another evaluation.
+A file is named by what it evaluates and by a hash of all that decides its numbers, so that none is replaced by another.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tuningfork.report.writer import write_json
 FOLDER = "evaluations"  # inside output.dir; a run may begin where there is nothing else
 MADE_BY = "tuningfork eval"  # stands at the beginning of each file
 _BEGINNING = 100  # bytes
+LONGEST = 80  # characters of a name before its hash
 
 
 def check(folder: Path) -> None:
@@ -28,10 +30,13 @@ def check(folder: Path) -> None:
         raise RunFolderError(f"{place} is a file, so {folder} cannot be made. Choose another output.dir.")
 
 
-def write(folder: Path, facts: Mapping[str, Any], scores: Mapping[str, Any], more: Mapping[str, Any]) -> Path:
+def write(
+    folder: Path, said: str, facts: Mapping[str, Any], scores: Mapping[str, Any], more: Mapping[str, Any]
+) -> Path:
     """Write an evaluation; returns its path. One of the same facts is replaced, for its numbers are the same.
 
     Args:
+        said: what is evaluated, such as the model's and the data's name, for a person to find the file.
         facts: all that decides the numbers, as JSON has it.
         scores: the numbers.
         more: what else there is to know of them.
@@ -39,8 +44,8 @@ def write(folder: Path, facts: Mapping[str, Any], scores: Mapping[str, Any], mor
     Raises:
         RunFolderError: a file of that name is not such an evaluation, or the disk refuses.
     """
-    name = xxhash.xxh3_64_hexdigest(json.dumps(facts, sort_keys=True).encode())
-    path = folder / f"{name}.json"
+    digest = xxhash.xxh3_64_hexdigest(json.dumps(facts, sort_keys=True).encode())
+    path = folder / f"{re.sub(r'[^A-Za-z0-9_.]+', '-', said).strip('-.')[:LONGEST]}-{digest}.json"
     if (path.exists() or path.is_symlink()) and not _is_ours(path):
         raise RunFolderError(
             f"{path} exists and was not made by `{MADE_BY}`, so it is not replaced. Move it away or choose another "

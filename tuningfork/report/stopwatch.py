@@ -12,7 +12,6 @@ class Stopwatch:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds: dict[str, float] = {}
-        self.bytes: dict[str, int] = {}  # that a phase read, if it is one that reads
         self._clock = clock
 
     @contextmanager
@@ -28,15 +27,6 @@ class Stopwatch:
     def add(self, phase: str, seconds: float) -> None:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
-    def rate(self, phase: str) -> float | None:
-        """Bytes per second of a phase that read some."""
-        size, seconds = self.bytes.get(phase, 0), self.seconds.get(phase, 0.0)
-        return size / seconds if size and seconds > 0 else None
-
     def line(self) -> str:
-        """Such as ``start-up: weights 12.3 s (1.2 GB/s), self-check 0.8 s``."""
-        return "start-up: " + ", ".join(self._shown(phase) for phase in self.seconds)
-
-    def _shown(self, phase: str) -> str:
-        rate = self.rate(phase)
-        return f"{phase} {self.seconds[phase]:.1f} s" + ("" if rate is None else f" ({rate / 1e9:.1f} GB/s)")
+        """Such as ``start-up: weights 12.3 s, self-check 0.8 s``."""
+        return "start-up: " + ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.seconds.items())

@@ -28,7 +28,8 @@ class TrainConfig:
     """By which held-out number a step is the best: the lowest loss, or the highest accuracy or margin; the earliest of
     equals. Needs eval_every."""
     examples_per_step: Annotated[int, Field(ge=1)] = 32
-    """Batch size in examples, exactly. How a batch is cut into packs changes nothing but speed, and how the gradients
+    """Batch size in examples, exactly, also of a step that goes on into the next epoch; only the last step of a run by
+    epochs may have fewer. How a batch is cut into packs changes nothing but speed, and how the gradients
     of bfloat16 weights are rounded, see gradient_dtype."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """adamw_8bit keeps its moments in 8 bits instead of 32: 2 bytes a weight instead of 8. Needs torchao."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tuningfork.errors import counted
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.console import Console, number
 from tuningfork.report.writer import RunWriter, Scores
@@ -66,6 +67,7 @@ class HeldOut:
         self.writer, self.console = writer, console
         self.best: Best | None = None
         self.seconds = 0.0  # that evaluations took in this process
+        self._asked = False  # whether the answers are swapped
         for step, scores in sorted(writer.evaluations.items()):
             if checkpoint.at(checkpoints, step).exists():
                 self._consider(step, scores)
@@ -85,8 +87,33 @@ class HeldOut:
         numbers = [f"{name} {number(value)}" for name, value in shown.items() if value is not None]
         accuracy = f"accuracy {scores['rewards/accuracy']:.1%}"
         said = f"step {step}: held-out {', '.join([*numbers, accuracy])}"
-        self.console.print(f"{said}; the best so far by {self.by}" if best else said)
+        notes = [f"the best so far by {self.by}"] if best else []
+        if step > 0 and self.no_gain(scores):
+            notes.append("no step is better than the starting model")
+        self.console.print("; ".join([said, *notes]))
+        self._ask(step, scores)
         return best
+
+    def no_gain(self, scores: Scores) -> bool:
+        """Whether the best step is no better than the starting model; where no best is kept, that of these scores."""
+        key, sign = _MEASURES[self.by]
+        start = self.writer.evaluations.get(0, {}).get(key)
+        value = (scores if self.best is None else self.best.scores)[key]
+        return value is not None and start is not None and sign * value <= sign * start
+
+    def _ask(self, step: int, scores: Scores) -> None:
+        """Ask, once, whether the answers are swapped: where accuracy is below that of the starting model, and below
+        chance by more than two standard errors of guessing."""
+        accuracy, pairs = scores["rewards/accuracy"], scores["pairs"]
+        start = self.writer.evaluations.get(0, {}).get("rewards/accuracy")
+        if self._asked or step == 0 or accuracy is None or not pairs or (start is not None and accuracy >= start):
+            return
+        if accuracy < 0.5 - 2 * (0.25 / pairs) ** 0.5:
+            self._asked = True
+            self.console.print(
+                f"! held-out accuracy is {accuracy:.1%} of {counted(int(pairs), 'pair')}, which is less than chance "
+                "gives: are chosen and rejected swapped, in data.eval or in data.train?"
+            )
 
     def _consider(self, step: int, scores: Scores) -> bool:
         """Whether this step is better than all before; without train.eval_every nobody asks which is the best."""

@@ -16,7 +16,7 @@ from tuningfork.data.audit import dataset_digest, report_dict
 from tuningfork.data.config import PackConfig
 from tuningfork.data.loader import PackLoader, ahead
 from tuningfork.data.store import Selection
-from tuningfork.errors import NonFiniteError, RunFolderError, enough_memory
+from tuningfork.errors import NonFiniteError, RunFolderError, counted, enough_memory
 from tuningfork.files import clear_abandoned
 from tuningfork.models.policy import graphs_compiled
 from tuningfork.reference.config import ReferenceConfig
@@ -51,6 +51,7 @@ class RunResult:
     before: Evaluation | None = None
     after: Evaluation | None = None
     best: Best | None = None  # of the steps that have a checkpoint; None without train.eval_every
+    no_gain: bool = False  # no step that was looked at is better than the starting model, by train.best_by
     exported_step: int | None = None
     throughput: dict[str, float | int | None] = field(default_factory=dict)
 
@@ -92,6 +93,10 @@ def run(
     order = plan(len(data.train), config, saved)
     if before is not None and (longer := check_length(folder, len(data.train), before, config, saved)) is not None:
         console.print(longer)
+    if config.examples_per_step > len(data.train):
+        so = "a step has some more than once" if order.total_examples > len(data.train) else "the run is one step"
+        examples_in_all = counted(len(data.train), "example")
+        console.print(f"! train.examples_per_step is {config.examples_per_step:,}, but {examples_in_all} are all: {so}")
     loader = PackLoader(data.train, order, data.limits, pin_memory=start.policy.device.type == "cuda")
 
     # Whatever compares with the starting model happens before a checkpoint is loaded into it.
@@ -129,6 +134,8 @@ def run(
     write_json(folder / ROWS, _accounts(data))
     with RunWriter(folder, resume_at_step=result.steps_done, keep_evaluations=evaluated) as writer:
         console.attach(writer.log)
+        if data.train_report.dropped or (data.held_out_report is not None and data.held_out_report.dropped):
+            console.print(f"{folder / ROWS}: each dropped row with its reason")
         console.print(console.startup.line())
         if writer.last_step < result.steps_done:
             console.print(f"{writer.metrics_path}: no line of the steps after {writer.last_step:,} is left")
@@ -206,6 +213,7 @@ def run(
             if held.best is not None:
                 scores["best"] = {"step": held.best.step, **held.best.scores}
             write_json(folder / "eval.json", scores)
+            result.no_gain = held.no_gain(result.after.as_dict())
         result.best = held.best
         result.throughput = {**totals.summary(), "evaluation_seconds": held.seconds}
         if totals.all.steps or not (folder / "summary.json").exists():

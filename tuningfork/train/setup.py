@@ -14,9 +14,10 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tuningfork.data.audit import check_names_used, prepare
+from tuningfork.data.audit import account_line, check_names_used, prepare
 from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.loader import packs_in_windows
+from tuningfork.data.overlap import overlap
 from tuningfork.data.pack import PackLimits, split_fitting
 from tuningfork.data.sources import Use, check_sources
 from tuningfork.data.store import Selection
@@ -153,6 +154,8 @@ def read_data(
         held_out, held_out_report = read_sources(
             data.eval, tokenizer, data, pack, config.vocab_size, console, use="eval"
         )
+    if train_too and held_out_report and (shared := overlap(train, train_report, held_out, held_out_report)):
+        console.print(f"! {shared}")
     if train_too or not data.train:  # names of fields may be meant for rows that are not read now
         check_names_used(data, *(report for report in (train_report, held_out_report) if report is not None))
     examples, longest = Selection([train, held_out]), positions(config)
@@ -197,6 +200,7 @@ def read_sources(
         raise DataError(
             f"{', '.join(report.sources)}: no example fits a pack of {pack.tokens} rows. Raise pack.tokens."
         )
+    console.print(account_line(name, report))
     return examples, report
 
 
@@ -225,7 +229,6 @@ def start_model(
         torch.zeros(1, device=device)  # the first use of a GPU sets it up, which is no part of what follows
     with console.startup.time("weights"):
         loaded = _load(model, device, console)
-    console.startup.bytes["weights"] = loaded.stored_bytes
     with console.stage("self-check", "checking that packed examples equal the same ones alone"):
         check_packed_equals_alone(loaded.model, model.path)
     hold_gradients(loaded.model, train)
@@ -288,17 +291,19 @@ def settle_activations(
 def _load(model: ModelConfig, device: torch.device, console: Console) -> Loaded:
     with ExitStack() as stack:
         phase: Phase | None = None
+        begun = console.clock()  # before the first bytes, after which their number is known
 
         def progress(done: int, total: int) -> None:
             nonlocal phase
             if phase is None:
-                phase = stack.enter_context(console.phase("reading weights", -(-total // 10**6), "MB"))
+                size = -(-total // 10**6)
+                phase = stack.enter_context(console.phase("reading weights", size, "MB", begun=begun))
             phase.advance(-(-done // 10**6) - phase.done)
 
         loaded = load(model.path, device, DTYPES[model.weights], progress)
     for note in loaded.notes:
         console.print(f"{model.path}: {note}")
-    if phase is None:
+    if not loaded.stored_bytes:
         console.print(f"{model.path}: the weights are in older files than safetensors; slower to read for large ones")
     return loaded
 

@@ -10,6 +10,7 @@ import pytest
 from tests.data.summary.workbench import pair, summary_of
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
 from tuningfork.data.summary.findings import Finding
+from tuningfork.data.unpack import JSON_AS_TEXT, SOME_AS_JSON
 
 GOOD = [pair("one", "ab", "cde"), pair("two", "fgh", "ij")]
 
@@ -87,6 +88,20 @@ def test_two_bos(tmp_path: Path) -> None:
     assert (twice.tokenizer.begin_with_bos, twice.tokenizer.begin_with_two_bos) == (2, 2)
     assert [finding.kind for finding in twice.strict] == ["two_bos"]
     assert "2 sequences begin with <s> twice" in twice.strict[0].text
+
+
+def test_answers_of_which_only_some_are_messages_as_json_text(tmp_path: Path) -> None:
+    """In either set, with a chat template or without; answers that are JSON, all of them, are only noted."""
+    said = json.dumps({"role": "assistant", "content": "x"})
+    half, whole = pair("q", said, "b"), pair("r", '{"text": "a"}', '{"text": "b"}')
+    chat = {"tokenizer": byte_bpe(chat_template=CHATML, eos="<|im_end|>"), "template": "chat", "max_length": 200}
+    for options in ({}, chat):
+        summary = summary_of(tmp_path, [*GOOD, half, whole], [pair("p", "b", said)], **options)  # type: ignore[arg-type]
+        train, held = summary.strict
+        assert (train.kind, train.name, train.count, numbers(train)) == ("json_text", "train.jsonl", 1, [3])
+        assert "1 row has messages written as JSON text for some answers only, so all answers are" in train.text
+        assert (held.kind, held.name, held.count) == ("json_text", "eval.jsonl", 1)
+        assert {note: found.count for note, found in summary.train.notes.items()} == {SOME_AS_JSON: 1, JSON_AS_TEXT: 1}
 
 
 def test_control_tokens_in_a_rows_own_words(tmp_path: Path) -> None:

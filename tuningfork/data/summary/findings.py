@@ -10,6 +10,7 @@ from tuningfork.data.summary.lengths import LengthBias
 from tuningfork.data.summary.repeats import Leaks
 from tuningfork.data.summary.sets import ControlWords, SetSummary
 from tuningfork.data.summary.tokenizer import TokenizerFacts
+from tuningfork.data.unpack import SOME_AS_JSON
 from tuningfork.errors import counted
 from tuningfork.records import Source
 
@@ -23,8 +24,8 @@ PLACES = 4  # control tokens named with a finding, each with where it is written
 class Finding:
     """One thing to look at in the data set of that name. `rows` show it: the first few of them.
 
-    kind: refused, dropped, duplicates, conflicts, leaks, control_tokens, positions, two_bos (strict); length, no_eos
-    (worth a look).
+    kind: refused, dropped, duplicates, conflicts, leaks, control_tokens, json_text, positions, two_bos (strict);
+    length, no_eos (worth a look).
     """
 
     kind: str
@@ -74,6 +75,13 @@ def _of_set(data: SetSummary, positions: int | None) -> Iterator[Finding]:
         yield Finding("conflicts", True, text, n, name, opposed[:FEW])
     if data.control_words is not None:
         yield _control_tokens(name, data.control_words)
+    if (note := data.notes.get(SOME_AS_JSON)) is not None:
+        n = note.count
+        text = (
+            f"{name}: {counted(n, 'row has', 'rows have')} messages written as JSON text for some answers only, so all "
+            "answers are read as text, brackets and quotes too; write them all in one way"
+        )
+        yield Finding("json_text", True, text, n, name, note.rows[:FEW])
     if n := len(data.over_positions):
         text = (
             f"{name}: {counted(n, 'row is', 'rows are')} longer than the {positions:,} positions that the model "
