@@ -17,8 +17,7 @@ from tests.tiny import random_examples, random_pairs
 from tuningfork.data.store import Selection, TokenTable, columns_of
 from tuningfork.errors import ReferenceMismatch, RunFolderError
 from tuningfork.records import Source, TokenAnswer, TokenExample
-from tuningfork.reference import shards
-from tuningfork.reference.entries import open_entry, place
+from tuningfork.reference import entries, shards
 from tuningfork.reference.store import ReferenceStore
 
 FINGERPRINT = {"weights": "0123abcd", "dtype": "float32", "share_prompt": "True"}
@@ -118,14 +117,14 @@ def test_an_entry_that_is_no_folder_is_refused(tmp_path, kind):
     """The cache as a whole may lie on another disk; an entry's name in it leads nowhere else."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "cache").symlink_to(tmp_path / "disk")
-    entry, elsewhere = place(tmp_path / "cache", FINGERPRINT), tmp_path / "elsewhere"
+    entry, elsewhere = entries.place(tmp_path / "cache", FINGERPRINT), tmp_path / "elsewhere"
     elsewhere.mkdir()
     entry.touch() if kind == "file" else entry.symlink_to(elsewhere if kind == "link" else tmp_path / "absent")
     with pytest.raises(RunFolderError, match=rf"{entry.name} is a (link|file)"):
-        open_entry(tmp_path / "cache", FINGERPRINT)
+        entries.open_entry(tmp_path / "cache", FINGERPRINT)
     assert not list(elsewhere.iterdir()) and not (tmp_path / "absent").exists()
     entry.unlink()
-    assert open_entry(tmp_path / "cache", FINGERPRINT).folder == entry
+    assert entries.open_entry(tmp_path / "cache", FINGERPRINT).folder == entry
 
 
 def test_growing_data_scores_only_what_is_new(tmp_path):
