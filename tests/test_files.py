@@ -315,3 +315,15 @@ def test_what_becomes_a_pipe_while_it_is_opened_is_not_waited_for(
     monkeypatch.setattr(os, "stat", lambda path: looked)
     with pytest.raises(NotAFile), within(20):
         opened(tmp_path / "pipe")
+
+
+def test_a_file_without_an_end_is_not_read(tmp_path: Path) -> None:
+    """A file of holes takes no disk, and all memory."""
+    path = tmp_path / "small.json"
+    path.write_bytes(b"12345")
+    assert read_plain(path, largest=5) == b"12345"
+    with pytest.raises(RunFolderError, match=r"small\.json has more than 4 bytes.*Put back"):
+        read_plain(path, largest=4)
+    os.truncate(path, 100 << 30)
+    with pytest.raises(RunFolderError, match=r"small\.json has more than 67,108,864 bytes"):
+        read_plain(path)

@@ -37,6 +37,7 @@ _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISBLK, "a device"),
 )
 DIGESTS = "digests.json"  # file name -> checksum, of all other files of a sealed folder
+LARGEST = 64 << 20  # bytes of a small file of ours
 CURE = (
     "Make room or permit it, then give the command again, with --resume if the run had begun; or choose another folder."
 )
@@ -270,10 +271,17 @@ def append_plain(path: Path, errors: str = "strict") -> TextIO:
     return open(path, "a", encoding="utf-8", errors=errors, opener=plain)
 
 
-def read_plain(path: Path) -> bytes:
-    """The content of a file in one of our folders. Raises OSError, RunFolderError as `plain`."""
+def read_plain(path: Path, largest: int = LARGEST) -> bytes:
+    """The content of a file in one of our folders. Raises OSError; RunFolderError as `plain`, and where it has more
+    bytes than any that we write."""
     with open(path, "rb", opener=plain) as file:
-        return file.read()
+        content = file.read(largest + 1) if os.fstat(file.fileno()).st_size <= largest else None
+    if content is None or len(content) > largest:
+        raise RunFolderError(
+            f"{path} has more than {largest:,} bytes, and nothing that tuningfork keeps under that name is so large. "
+            "Put back what was there, or remove it."
+        )
+    return content
 
 
 def check_plain(path: Path, folder: bool = False, writes: bool = False) -> None:

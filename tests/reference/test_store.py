@@ -17,7 +17,7 @@ from tests.tiny import random_examples, random_pairs
 from tuningfork.data.store import Selection, TokenTable, columns_of
 from tuningfork.errors import ReferenceMismatch, RunFolderError
 from tuningfork.records import Source, TokenAnswer, TokenExample
-from tuningfork.reference import shards
+from tuningfork.reference import entries, shards
 from tuningfork.reference.store import ReferenceStore
 
 FINGERPRINT = {"weights": "0123abcd", "dtype": "float32", "share_prompt": "True"}
@@ -110,6 +110,21 @@ def test_a_cache_folder_may_be_a_link(tmp_path):
     filled(tmp_path / "disk", examples)
     (tmp_path / "cache").symlink_to(tmp_path / "disk")
     assert ReferenceStore(tmp_path / "cache", FINGERPRINT).missing(examples) == []
+
+
+@pytest.mark.parametrize("kind", ["link", "link to nothing", "file"])
+def test_an_entry_that_is_no_folder_is_refused(tmp_path, kind):
+    """The cache as a whole may lie on another disk; an entry's name in it leads nowhere else."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "cache").symlink_to(tmp_path / "disk")
+    entry, elsewhere = entries.place(tmp_path / "cache", FINGERPRINT), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    entry.touch() if kind == "file" else entry.symlink_to(elsewhere if kind == "link" else tmp_path / "absent")
+    with pytest.raises(RunFolderError, match=rf"{entry.name} is a (link|file)"):
+        entries.open_entry(tmp_path / "cache", FINGERPRINT)
+    assert not list(elsewhere.iterdir()) and not (tmp_path / "absent").exists()
+    entry.unlink()
+    assert entries.open_entry(tmp_path / "cache", FINGERPRINT).folder == entry
 
 
 def test_growing_data_scores_only_what_is_new(tmp_path):

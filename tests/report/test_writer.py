@@ -6,11 +6,12 @@ import math
 import os
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tuningfork.errors import NonFiniteError, RunFolderError
-from tuningfork.report.writer import RunWriter, read_metrics, write_json, write_text
+from tuningfork.report.writer import CHECKSUM, RunWriter, read_metrics, write_json, write_text
 
 
 def board(folder: Path, tag: str) -> list[tuple[int, float]]:
@@ -142,6 +143,17 @@ def test_lines_that_would_end_in_a_traceback(tmp_path: Path, line: str) -> None:
     path.write_text(f'{line}\n{{"step": 3}}\n', errors="surrogateescape")
     with pytest.raises(RunFolderError, match="line 1 is no line of metrics"):
         read_metrics(path)
+
+
+@pytest.mark.parametrize("value", ["x", [], {}, True, float("inf"), float("nan"), 10**400])
+@pytest.mark.parametrize("key", ["eval/loss", "loss"])
+def test_a_line_of_metrics_has_numbers_whatever_its_checksum_says(tmp_path: Path, key: str, value: Any) -> None:
+    text = json.dumps({"step": 1, key: value})
+    line = f'{text[:-1]}, "{CHECKSUM}": {zlib.crc32(text.encode())}}}\n'
+    (tmp_path / "metrics.jsonl").write_text(line)
+    with pytest.raises(RunFolderError, match=r"line 1 is no line of metrics"):
+        RunWriter(tmp_path, resume_at_step=1)
+    assert (tmp_path / "metrics.jsonl").read_text() == line
 
 
 def test_lines_that_are_missing_are_known(tmp_path: Path) -> None:

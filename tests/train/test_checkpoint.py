@@ -61,6 +61,25 @@ def test_8_bit_moments_and_bfloat16_weights_go_on_to_the_bit(tmp_path, uncompile
     assert all(torch.equal(a, b) for a, b in zip(whole[0].parameters(), cut[0].parameters(), strict=True))
 
 
+def test_the_recipe_alone_decides_how_a_run_moves_on(tmp_path):
+    """A checkpoint has weights and moments, and none of the optimizer's settings."""
+    model, optimizer = parts()
+    group = optimizer.param_groups[0]
+    ours = {key: value for key, value in group.items() if key != "params"}
+    group.update(weight_decay=-1.0, eps=-1.0, betas=(0.0, 0.0), maximize=True, lr=7.0)
+    path = save(tmp_path, PROGRESS, model, optimizer, keep_last=2)
+    model, optimizer = parts()
+    restore(path, model, optimizer)
+    assert {key: value for key, value in optimizer.param_groups[0].items() if key != "params"} == ours
+
+
+def test_a_random_generator_that_is_none_is_refused_in_words(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "get_rng_state", lambda: torch.full((5056,), 255, dtype=torch.uint8))
+    path = save(tmp_path, PROGRESS, *parts(), keep_last=2)
+    with pytest.raises(RunFolderError, match=r"step-3 cannot be loaded \(.*\)\. Remove that folder"):
+        restore(path, *parts())
+
+
 @pytest.mark.parametrize(("old", "new"), [('"dtype"', '"kind"'), ('"step"', '"date": "2026-01-31", "step"')])
 def test_a_checkpoint_of_another_version_is_not_called_damaged(tmp_path, old, new):
     """Nobody is told to remove it."""

@@ -14,14 +14,20 @@ import pytest
 import torch
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 
 from tests.bounds import within
 from tests.payload import Payload
 from tests.train.test_checkpoint import PROGRESS, parts
 from tuningfork.errors import RunFolderError
 from tuningfork.files import DIGESTS, seal
-from tuningfork.train.checkpoint import restore, save
+from tuningfork.train.checkpoint import restore, restore_weights, save
 from tuningfork.train.checkpoint_reader import METADATA, PlainReader
 
 DATA = "__0_0.distcp"
@@ -38,7 +44,7 @@ def saved(tmp_path: Path) -> Path:
     return save(tmp_path / "checkpoints", PROGRESS, *parts(), keep_last=2)
 
 
-def refused(path: Path, why: str) -> str:
+def refused(path: Path, why: str, cure: str = "begin a new one in another output.dir") -> str:
     """What is said of a checkpoint whose checksums are right, as those of whoever made it are."""
     (path / DIGESTS).unlink()
     seal(path)
@@ -48,7 +54,7 @@ def refused(path: Path, why: str) -> str:
         restore(path, model, optimizer)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     message = str(caught.value)
-    assert str(path) in message and "begin a new one in another output.dir" in message and "\n" not in message
+    assert str(path) in message and (cure in message or "bytes" in message) and "\n" not in message
     return message
 
 
@@ -103,12 +109,88 @@ def test_a_class_is_never_changed(saved):
     del Metadata.read_by
 
 
-def test_a_program_in_place_of_a_plain_value(tmp_path, ran):
-    model, optimizer = parts()
-    optimizer.param_groups[0]["foreach"] = Payload(ran)
-    path = save(tmp_path / "checkpoints", PROGRESS, model, optimizer, keep_last=2)
-    assert "Nothing of it was run" in refused(path, r"it calls for 'posix\.mkdir'")
+def test_a_program_in_place_of_a_plain_value(saved, ran):
+    """A checkpoint has none: what is no tensor is not even opened."""
+    edit(saved, lambda metadata: metadata.state_dict_metadata.update(rng=BytesStorageMetadata()))
+    refused(saved, r"rng is not stored as one whole tensor")
     assert not ran.exists()
+
+
+WHOLE = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([40, 40]))
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [],
+        [WHOLE, WHOLE],
+        [WHOLE] * 300_000,
+        [replace(WHOLE, sizes=torch.Size([1, 1]))],
+        [replace(WHOLE, sizes=torch.Size([10**12, 10**12]))],
+        [replace(WHOLE, offsets=torch.Size([-5, 0]))],
+        [replace(WHOLE, offsets=torch.Size([1, 0]))],
+        None,
+        [7],
+    ],
+)
+@pytest.mark.parametrize("entry", ["model.weight", "optimizer.state.weight.exp_avg"])
+def test_no_part_of_a_tensor_keeps_what_the_model_had(saved, entry, chunks):
+    edit(saved, lambda metadata: setattr(metadata.state_dict_metadata[entry], "chunks", chunks))
+    with within(20):
+        refused(saved, rf"{entry} is not stored as one whole tensor|has more than [\d,]+ bytes")
+
+
+@pytest.mark.parametrize("entry", ["model.weight", "optimizer.state.bias.exp_avg_sq", "rng"])
+def test_a_checkpoint_has_exactly_what_the_run_has(saved, entry):
+    def moved(metadata: Metadata, to: str) -> None:
+        metadata.state_dict_metadata[to] = metadata.state_dict_metadata[entry]
+
+    edit(saved, lambda metadata: moved(metadata, "model.other"))
+    refused(saved, "it holds more than this run has: model.other", cure="Remove that folder")
+    edit(saved, lambda metadata: metadata.state_dict_metadata.pop("model.other"))
+    edit(saved, lambda metadata: metadata.state_dict_metadata.pop(entry))
+    refused(saved, f"it holds less than this run has: {entry}", cure="Remove that folder")
+
+
+def test_the_weights_alone_are_checked_too(saved):
+    edit(saved, lambda metadata: setattr(metadata.state_dict_metadata["model.bias"], "chunks", []))
+    (saved / DIGESTS).unlink()
+    seal(saved)
+    with pytest.raises(RunFolderError, match=r"model\.bias is not stored as one whole tensor"):
+        restore_weights(saved, parts()[0])
+
+
+DEEP = b"N" + b"\x85" * 200_000  # a tuple of a tuple of a tuple ..
+DOUBLING = b"N" + b"q\x00h\x00\x86" * 60  # a tuple of twice the same, 60 times: to hash it takes 2^60 steps
+
+
+@pytest.mark.parametrize("nested", [DEEP, DOUBLING])
+@pytest.mark.parametrize(
+    "hashed",
+    [
+        b"\x80\x02}%sNs.",
+        b"\x80\x02}(%sNu.",
+        b"\x80\x02c" + _MEM_FORMAT_ENCODING.__module__.encode() + b"\n_MEM_FORMAT_ENCODING\n%s\x85R.",
+        b"\x80\x02c" + _MEM_FORMAT_ENCODING.__module__.encode() + b"\n_MEM_FORMAT_ENCODING\n%s\x85\x81.",
+        b"\x80\x02ctorch.serialization\n_get_layout\n%s\x85R.",
+        b"\x80\x04\x8f(%s\x90.",
+        b"\x80\x04(%s\x91.",
+        b"\x80\x02}c" + MetadataIndex.__module__.encode() + b"\nMetadataIndex\n)\x81}(X\x03\x00\x00\x00fqn%sX\x06"
+        b"\x00\x00\x00offsetNX\x05\x00\x00\x00indexNubNs.",
+    ],
+)
+def test_nothing_nested_is_hashed(saved, hashed, nested):
+    """It would end the process, or take for ever."""
+    (saved / METADATA).write_bytes(hashed.replace(b"%s", nested))
+    with within(20):
+        refused(saved, r"\.metadata")
+
+
+def test_metadata_that_is_far_too_large_is_not_read(saved):
+    os.truncate(saved / METADATA, 100 << 30)
+    (saved / DIGESTS).write_text("{}")
+    with within(20), pytest.raises(RunFolderError, match=r"\.metadata has more than [\d,]+ bytes"):
+        restore(saved, *parts())
 
 
 @pytest.mark.parametrize("entry", ["model.weight", "optimizer.state.bias.exp_avg", "rng"])
@@ -163,7 +245,7 @@ def test_metadata_that_is_none(saved, content):
 
 
 def test_what_is_read_is_what_the_library_reads(saved):
-    ours, theirs = PlainReader(saved).read_metadata(), pickle.loads((saved / METADATA).read_bytes())
+    ours, theirs = PlainReader(saved, 20).read_metadata(), pickle.loads((saved / METADATA).read_bytes())
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert ours.storage_data == theirs.storage_data
     assert ours.planner_data == theirs.planner_data

@@ -52,6 +52,7 @@ Notice = Callable[[str], None]
 """Called with a sentence for the user."""
 
 ACCOUNT = "account.json"
+_LARGEST_ACCOUNT = 4 << 30  # bytes: it names every row that was dropped
 ELSEWHERE = "set data.cache to another folder, or to null for none."
 CURE = f"Make room or permit it; or {ELSEWHERE}"
 CHANGED = "{table}: changed while it was read. Run again once it is whole."
@@ -180,7 +181,10 @@ def _read(entry: Path) -> tuple[Columns, TableAccount] | None:
     check_plain(entry, folder=True)
     try:
         check_sealed(entry, (*store.TYPES, ACCOUNT))
-        columns, account = store.mapped(entry), TableAccount.from_json(read_plain(entry / ACCOUNT).decode())
+        columns, account = (
+            store.mapped(entry),
+            TableAccount.from_json(read_plain(entry / ACCOUNT, _LARGEST_ACCOUNT).decode()),
+        )
         store.check(columns)
         if account.form not in FORMS or account.rows_read != len(columns["row"]) + len(account.dropped):
             raise ValueError(f"{ACCOUNT} is damaged")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tuningfork.errors import RunFolderError, counted
-from tuningfork.files import read_plain
+from tuningfork.files import check_plain, read_plain
 from tuningfork.json_files import as_object
 from tuningfork.reference.fingerprint import differing_facts, text_digest
 from tuningfork.reference.store import FINGERPRINT, ReferenceStore
@@ -24,9 +24,10 @@ def open_entry(
 ) -> ReferenceStore:
     """The entry of a cache folder that has this fingerprint, made if need be; `notice` is told which it is.
 
-    Raises ReferenceMismatch where it is damaged, RunFolderError where the disk refuses.
+    Raises ReferenceMismatch where it is damaged, RunFolderError where it is a link, or the disk refuses.
     """
     entry = place(cache, fingerprint)
+    check_plain(entry, folder=True)
     others = [] if os.path.exists(entry) else _fingerprints(cache)
     earlier = os.path.exists(cache / FINGERPRINT)
     store = ReferenceStore(entry, fingerprint)
@@ -50,6 +51,7 @@ def _fingerprints(cache: Path) -> list[tuple[str, dict[str, str]]]:
     found = []
     for path in sorted(cache.glob(f"*/{FINGERPRINT}")):
         try:
+            check_plain(path.parent, folder=True)
             found.append((path.parent.name, as_object(read_plain(path))))
         except (OSError, ValueError, RunFolderError):
             continue

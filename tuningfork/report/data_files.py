@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tuningfork.errors import RunFolderError
-from tuningfork.files import check_plain, clear_abandoned, explained, plain
+from tuningfork.files import clear_abandoned
+from tuningfork.report import own_files
 from tuningfork.report.data_page import draw_page
 from tuningfork.report.writer import write_json, write_text
 
 FOLDER = "data"  # inside output.dir; a run may begin where there is nothing else
 REPORT, PAGE = "data_report.json", "data_report.html"
 MADE_BY = "tuningfork data"
-_BEGINNING = 1000  # bytes, in which a report says what it is
 _OURS = {REPORT: f'"made_by": "{MADE_BY}"', PAGE: f'<meta name="generator" content="{MADE_BY} '}  # and in no other file
 
 
@@ -23,17 +22,9 @@ def check(folder: Path) -> None:
 
     The folder itself, which lies in the run folder, must not be a link.
     """
-    place = next((path for path in (folder, *folder.parents) if path.exists() or path.is_symlink()), None)
-    if place is not None and not place.is_dir():
-        raise RunFolderError(f"{place} is a file, so {folder} cannot be made. Choose another output.dir.")
-    check_plain(folder, folder=True)
-    for path in (folder / REPORT, folder / PAGE):
-        check_plain(path)
-        if path.exists() and not _is_ours(path):
-            raise RunFolderError(
-                f"{path} exists and was not made by `{MADE_BY}`, so it is not replaced. Move it away or choose another "
-                "output.dir."
-            )
+    own_files.check_folder(folder)
+    for name, mark in _OURS.items():
+        own_files.check_file(folder / name, MADE_BY, mark)
 
 
 def write(folder: Path, report: Mapping[str, Any], version: str) -> list[Path]:
@@ -47,8 +38,3 @@ def write(folder: Path, report: Mapping[str, Any], version: str) -> list[Path]:
     write_json(folder / REPORT, report)
     write_text(folder / PAGE, draw_page(report))
     return [folder / REPORT, folder / PAGE]
-
-
-def _is_ours(path: Path) -> bool:
-    with explained(path), open(path, "rb", opener=plain) as file:
-        return _OURS[path.name].encode() in file.read(_BEGINNING)

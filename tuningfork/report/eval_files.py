@@ -13,21 +13,18 @@ from typing import Any
 
 import xxhash
 
-from tuningfork.errors import RunFolderError
-from tuningfork.files import explained, read_plain
+from tuningfork.report import own_files
 from tuningfork.report.writer import write_json
 
 FOLDER = "evaluations"  # inside output.dir; a run may begin where there is nothing else
 MADE_BY = "tuningfork eval"  # stands at the beginning of each file
-_BEGINNING = 100  # bytes
 LONGEST = 80  # characters of a name before its hash
+_MARK = f'{{\n  "made_by": "{MADE_BY}"'
 
 
 def check(folder: Path) -> None:
-    """Raise RunFolderError where no folder can be, before minutes are spent."""
-    place = next((path for path in (folder, *folder.parents) if path.exists() or path.is_symlink()), None)
-    if place is not None and not place.is_dir():
-        raise RunFolderError(f"{place} is a file, so {folder} cannot be made. Choose another output.dir.")
+    """Raise RunFolderError where no folder can be, before minutes are spent, or where there is a link."""
+    own_files.check_folder(folder)
 
 
 def write(
@@ -46,15 +43,7 @@ def write(
     """
     digest = xxhash.xxh3_64_hexdigest(json.dumps(facts, sort_keys=True).encode())
     path = folder / f"{re.sub(r'[^A-Za-z0-9_.]+', '-', said).strip('-.')[:LONGEST]}-{digest}.json"
-    if (path.exists() or path.is_symlink()) and not _is_ours(path):
-        raise RunFolderError(
-            f"{path} exists and was not made by `{MADE_BY}`, so it is not replaced. Move it away or choose another "
-            "output.dir."
-        )
+    check(folder)  # it may have changed since
+    own_files.check_file(path, MADE_BY, _MARK)
     write_json(path, {"made_by": MADE_BY, "scores": scores, **facts, **more})
     return path
-
-
-def _is_ours(path: Path) -> bool:
-    with explained(path):
-        return MADE_BY.encode() in read_plain(path)[:_BEGINNING]

@@ -22,6 +22,8 @@ Scores = Mapping[str, float | int | None]
 CHECKSUM = "crc32"
 """In a line of metrics.jsonl: zlib's CRC-32 of the line as `json.dumps` writes it without this number."""
 
+_LARGEST_METRICS = 1 << 30  # bytes, of more than a million lines
+
 
 class RunWriter:
     """Writes the running records of a run into its folder. One process, the first rank, has one.
@@ -111,7 +113,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """
     if not os.path.lexists(path):
         return []
-    texts = read_plain(path).split(b"\n")  # a whole file ends in a newline, so its last piece is empty
+    texts = read_plain(path, _LARGEST_METRICS).split(
+        b"\n"
+    )  # a whole file ends in a newline, so its last piece is empty
     lines, have_checksums = [], set[bool]()
     for number, text in enumerate(texts, start=1):
         try:
@@ -119,6 +123,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             checksum = line.pop(CHECKSUM, None)
             have_checksums.add(checksum is not None)
             if checksum not in (None, _checksum(json.dumps(line))) or len(have_checksums) > 1:
+                raise ValueError
+            if not all(
+                value is None or (type(value) in (int, float) and math.isfinite(value)) for value in line.values()
+            ):
                 raise ValueError
             lines.append(line | {"step": int(line["step"])})
         except (ValueError, TypeError, KeyError, OverflowError):

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
+    get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_state_dict,
@@ -43,6 +44,7 @@ from tuningfork.train.checkpoint_reader import Foreign, PlainPlanner, PlainReade
 
 _NAME = re.compile(r"step-([1-9][0-9]*)")
 _PROGRESS = "progress.json"
+_TENSORS = 4  # that a checkpoint has for each weight: itself, two moments, and how many steps it has moved
 _BEFORE_IT = "Remove that folder; --resume then takes the checkpoint before it."
 
 
@@ -160,8 +162,14 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> P
     """
     state = _state(model, optimizer)
     stood = _load(path, state)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    torch.set_rng_state(state["rng"])
+    moments = get_optimizer_state_dict(model, optimizer) | state["optimizer"]
+    try:
+        torch.set_rng_state(state["rng"])
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=moments)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _damaged(path, error) from error
     return stood
 
 
@@ -177,7 +185,8 @@ def _load(path: Path, state: dict[str, Any], cure: str = _BEFORE_IT) -> Progress
     try:
         check_sealed(path)
         with _one_process():
-            dcp.load(state, storage_reader=PlainReader(path), planner=PlainPlanner(), no_dist=True)
+            reader = PlainReader(path, _TENSORS * len(state["model"]))
+            dcp.load(state, storage_reader=reader, planner=PlainPlanner(), no_dist=True)
         return progress(path)
     except (CheckpointException, OSError, ValueError, KeyError, TypeError) as error:
         cause = error.failures[0][0] if isinstance(error, CheckpointException) and error.failures else error
@@ -199,9 +208,10 @@ def _one_process() -> Iterator[None]:
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """All that a run goes on from. What decides how it moves on, such as weight decay, stands in its recipe alone."""
     weights, moments = get_state_dict(model, optimizer)
     # The host's generator is enough: what a step draws on a GPU, it draws from a seed of its own.
-    return {"model": weights, "optimizer": moments, "rng": torch.get_rng_state()}
+    return {"model": weights, "optimizer": {"state": moments["state"]}, "rng": torch.get_rng_state()}
 
 
 def _all(folder: Path) -> list[Path]:
