@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bounds import within
 from tests.data.rows import read_examples
 from tuningfork.data.read import read_rows
 from tuningfork.errors import DataError
@@ -113,3 +114,20 @@ def test_a_field_that_is_left_out_is_as_if_it_were_not_there(tmp_path: Path) -> 
     assert [row.reason for row in read_examples(path, False).dropped] == ["wrong type"]
     found = read_examples(path, False, columns={"tools": None, "weight": None})
     assert (len(found.examples), found.notes) == (1, {})
+
+
+def test_a_header_of_many_columns_is_read_at_once(tmp_path: Path) -> None:
+    names = [*PAIRS, *(f"c{number}" for number in range(50_000))]
+    path = written(tmp_path / "a.csv", names, names)
+    with within(30):
+        assert next(iter(read_rows(path)))[1]["c49999"] == "c49999"
+    written(path, [*names, "c7"], names)
+    with pytest.raises(DataError, match="its header names 'c7' twice"):
+        list(read_rows(path))
+
+
+def test_a_row_that_does_not_fit_is_told_how_cells_are_quoted(tmp_path: Path) -> None:
+    for suffix, delimiter, called in ((".csv", ",", "a comma"), (".tsv", "\t", "a tab")):
+        path = written(tmp_path / f"a{suffix}", PAIRS, ("q", "a", "b", "c"), delimiter=delimiter)
+        with pytest.raises(DataError, match=f"A cell that holds {called}, a quote or a line break stands in quotes"):
+            list(read_rows(path))

@@ -17,7 +17,7 @@ from tests.models.folders import edit, folder_of, logits, plain_load, rewrite
 from tests.tiny import FAMILIES, tiny_model
 from tuningfork.errors import ModelError
 from tuningfork.models import attention, digests
-from tuningfork.models.export import exported_config, exported_dtype, save
+from tuningfork.models.export import check, exported_config, exported_dtype, save
 from tuningfork.models.load import Loaded, comparable, load, load_config, load_tokenizer
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -392,3 +392,52 @@ def test_a_copy_by_links_is_the_same_model(tmp_path, exported):
     for file in exported.iterdir():
         (tmp_path / "linked" / file.name).symlink_to(file)
     load(str(tmp_path / "linked"))
+
+
+# --- before the first step --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *({"output_attentions": True}, {"output_hidden_states": True}, {"return_dict": False}, {"use_cache": False}),
+        *({"torchscript": True}, {"max_length": 3, "num_beams": "x"}, {"architectures": [5]}, {"id2label": {"0": 5}}),
+    ],
+    ids=str,
+)
+def test_settings_of_what_a_model_hands_out_cost_no_export(tmp_path, setting):
+    """With our attention, transformers saves no config that asks for attention weights."""
+    edit(folder_of(tmp_path / "original") / "config.json", **setting)
+    loaded = load(str(tmp_path / "original"))
+    assert loaded.model.config.return_dict and not loaded.model.config.output_hidden_states
+    check(loaded, "original")
+    save(loaded, tmp_path / "export")
+    written = content(tmp_path / "export" / "config.json")
+    assert written | setting | {"architectures": ["LlamaForCausalLM"]} == written
+    load(str(tmp_path / "export"))
+
+
+@pytest.mark.parametrize("setting", [{"rope_parameters": {"full_attention": 5, "rope_theta": 1e4}}], ids=str)
+def test_what_could_not_be_exported_is_refused_before_it_is_trained(tmp_path, setting):
+    edit(folder_of(tmp_path / "original") / "config.json", **setting)
+    loaded = load(str(tmp_path / "original"))
+    with pytest.raises(ModelError, match=r"^original: the model could be trained, but not exported: .* Correct config"):
+        check(loaded, "original")
+
+
+def test_whatever_the_library_would_not_save_is_refused_before_it_is_trained(tmp_path, monkeypatch):
+    loaded = load(str(folder_of(tmp_path / "original")))
+
+    def objects(*_, **__):
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr(type(loaded.model.config), "save_pretrained", objects)
+    with pytest.raises(ModelError, match=r"cannot save it: no such thing\. Correct"):
+        check(loaded, "original")
+
+
+@pytest.mark.parametrize("name", ["validate", "save_pretrained", "get_text_config"])
+def test_a_setting_by_the_name_of_a_function_is_refused(tmp_path, name):
+    edit(folder_of(tmp_path / "original") / "config.json", **{name: 5})
+    with pytest.raises(ModelError, match=rf"config.json (sets {name}, which is no setting|cannot be read)"):
+        load_config(str(tmp_path / "original"))

@@ -10,6 +10,7 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from tests.models.folders import edit, folder_of
 from tests.tiny import FAMILIES, tiny_model
 from tuningfork.errors import ModelError
 from tuningfork.models import attention
@@ -402,3 +403,11 @@ def test_an_attention_that_does_not_hand_its_keywords_on_is_refused(monkeypatch)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
     with pytest.raises(ModelError, match=r"\(NemotronAttention\) is not told which tokens belong to one example"):
         check_packed_equals_alone(model.train(), "here")
+
+
+@pytest.mark.parametrize("value", [{}, {"a": 1}, [], "x", 5], ids=str)
+@pytest.mark.parametrize("names", [("text_config",), ("decoder",), ("text_encoder", "generator")])
+def test_a_part_that_is_no_config_is_refused_by_name(tmp_path, names, value):
+    edit(folder_of(tmp_path) / "config.json", **dict.fromkeys(names, value))
+    with pytest.raises(ModelError, match=rf"config.json sets ({'|'.join(names)}), which is no setting of this model's"):
+        load_config(str(tmp_path))

@@ -26,7 +26,7 @@ def delimited_rows(path: Path, delimiter: str) -> Iterator[tuple[int, Row]]:
     and line."""
     csv.field_size_limit(LONGEST)
     reader = csv.reader(text_lines(path), delimiter=delimiter, strict=True)
-    cure = QUOTING.format(delimiter="a tab" if delimiter == "\t" else delimiter)
+    cure = QUOTING.format(delimiter="a tab" if delimiter == "\t" else "a comma")
     names: list[str] = []
     number = 0
     try:
@@ -56,11 +56,13 @@ def _header(path: Path, names: list[str], delimiter: str) -> list[str]:
             f"{path}: the cells of its header stand between {called[other]}: {names[0][:80]!r}. Save it with "
             f"{called[delimiter]}{', or call it ' + '.tsv' if other == chr(9) else ''}."
         )
+    seen: set[str] = set()
     for place, name in enumerate(names, 1):
         if not name.strip():
             raise DataError(f"{path}: column {place} of its header has no name. The first line names the fields.")
-        if names.count(name) > 1:
+        if name in seen:
             raise DataError(f"{path}: its header names {name!r} twice. Rename or remove one of the columns.")
+        seen.add(name)
     return names
 
 

@@ -6,14 +6,11 @@ bits give another model that works. They protect from nobody, for whoever change
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 
-import xxhash
-
 from tuningfork.errors import ModelError, first_line
-from tuningfork.files import opened
+from tuningfork.files import checksum
 from tuningfork.json_files import read_object
 
 NAME = "tuningfork_digests.json"  # readers of the model pass it over
@@ -28,7 +25,7 @@ _CURE = (
 def write(folder: Path) -> None:
     """Write the checksums of all files of a folder beside them. Raises OSError."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
-    digests = {str(file.relative_to(folder)): _digest(file) for file in files}
+    digests = {str(file.relative_to(folder)): checksum(file) for file in files}
     (folder / NAME).write_text(json.dumps({"about": _ABOUT, _KIND: digests}, indent=2) + "\n")
 
 
@@ -56,13 +53,8 @@ def check(path: str, weights: bool) -> None:
         if name.endswith(".safetensors") != weights:
             continue
         try:
-            spoilt = _digest(folder / name) != digest
+            spoilt = checksum(folder / name) != digest
         except (OSError, ValueError) as error:
             raise ModelError(f"{path}: {name} cannot be read: {first_line(error)}. {_CURE}") from error
         if spoilt:
             raise ModelError(f"{path}: {name} is not as it was exported. {_CURE}")
-
-
-def _digest(file: Path) -> str:
-    with opened(file) as content:
-        return hashlib.file_digest(content, xxhash.xxh3_128).hexdigest()

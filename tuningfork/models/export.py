@@ -12,10 +12,12 @@ from typing import Any
 
 import safetensors
 import torch
+import transformers
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from tuningfork.errors import SAVING, enough_memory
+from tuningfork.errors import SAVING, ModelError, enough_memory, first_line
+from tuningfork.files import scratch
 from tuningfork.models import digests
 from tuningfork.models.folder import CONFIG, GENERATION, to_json
 from tuningfork.models.load import Loaded, comparable
@@ -43,6 +45,25 @@ def save(loaded: Loaded, folder: Path, dtype: torch.dtype | None = None) -> None
     config = exported_config(loaded.origin.config, loaded.model, dtype or loaded.stored_dtype)
     (folder / CONFIG).write_bytes(to_json(config))
     digests.write(folder)
+
+
+def check(loaded: Loaded, path: str) -> None:
+    """Try what an export does, but for the weights: what the library objects to must not cost a run its model.
+
+    Raises:
+        ModelError: it cannot save the model of the folder `path`.
+        RunFolderError: there is no place for temporary files.
+    """
+    model = loaded.model
+    with scratch() as folder:
+        try:
+            _save_by_the_library(model, folder, {})
+            to_json(exported_config(loaded.origin.config, model, loaded.stored_dtype))
+        except Exception as error:  # of whatever kind the library's are
+            raise ModelError(
+                f"{path}: the model could be trained, but not exported: with its config.json, transformers "
+                f"{transformers.__version__} cannot save it: {first_line(error).rstrip('.')}. Correct config.json."
+            ) from error
 
 
 def exported_config(start: Mapping[str, Any], model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Any]:
@@ -87,11 +108,16 @@ def _write_weights(loaded: Loaded, folder: Path, dtype: torch.dtype | None) -> N
             stored = loaded.dtypes.get(name, unknown)
             cast[id(tensor)] = tensor.detach().to("cpu", exported_dtype(stored, most, matrix, dtype))
     exported = {name: cast[id(tensor)] for name, tensor in state.items()}
+    _save_by_the_library(model, folder, exported)
+
+
+def _save_by_the_library(model: PreTrainedModel, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """What transformers writes of a model, which stays as it is: files of these weights, and a config.json."""
     in_memory, generation = model.config.dtype, model.generation_config
     # What the library finds wrong with generation settings, as with many published ones, must not cost the export.
     model.generation_config = GenerationConfig()
     try:
-        model.save_pretrained(folder, state_dict=exported)
+        model.save_pretrained(folder, state_dict=tensors)
     except safetensors.SafetensorError as error:  # a full disk, in its own words
         raise OSError(errno.EIO, str(error)) from error
     finally:

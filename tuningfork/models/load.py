@@ -126,7 +126,15 @@ def _config(path: str) -> Any:
             f"{path}: {library} knows no model of type {kind!r}, which config.json names{own}. If the model is newer, "
             "use a transformers that is newer, too; else train a model of a type that transformers has."
         ) from error
+    if shadowed := sorted(name for name in settings if callable(getattr(type(config), name, None))):
+        raise ModelError(
+            f"{path}: config.json sets {shadowed[0]}, which is no setting, but a function of the class that reads it. "
+            "Remove it."
+        )
     trust.take_no_kernels(config)
+    # What a model hands out beside its hidden states, and how: nobody here asks for more, and with our attention the
+    # library saves no config that does. An export says what config.json says.
+    config.output_attentions, config.output_hidden_states, config.return_dict = False, False, True
     return config
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import transformers
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from tuningfork.errors import ModelError
 from tuningfork.models.attention import AHEAD
@@ -28,6 +28,7 @@ _STATE = (
     "layers are not supported."
 )
 _OTHER_INPUTS = re.compile(r"(vision|audio|image|video|speech)\w*_config$")
+_TEXT_CONFIGS = ("text_config", "decoder", "generator", "text_encoder")  # where transformers looks for it
 _CHANCE = re.compile(r"drop|jitter|noise|stochastic", re.IGNORECASE)
 
 
@@ -44,6 +45,12 @@ def check_config(config: Any, path: str) -> None:
             )
     inner = _text_config(config)
     if inner is not config:
+        if not isinstance(inner, PreTrainedConfig):
+            part = next((name for name, value in vars(config).items() if value is inner), "text_config")
+            raise ModelError(
+                f"{where}: config.json sets {part}, which is no setting of this model's: transformers takes it for the "
+                "settings of a language model within the model, and they are none. Remove it."
+            )
         raise ModelError(
             f"{where} holds a language model ({inner.model_type}) as one of its parts, and the others are not "
             "supported. Export its language model as a text-only checkpoint and train that."
@@ -146,7 +153,8 @@ def _text_config(config: Any) -> Any:
     try:
         return config.get_text_config()
     except ValueError:  # there are several
-        return next(value for value in vars(config).values() if hasattr(value, "model_type"))
+        named = [value for name, value in vars(config).items() if name in _TEXT_CONFIGS and value is not None]
+        return next((value for value in named if isinstance(value, PreTrainedConfig)), named[0])
 
 
 def _has_experts(config: dict[str, Any]) -> bool:

@@ -22,7 +22,7 @@ from tuningfork.data.pack import PackLimits, split_fitting
 from tuningfork.data.sources import Use, check_sources
 from tuningfork.data.store import Selection
 from tuningfork.errors import READING, ConfigError, DataError, counted, enough_memory
-from tuningfork.models import activations
+from tuningfork.models import activations, export
 from tuningfork.models.config import ModelConfig
 from tuningfork.models.load import Loaded, comparable, load, load_config
 from tuningfork.models.policy import Policy
@@ -231,6 +231,7 @@ def start_model(
         loaded = _load(model, device, console)
     with console.stage("self-check", "checking that packed examples equal the same ones alone"):
         check_packed_equals_alone(loaded.model, model.path)
+        export.check(loaded, model.path)
     hold_gradients(loaded.model, train)
     policy = Policy.fast(loaded.model, dtype)
     head = Head(policy.kernels, policy.transform, objective.head_chunk_rows)
