@@ -167,7 +167,8 @@ def _unknown(path: str, rows: Rows, given: list[str], columns: Mapping[str, str 
         return f"{path}: no known form of data. {_fields_found(rows)} {said[0]}."
     forms = sorted(FORMS, key=lambda name: _distance(FORMS[name].keys, there))[:2]
     names = _names_for(forms[0], there)
-    if len(names) > 1 and set(names.values()) == {_UNTOLD}:  # nothing is alike
+    plain = names.keys() <= set(FORMS[PLAINEST].keys)
+    if len(names) > 1 and set(names.values()) == {_UNTOLD} and not plain:  # nothing is alike
         forms = list(dict.fromkeys([PLAINEST, *forms]))[:2]
         names = _names_for(PLAINEST, there)
     near = [f"{name} ({', '.join(FORMS[name].keys)}) lacks {_listed(FORMS[name].keys, there)}" for name in forms]
