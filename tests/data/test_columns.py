@@ -146,3 +146,32 @@ def test_filled_fields_that_the_template_reads_go_along(tmp_path: Path) -> None:
     assert list(unread.notes) == [
         "fields that are not read: prompt[].functions, prompt[].name, prompt[].mood, chosen[].tool_plan"
     ]
+
+
+def test_names_the_wrong_way_round_are_turned(tmp_path: Path) -> None:
+    path = write(tmp_path, [{"query": "q", "good": "a", "bad": "b"}])
+    given: dict[str, str | None] = {"prompt": "query", "chosen": "good", "rejected": "bad"}
+    right = "the file's own names stand first. Write it the other way round: "
+    with pytest.raises(ConfigError, match="names no field that is read; ") as caught:
+        check_columns(given)
+    assert str(caught.value).endswith(f"{right}{{query: prompt, good: chosen, bad: rejected}}.")
+    with pytest.raises(DataError) as refused:
+        read_examples(path, False, columns={"prompt": "query"})
+    assert str(refused.value).endswith(f"In data.columns, {right}{{query: prompt}}.")
+    with pytest.raises(ConfigError) as unused:
+        check_used({"prompt": "query"}, {}, ["query", "good"], [], True)
+    assert str(unused.value).endswith(f"{right}{{query: prompt}}.")
+    with pytest.raises(ConfigError) as other:
+        check_used({"prompt": "query"}, {}, ["good"], [], True)
+    assert "other way round" not in str(other.value)
+
+
+def test_fields_that_are_like_none_are_met_with_the_plainest_form(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        read_examples(write(tmp_path, [{"query": "q", "good": "a", "bad": "b"}]), False)
+    said = str(caught.value)
+    assert "Nearest are pairs (prompt, chosen, rejected) lacks" in said
+    assert said.endswith("say so, such as data.columns: {...: prompt, ...: chosen, ...: rejected}.")
+    (tmp_path / "pairs.csv").write_text("How are you?,well,bad\nAnd you?,fine,hm\n")
+    with pytest.raises(DataError, match="The first line of the file is taken for its header: if it is a row, write"):
+        read_examples(tmp_path / "pairs.csv", False)

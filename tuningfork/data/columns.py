@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from tuningfork.data.examples import ASKED, READ
 from tuningfork.data.forms import FORMS
@@ -30,9 +30,22 @@ def check_columns(given: Columns) -> None:
         if ours not in OURS:
             near = difflib.get_close_matches(ours, OURS, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else f"forms read {', '.join(OURS)}."
+            hint = turned(given) or hint
             raise ConfigError(f"data.columns: {{{theirs}: {ours}}} names no field that is read; {hint}")
         if other := next((key for key, value in given.items() if value == ours and key != theirs), None):
             raise ConfigError(f"data.columns: {theirs} and {other} are both to be {ours}. Keep one.")
+
+
+def turned(columns: Columns, there: Collection[str] | None = None) -> str:
+    """A sentence on names that seem to stand the wrong way round: ours in front, and behind them those that are `there`
+    in the file, where that is known. Empty for others."""
+    other_way = {ours: theirs for theirs, ours in columns.items() if ours is not None}
+    if not all(ours in OURS for ours in other_way.values()) or not all(
+        there is None or key in there for key in other_way
+    ):
+        return ""
+    shown = ", ".join(f"{theirs}: {ours}" for theirs, ours in other_way.items())
+    return f"the file's own names stand first. Write it the other way round: {{{shown}}}." if shown else ""
 
 
 def renamed(path: str, rows: Iterable[tuple[int, Row]], columns: Columns) -> Iterator[tuple[int, Row]]:
@@ -83,7 +96,11 @@ def check_used(columns: Columns, roles: Names, fields: Iterable[str], notes: Ite
         if theirs not in there and len(there) < NAMES_KEPT:
             near = difflib.get_close_matches(theirs, there, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(there)[:40])}."
-            hint = within(theirs, there).removeprefix("; ") + "." if within(theirs, there) else hint
+            hint = (
+                within(theirs, there).removeprefix("; ") + "."
+                if within(theirs, there)
+                else turned(columns, there) or hint
+            )
             entry = f"{{{theirs}: {'null' if ours is None else ours}}}"
             raise ConfigError(f"data.columns: {entry}: no row has a field {theirs!r}; {hint}")
     said = list(notes)

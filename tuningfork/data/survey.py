@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from tuningfork.data.columns import names_of, renamed, within
+from tuningfork.data.columns import names_of, renamed, turned, within
 from tuningfork.data.delimited import with_numbers
 from tuningfork.data.examples import RowReader
 from tuningfork.data.forms import FORMS, first_form, form_of
@@ -21,7 +21,10 @@ from tuningfork.data.turns import PLAIN
 from tuningfork.data.values import Unusable, filled
 from tuningfork.errors import DataError
 
+PLAINEST = "pairs"
+"""The form that is the easiest to write."""
 REPEATS_TO_TELL = 3  # rows; by fewer it is not told: "Hello" may well be answered by "Hello!"
+_UNTOLD = "..."  # a name for the reader to fill in
 
 # What is in wide use and holds no one order of its answers, or none of answers at all: the fields that tell it, the
 # most telling first, and what to do.
@@ -157,18 +160,34 @@ def _unknown(path: str, rows: Rows, given: list[str], columns: Mapping[str, str 
     wrong = [
         f"data.columns names {name!r}, which no row has{within(name, given)}. " for name in columns if name not in given
     ]
+    if wrong and (other_way := turned(columns, given)):
+        return f"{path}: no known form of data. {_fields_found(rows)} In data.columns, {other_way}"
     said = [text for keys, text in UNREAD.items() if any(all(filled(row, key) for key in keys) for _, row in rows)]
     if said and not wrong:
         return f"{path}: no known form of data. {_fields_found(rows)} {said[0]}."
     forms = sorted(FORMS, key=lambda name: _distance(FORMS[name].keys, there))[:2]
+    names = _names_for(forms[0], there)
+    plain = names.keys() <= set(FORMS[PLAINEST].keys)
+    if len(names) > 1 and set(names.values()) == {_UNTOLD} and not plain:  # nothing is alike
+        forms = list(dict.fromkeys([PLAINEST, *forms]))[:2]
+        names = _names_for(PLAINEST, there)
     near = [f"{name} ({', '.join(FORMS[name].keys)}) lacks {_listed(FORMS[name].keys, there)}" for name in forms]
-    unused = sorted(name for name in there if name not in FORMS[forms[0]].keys)
-    lacking = [key for key in FORMS[forms[0]].keys if key not in there]
-    example = ", ".join(f"{theirs}: {ours}" for theirs, ours in _matched(unused, lacking))
+    example = ", ".join(f"{theirs}: {ours}" for ours, theirs in names.items())
+    header = ""
+    if is_delimited(path):
+        header = (
+            " The first line of the file is taken for its header: if it is a row, write the fields' names above it."
+        )
     return (
         f"{path}: no known form of data. {_fields_found(rows)} {''.join(wrong)}Nearest are {'; '.join(near)}. If the "
-        f"file has these under other names, say so, such as data.columns: {{{example}}}."
+        f"file has these under other names, say so, such as data.columns: {{{example}}}.{header}"
     )
+
+
+def _names_for(form: str, there: set[str]) -> dict[str, str]:
+    """Each field that a form lacks, and what it may be called among those that are there and the form does not read."""
+    keys = FORMS[form].keys
+    return _matched(sorted(there.difference(keys)), [key for key in keys if key not in there])
 
 
 def _distance(keys: Sequence[str], there: set[str]) -> tuple[bool, int, int]:
@@ -180,14 +199,14 @@ def _distance(keys: Sequence[str], there: set[str]) -> tuple[bool, int, int]:
     return missing == len(keys), missing - (missing == left), -len(keys)
 
 
-def _matched(theirs: list[str], ours: list[str]) -> Iterator[tuple[str, str]]:
-    """Which of their fields is which of ours where names are alike, else "..." for the reader to fill: a guess that is
+def _matched(theirs: list[str], ours: list[str]) -> dict[str, str]:
+    """Ours -> which of their fields it is, where names are alike, else "..." for the reader to fill: a guess that is
     copied would swap the better answer for the worse."""
-    left = list(theirs)
+    matched: dict[str, str] = {}
     for name in ours:
-        found = (difflib.get_close_matches(name, left, n=1) or ["..."])[0]
-        yield found, name
-        left = [other for other in left if other != found]
+        left = [other for other in theirs if other not in matched.values()]
+        matched[name] = (difflib.get_close_matches(name, left, n=1) or [_UNTOLD])[0]
+    return matched
 
 
 def _listed(keys: Sequence[str], there: set[str]) -> str:
