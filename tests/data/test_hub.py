@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import datasets
 import pytest
 
 from tuningfork.data.hub import commit_in, newest_commit, pinned
+from tuningfork.data.read import read_rows
+from tuningfork.data.sources import check_sources
+from tuningfork.errors import DataError
 
 ONE, TWO = "1" * 40, "2" * 40
 
@@ -56,3 +60,24 @@ def test_a_continued_run_keeps_to_its_commits() -> None:
 
 def test_without_a_network_no_commit_is_known() -> None:
     assert newest_commit("o/n", None) is None
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../../x", "./here", "o/../n", "o", "", "~/x", "o/n@../../x", "a/b/c"])
+def test_what_is_no_name_on_the_hub_reaches_no_path(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loads(*_: object, **__: object) -> None:
+        raise AssertionError("the library is asked")
+
+    monkeypatch.setattr(datasets, "load_dataset", loads)
+    monkeypatch.setattr(datasets, "get_dataset_split_names", loads)
+    for use in (read_rows, lambda source: check_sources(source, "train"), lambda source: check_sources(source, "eval")):
+        with pytest.raises(DataError, match="is no name on the hub, which is owner/name"):
+            use(f"hub:{name}")
+
+
+def test_a_folder_of_a_name_on_the_hub_is_not_read_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "o" / "n").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"^hub:o/n@v1:test: o/n is here, too"):
+        read_rows("hub:o/n@v1:test")

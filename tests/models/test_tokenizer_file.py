@@ -47,6 +47,8 @@ GROWTH = [
     (sequence(*[replace({"Regex": r"\p{L}*"}, "a")] * 20), 2**20),  # not Python's, and so perhaps of none
     (sequence(*[replace({"String": "a"}, "a" * 99)] * 400), float("inf")),
     (sequence(charsmap("a" * 50), charsmap("b" * 50)), 2500),
+    (sequence(*[{"type": "ByteLevel"}] * 10), 2**10),
+    ({"type": "Sequence", "pretokenizers": [{"type": "ByteLevel"}] * 10}, 2**10),
 ]
 
 
@@ -79,6 +81,52 @@ def test_rules_that_write_ever_longer_text_are_not_obeyed(folder: Path) -> None:
     assert "tokenizer.json: the rules of its normalizer can make more than 32 letters of one" in refused(folder)
     change(folder, normalizer=None, decoder={"type": "Sequence", "decoders": [*rules, {"type": "Fuse"}]})
     assert "tokenizer.json: the rules of its decoder can" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("part", "rules"), [("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers"), ("decoder", "decoders")]
+)
+def test_letters_that_are_written_as_bytes_again_and_again(folder: Path, part: str, rules: str) -> None:
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    change(folder, **{part: {"type": "Sequence", rules: [byte_level] * 40}})
+    assert f"tokenizer.json: the rules of its {part} can make more than 32 letters of one" in refused(folder)
+
+
+def test_more_rules_than_anybody_needs(folder: Path) -> None:
+    within_one = {"type": "Sequence", "normalizers": [{"type": "NFC"}] * 13}
+    change(folder, normalizer={"type": "Sequence", "normalizers": [within_one] * 5})
+    assert "tokenizer.json: its normalizer has 65 rules, 64 at most" in refused(folder)
+
+
+def template(*single: str, ids: int = 1) -> dict[str, Any]:
+    pieces = [{"Sequence" if name in "AB" else "SpecialToken": {"id": name, "type_id": 0}} for name in single]
+    token = {"id": "<s>", "ids": [0] * ids, "tokens": ["<s>"] * ids}
+    return {"type": "TemplateProcessing", "single": pieces, "pair": pieces, "special_tokens": {"<s>": token}}
+
+
+def test_templates_that_put_too_much_together(folder: Path) -> None:
+    for wrong in (template(*["<s>"] * 1000, "A"), template("<s>", "A", ids=1000)):
+        change(folder, post_processor={"type": "Sequence", "processors": [wrong]})
+        assert "its post_processor has a template of 1,001 pieces, 1,000 at most" in refused(folder)
+    change(folder, post_processor=template(*["A"] * 33))
+    assert "the rules of its post_processor can make more than 32 letters of one" in refused(folder)
+    change(folder, post_processor=template("<s>", "A"))
+    check_tokenizer_file(str(folder))
+
+
+def test_tokens_that_are_left_to_chance(folder: Path) -> None:
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    change(folder, model=model | {"dropout": 0.5})
+    assert "tokenizer.json: its model sets dropout to 0.5: the same text would get other tokens" in refused(folder)
+    change(folder, model=model | {"dropout": 0.0})
+    check_tokenizer_file(str(folder))
+
+
+def test_two_tokens_of_one_id(folder: Path) -> None:
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    vocabulary = model["vocab"]
+    change(folder, model=model | {"vocab": vocabulary | {"!!": vocabulary["!"]}})
+    assert f"its vocabulary gives '!' and '!!' one id, {vocabulary['!']}" in refused(folder)
 
 
 def test_too_many_tokens_beside_the_models_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import huggingface_hub
 
-from tuningfork.data.read import HUB, SUFFIXES, suffix_of
+from tuningfork.data.read import HUB, HUB_NAME, SUFFIXES, suffix_of
 
 Sources = str | list[str]
 Commit = Callable[[str, str | None], str | None]
 """The commit of (owner/name, revision); None where it is not known."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_BARE = re.compile(r"\w[\w.-]*/\w[\w.-]*(?:@[\w.+/-]+)?(?::[\w.+-]+)?")
+_BARE = re.compile(rf"{HUB_NAME}(?::[\w.+-]+)?")
 
 
 def pinned(sources: Sources, commit: Commit) -> Sources:

@@ -7,6 +7,8 @@ A file that cannot be used is a DataError that names file, line and column.
 from __future__ import annotations
 
 import difflib
+import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +27,7 @@ from tuningfork.json_files import read_object
 
 SUFFIXES = (".jsonl", ".json", ".parquet", *DELIMITERS)
 HUB = "hub:"  # in front of owner/name
+HUB_NAME = r"\w[\w.-]*/\w[\w.-]*(?:@(?!.*\.\.)\w[\w.+/-]*)?"  # owner/name@revision
 BATCH = 64  # rows of a table that are made at once: a text of megabytes may be there once, and stand in every row
 ROWS = 1_000_000  # more than these, in a file with fewer bytes than rows, are the same row again and again
 
@@ -48,6 +51,7 @@ class Rows:
 def read_rows(path: str | Path) -> Rows:
     """The rows of a file, a saved data set or a hub name. Raises DataError where it cannot be opened or has none."""
     if str(path).startswith(HUB):
+        check_hub_name(str(path))
         return _of_dataset(str(path), lambda: _from_hub(str(path)))
     path = Path(path)
     if is_saved_dataset(path):
@@ -144,8 +148,24 @@ def read_names(folder: Path) -> list[str]:
     raise DataError(f"{names}: does not tell the splits of this data set ({why[:300]}). Save it again.")
 
 
+def check_hub_name(name: str) -> None:
+    """Raise DataError for what is no name on the hub, or that of a folder here: the library would read that path."""
+    named = name.removeprefix(HUB).partition(":")[0]
+    if not re.fullmatch(HUB_NAME, named):
+        raise DataError(
+            f"{name}: {named!r} is no name on the hub, which is owner/name or owner/name@revision. A file or folder on "
+            f"this machine is named without {HUB}"
+        )
+    if os.path.lexists(repository := _parse_hub(name)[0]):
+        raise DataError(
+            f"{name}: {repository} is here, too, and would be read in place of the hub's. Rename it, or start in "
+            f"another folder; if it is the one that is meant, name it without {HUB}"
+        )
+
+
 def hub_splits(name: str) -> list[str]:
     """The splits of `hub:owner/name@revision`. Raises DataError where the library cannot tell."""
+    check_hub_name(name)
     repository, revision, _ = _parse_hub(name)
     with _loading(name):
         return list(datasets.get_dataset_split_names(repository, revision=revision))

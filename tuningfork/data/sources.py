@@ -21,7 +21,16 @@ from typing import Literal
 
 import numpy as np
 
-from tuningfork.data.read import HUB, SUFFIXES, check_there, hub_splits, is_saved_dataset, read_names, suffix_of
+from tuningfork.data.read import (
+    HUB,
+    SUFFIXES,
+    check_hub_name,
+    check_there,
+    hub_splits,
+    is_saved_dataset,
+    read_names,
+    suffix_of,
+)
 from tuningfork.errors import DataError, counted
 
 Use = Literal["train", "eval"]
@@ -150,6 +159,7 @@ def mix(
 
 def _of_hub(source: str, use: Use) -> Tables:
     """A hub name with the split that it says, else with `train`, or for evaluation with what the hub has for it."""
+    check_hub_name(source)
     if ":" in source.removeprefix(HUB):
         return Tables(source, [source], [])
     if use == "train":

@@ -14,16 +14,27 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from tuningfork.errors import ModelError
+from tuningfork.errors import ModelError, shortened
 from tuningfork.files import opened
 from tuningfork.models.folder import pointers
 
 GROWTH = 32  # letters that may become of one; rules of tokenizers in use make two or three
+RULES = 64  # of one kind, one after the other; tokenizers in use have ten
+PIECES = 1000  # tokens and texts that a template puts together; the templates in use have five
 ADDED = 65_000  # tokens beside the model's own; the most that are in use are some 30,000
+
+_SEQUENCES = {  # part of the file -> what holds the rules of a Sequence there
+    "normalizer": "normalizers",
+    "pre_tokenizer": "pretokenizers",
+    "post_processor": "processors",
+    "decoder": "decoders",
+}
+_TEMPLATES = ("single", "pair")
 
 
 def check_tokenizer_file(folder: str) -> None:
-    """Raise ModelError where a tokenizer.json, of any version, cannot be read or asks for more than anybody needs."""
+    """Raise ModelError where a tokenizer.json, of any version, cannot be read, leaves tokens to chance or asks for more
+    than anybody needs."""
     for file in sorted(Path(folder).glob("tokenizer*.json")):
         if file.name != "tokenizer_config.json":
             _check(file)
@@ -47,11 +58,15 @@ def _check(file: Path) -> None:
             f"{file}: has {len(added):,} added_tokens, {ADDED:,} at most: a text is searched for every one of them. "
             "Use a tokenizer whose model has them in its vocabulary."
         )
-    for name in ("normalizer", "decoder"):
+    _check_model(file, facts.get("model"))
+    for name in _SEQUENCES:
         try:
-            times = growth(facts.get(name))
-        except (ValueError, TypeError, LookupError, RecursionError):
+            rules, pieces, times = _count(facts.get(name)), _pieces(facts.get(name)), growth(facts.get(name))
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
             continue  # no rules that the library could read, which says so best
+        if rules > RULES or pieces > PIECES:
+            many = f"{rules:,} rules, {RULES}" if rules > RULES else f"a template of {pieces:,} pieces, {PIECES:,}"
+            raise ModelError(f"{file}: its {name} has {many} at most. Use the model's own tokenizer.")
         if times > GROWTH:
             raise ModelError(
                 f"{file}: the rules of its {name} can make more than {GROWTH} letters of one, and a row of text all of "
@@ -59,8 +74,55 @@ def _check(file: Path) -> None:
             )
 
 
+def _check_model(file: Path, model: Any) -> None:
+    """Refuse tokens that are left to chance, and an id that stands for two of them. Raises ModelError."""
+    if not isinstance(model, dict):
+        return
+    if model.get("dropout"):
+        raise ModelError(
+            f"{file}: its model sets dropout to {shortened(str(model['dropout']), 40)}: the same text would get other "
+            "tokens each time that it is read. Set it to null."
+        )
+    vocabulary = model.get("vocab")
+    if isinstance(vocabulary, dict) and all(type(token) is int for token in vocabulary.values()):
+        texts = {token: text for text, token in vocabulary.items()}
+        if len(texts) < len(vocabulary):
+            one, token = next((text, token) for text, token in vocabulary.items() if texts[token] != text)
+            raise ModelError(
+                f"{file}: its vocabulary gives {shortened(one, 80)!r} and {shortened(texts[token], 80)!r} one id, "
+                f"{token}. Get it anew."
+            )
+
+
+def _within(rules: Any) -> list[Any]:
+    """The rules of a Sequence, of whatever kind."""
+    return next((rules[key] for key in _SEQUENCES.values() if rules.get(key)), [])
+
+
+def _count(rules: Any) -> int:
+    """How many rules are applied one after the other."""
+    if not isinstance(rules, dict):
+        return 0
+    return sum(map(_count, _within(rules))) if rules.get("type") == "Sequence" else 1
+
+
+def _pieces(rules: Any) -> int:
+    """How many tokens and texts the longest template among rules puts together."""
+    if not isinstance(rules, dict):
+        return 0
+    if rules.get("type") == "Sequence":
+        return max(map(_pieces, _within(rules)), default=0)
+    if rules.get("type") != "TemplateProcessing":
+        return 0
+    tokens = {name: len(token["ids"]) for name, token in rules["special_tokens"].items()}
+    return max(
+        sum(tokens[piece["SpecialToken"]["id"]] if "SpecialToken" in piece else 1 for piece in rules[template])
+        for template in _TEMPLATES
+    )
+
+
 def growth(rules: Any) -> float:
-    """How many letters rules of a normalizer or decoder can make of one, at most; Unicode's own forms are not counted.
+    """How many letters rules can make of one, at most; Unicode's own forms are not counted.
 
     Raises ValueError, TypeError or LookupError where they are no such rules.
     """
@@ -69,7 +131,12 @@ def growth(rules: Any) -> float:
     kind = rules.get("type")
     if kind == "Sequence":
         # Infinite rather than an OverflowError: one such rule is enough.
-        return math.prod(map(growth, rules.get("normalizers") or rules.get("decoders") or ()))
+        return math.prod(map(growth, _within(rules)))
+    if kind == "ByteLevel":
+        return 2.0  # a letter for each byte, and most of those that stand for bytes have two themselves
+    if kind == "TemplateProcessing":
+        texts = [[piece["Sequence"]["id"] for piece in rules[name] if "Sequence" in piece] for name in _TEMPLATES]
+        return float(max((ids.count(id) for ids in texts for id in set(ids)), default=1))
     if kind == "Prepend":
         return 1.0 + len(rules["prepend"])
     if kind == "Replace":

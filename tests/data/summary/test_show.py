@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.data.summary.workbench import pair, summary_of
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
 from tuningfork.data.summary.show import HEAD, TAIL, Piece, show_examples
+from tuningfork.errors import DataError
 from tuningfork.records import Source, TokenAnswer, TokenExample
 
 
@@ -126,3 +127,14 @@ def test_single_answers_and_rankings_have_names_of_their_own() -> None:
 
     assert parts(1) == ["prompt", "answer"] and parts(2) == ["prompt", "chosen", "rejected"]
     assert parts(3) == ["prompt", "answer 1", "answer 2", "answer 3"]
+
+
+def test_a_decoder_that_its_library_fails_with_is_named() -> None:
+    tokenizer = byte_bpe()
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence(
+        [decoders.ByteLevel(), decoders.Strip("!", 10**18, 10**18)]  # it counts to that, and finds fewer
+    )
+    [bang] = tokenizer("!", add_special_tokens=False)["input_ids"]
+    answers = (TokenAnswer(np.array([bang], np.int32), np.ones(1, dtype=bool)),)
+    with pytest.raises(DataError, match=r"^f:1: the decoder of tokenizer.json cannot write its tokens as text"):
+        show_examples([TokenExample(Source("f", 1), np.array([bang], np.int32), answers)], tokenizer)

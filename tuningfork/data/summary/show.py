@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
+from tuningfork.errors import DataError, first_line, is_panic
 from tuningfork.records import TokenExample
 
 HEAD, TAIL = 300, 100  # tokens shown of a long part, from its start and its end
@@ -73,7 +74,16 @@ def _parts(example: TokenExample, place: int, backend: Tokenizer, special: set[i
     prompt: list[Piece] = []
     rest: list[Piece] = []
     start = 0
-    for stop, text in _texts(ids, backend):
+    try:
+        texts = _texts(ids, backend)
+    except BaseException as error:  # of whatever kind the library's are
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        raise DataError(
+            f"{example.source}: the decoder of tokenizer.json cannot write its tokens as text "
+            f"({first_line(error)[:200]}). Use the model's own tokenizer."
+        ) from error
+    for stop, text in texts:
         piece = Piece(ids[start:stop], text, any(counts[start:stop]), any(i in special for i in ids[start:stop]))
         (prompt if stop <= p else rest).append(piece)
         start = stop
