@@ -51,7 +51,8 @@ _OWN: dict[str, dict[str, str]] = {
     "reference": {},
     "eval": {
         "--policy": "the model folder to score; output.dir/model unless given. If neither a recipe nor "
-        "model.path is, the recipe is the config.yaml of the run that exported that model"
+        "model.path is, the recipe is the config.yaml of the run that exported that model, all but the folders to "
+        "write to: output.dir, data.cache and reference.cache"
     },
 }
 
@@ -128,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str]) -> int:
     begun = time.monotonic()
-    from tuningfork.config import REQUIRED, TO_EVALUATE, load_run_config
+    from tuningfork.config import REQUIRED, TO_EVALUATE, WRITTEN, load_run_config
     from tuningfork.recipe import split_flags
 
     mine, flags = split_flags(arguments, _OWN[name])
@@ -137,10 +138,24 @@ def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str
     _expect_no_more(others, mine)
     if own.recipe and (setting := _as_setting(str(own.recipe))):
         raise ConfigError(f"{own.recipe} is no recipe. Settings are given as {setting}")
-    recipe, required = own.recipe and own.recipe.expanduser(), REQUIRED
-    if name == "eval":
-        recipe, required = recipe or _recipe_of_its_run(own.policy, flags), TO_EVALUATE
-    config = load_run_config(recipe, flags, f"tuningfork {name}", options=_OWN[name], required=required)
+    recipe, required = own.recipe and own.recipe.expanduser(), TO_EVALUATE if name == "eval" else REQUIRED
+    of_its_run = _recipe_of_its_run(own.policy, flags) if name == "eval" and recipe is None else None
+    config = load_run_config(
+        recipe or of_its_run,
+        flags,
+        f"tuningfork {name}",
+        options=_OWN[name],
+        required=required,
+        without=WRITTEN if of_its_run else (),  # whoever has made that model does not say where we write
+    )
+    if of_its_run:
+        read = [
+            ("model.path", config.model.path),
+            ("data.eval", config.data.eval),
+            ("data.template", config.data.template),
+        ]
+        print("reads", visible(", ".join(f"{key} {value}" for key, value in read if value is not None)))
+        print(visible(f"writes to output.dir {config.output.dir}, whatever that run wrote to"))
 
     with suppress(ValueError):  # not in the main thread: whoever embeds us handles signals
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends a command as Ctrl-C does

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, make_dataclass
 from datetime import date
 from functools import partial
@@ -54,6 +54,9 @@ TO_EVALUATE = {"model.path": "./model", "data.eval": "./held_out.jsonl"}
 PATHS = ("model.path", "data.train", "data.eval", "data.cache", "data.template", "reference.cache", "output.dir")
 """Settings that name files or folders, or lists of them, in which ~ is the user's home."""
 
+WRITTEN = ("output.dir", "data.cache", "reference.cache")
+"""Those of folders that a command writes to."""
+
 _METAVAR: dict[Any, str] = {int: "INTEGER", float: "NUMBER", str: "TEXT", bool: "true|false"}
 _LONGEST_METAVAR = 50  # characters; longer ones are named in the meaning
 _WIDEST_TEXT = 100  # columns
@@ -66,14 +69,17 @@ def load_run_config(
     *,
     options: Mapping[str, str] | None = None,
     required: Mapping[str, str] = REQUIRED,
+    without: Collection[str] = (),
 ) -> RunConfig:
     """The checked settings of a run: defaults, then the recipe, then dotted flags.
 
     `--help` among the flags prints every setting, with the recipe's values, and exits. `options` are the command's own
-    flags with their meanings, so that a mistyped one is recognised; `required` the settings that it cannot do without.
+    flags with their meanings, so that a mistyped one is recognised; `required` the settings that it cannot do without;
+    `without` those that are not taken from the recipe.
     Raises ConfigError; DataError for a template file.
     """
     given = recipes.parse(recipes.read(recipe), str(recipe), SETTINGS) if recipe else {}
+    given = {key: value for key, value in given.items() if key not in without}
     if {"-h", "--help"} & set(flags):
         print_help(prog, options or {}, given, required)
     given |= recipes.parse_flags(flags, SETTINGS, options or ())

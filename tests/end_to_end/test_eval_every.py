@@ -16,9 +16,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.end_to_end.test_resume import crash, die_in, in_child, interrupt_at
 from tests.end_to_end.workbench import Child, Job, job_in, make_pairs, state_of, unequal, write_rows
-from tuningfork.report.metrics import EVALUATION
+from tuningfork.report.metrics import EVALUATION, Evaluation
 from tuningfork.train import checkpoint, held_out
-from tuningfork.train.evaluate import Evaluation
 
 STEPS = 10
 SAME = ("epoch", "loss", "lr", "grad_norm", "tokens", "rewards/margin", "logps/chosen")

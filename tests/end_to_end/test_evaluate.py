@@ -124,14 +124,26 @@ def test_eval_needs_no_training_data(finished: Job, job: Job, scores: dict[str, 
     job.done()
 
 
-def test_the_run_that_exported_a_model_is_its_recipe(finished: Job, scores: dict[str, Any]) -> None:
-    """Without a recipe or a setting: starting model, objective, lengths and held-out pairs are those of the run."""
+def test_the_run_that_exported_a_model_is_its_recipe(
+    finished: Job, scores: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a recipe or a setting: starting model, objective, lengths and held-out pairs are those of the run. Where
+    to write is not: the run may be a stranger's."""
     finished.done("eval")
     expected = dict(scores)
     scores.clear()
+    monkeypatch.chdir(tmp_path)
+    settings = ("output.dir", "data.cache", "reference.cache")
+    theirs = [path for key in settings for path in Path(str(finished.settings[key])).rglob("*")]
     outcome = call(["eval", "--policy", str(finished.run / "model")])
     assert outcome.status == 0 and scores == expected
     assert outcome.out.startswith(f"recipe: {finished.run / 'config.yaml'}, of the run that the model is from\n")
+    assert (
+        f"reads model.path {finished.settings['model.path']}, data.eval {finished.settings['data.eval']}" in outcome.out
+    )
+    assert "writes to output.dir runs/first" in outcome.out
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "token-cache", "reference-cache"}
+    assert theirs == [path for key in settings for path in Path(str(finished.settings[key])).rglob("*")]
     named = ["--model.path", str(finished.settings["model.path"])]
     outcome = call(["eval", "--policy", str(finished.run / "model"), *named])  # whoever names one means his own
     assert outcome.status == 2 and "data.eval must be set" in outcome.err

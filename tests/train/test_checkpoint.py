@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,11 +16,13 @@ from torch import nn
 from tuningfork import files
 from tuningfork.errors import RunFolderError
 from tuningfork.files import checksum
+from tuningfork.report.metrics import Evaluation, PairSums
 from tuningfork.train.checkpoint import Progress, newest, progress, restore, save
 from tuningfork.train.config import TrainConfig
+from tuningfork.train.loop import _check_same_run
 from tuningfork.train.optimizer import build_optimizer, set_learning_rate, step
 
-PROGRESS = Progress(3, 12, "data", "model", "float32", "none", "held out", {"pairs": 2, "loss": 0.1})
+PROGRESS = Progress(3, 12, "data", "model", "float32", "none", "held out", Evaluation(2, 0.1, PairSums(2, 0.5)))
 
 
 def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -106,9 +110,20 @@ def test_a_flipped_bit_is_noticed_before_anything_is_loaded(saved):
         ('"step": 3', '"step": "3"', "progress.json: step: Input should be a valid integer"),
         ('"step": 3', '"step": NaN', "cannot be loaded"),
         ('"before": {', '"before": [{', "cannot be loaded"),
-        ('{"pairs": 2, "loss": 0.1}', "[1]", "progress.json: before: Input should be"),
-        ('{"pairs": 2, "loss": 0.1}', "[" * 100_000, "cannot be loaded"),
+        ('"before": {', '"before": [1], "more": {', "another version"),
+        ('"before": {', '"before": ' + "[" * 100_000, "cannot be loaded"),
         ('"none"', "7", "progress.json: activation_memory: Input should be a valid string"),
+        ('"none"', '"most"', "progress.json: activation_memory: String should match"),
+        ('"none"', '"auto"', "progress.json: activation_memory: auto"),
+        ('"step": 3', '"step": 4', "progress.json: step: it is 4"),
+        ('"step": 3', '"step": 0', "progress.json: step: Input should be greater"),
+        ('"examples": 12', '"examples": -1', "progress.json: examples: Input should be greater"),
+        ('"loss": 0.1', '"loss": "low"', "progress.json: before.loss: Input should be a valid number"),
+        ('"loss": 0.1', '"loss": 1e999', "cannot be loaded"),
+        ('"margin": 0.0', '"margin": []', "progress.json: before.sums.margin: Input should be a valid number"),
+        ('"margin": 0.0, ', "", "before has other fields than an evaluation"),
+        ('"margin": 0.0', '"margin": 0.0, "more": 1', "before has other fields than an evaluation"),
+        ('"loss": 0.1', '"losses": 0.1', "progress.json: before.loss: Field required"),
     ],
 )
 def test_a_checkpoint_that_was_made_up_is_refused_in_words(saved, old, new, said):
@@ -126,6 +141,13 @@ def test_progress_that_is_none(saved, content):
     (saved / "progress.json").write_bytes(content)
     with pytest.raises(RunFolderError, match=rf"{saved} (cannot be loaded|was written by another version)"):
         progress(saved)
+
+
+@pytest.mark.parametrize(("examples", "fits"), [(2, False), (3, True), (12, True), (13, False), (10**18, False)])
+def test_a_checkpoint_stands_at_an_example_that_its_steps_can_have_come_to(examples, fits):
+    saved, config = replace(PROGRESS, examples=examples), TrainConfig(examples_per_step=4)
+    with nullcontext() if fits else pytest.raises(RunFolderError, match="3 steps of at most 4 examples"):
+        _check_same_run(Path("step-3"), saved, PROGRESS, config)
 
 
 def names() -> list[str]:

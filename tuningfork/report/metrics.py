@@ -79,6 +79,19 @@ class PairSums:
         return {key: total / self.pairs if self.pairs else None for key, total in sums.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Held-out pairs under the policy as it was."""
+
+    pairs: int
+    loss: float  # the preference loss alone, mean over the pairs
+    sums: PairSums
+    seconds: float = 0.0  # that it took
+
+    def as_dict(self) -> dict[str, float | int | None]:
+        return {"pairs": self.pairs, "loss": self.loss, **self.sums.means()}
+
+
 def pair_statistics(
     rewards_chosen: ArrayLike, rewards_rejected: ArrayLike, logps_chosen: ArrayLike, logps_rejected: ArrayLike
 ) -> PairSums:

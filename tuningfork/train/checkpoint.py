@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Annotated, Any, BinaryIO, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -40,6 +40,8 @@ from tuningfork.files import (
     whole_folder,
 )
 from tuningfork.json_files import as_object
+from tuningfork.models.config import ACTIVATION_MEMORY
+from tuningfork.report.metrics import Evaluation
 from tuningfork.train.checkpoint_reader import Foreign, PlainPlanner, PlainReader
 
 _NAME = re.compile(r"step-([1-9][0-9]*)")
@@ -52,14 +54,18 @@ _BEFORE_IT = "Remove that folder; --resume then takes the checkpoint before it."
 class Progress:
     """Where a run stands, beside its tensors. The data's position is the number of examples trained on."""
 
-    step: int  # steps done
-    examples: int  # trained on in these; the last step of a run by epochs may hold fewer than the others
+    step: Annotated[int, Field(ge=1)]  # steps done; 0 where there is no checkpoint yet
+    examples: Annotated[
+        int, Field(ge=1)
+    ]  # trained on in these; the last step of a run by epochs may hold fewer than the others
     data_digest: str  # of the examples trained on; a resumed run must have the same
     start_model: str  # content hash of the model the run started from, and so of its reference
     dtype: str  # of the computation; `model.dtype: auto` names another one on another device
-    activation_memory: str  # the mode in force; `train.activation_memory: auto` keeps it
+    activation_memory: Annotated[
+        str, Field(pattern=ACTIVATION_MEMORY)
+    ]  # the mode in force; `train.activation_memory: auto` keeps it
     held_out_digest: str  # of the held-out examples
-    before: dict[str, Any] | None  # the starting model on these (Evaluation.saved); None where there are none
+    before: Evaluation | None  # the starting model on these; None where there are none
 
 
 def save(
@@ -145,12 +151,19 @@ def progress(path: Path) -> Progress:
         )
     try:
         check_sealed(path, only=(_PROGRESS,))
-        return TypeAdapter(Progress).validate_json(json.dumps(saved), strict=True)
+        found = TypeAdapter(Progress).validate_json(json.dumps(saved, allow_nan=False), strict=True)
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
         raise _damaged(path, ValueError(f"{_PROGRESS}: {wrong}")) from error
     except (OSError, ValueError) as error:
         raise _damaged(path, error) from error
+    if asdict(found) != saved:  # which has names beside these
+        raise _damaged(path, ValueError(f"{_PROGRESS}: before has other fields than an evaluation"))
+    if found.activation_memory == "auto":
+        raise _damaged(path, ValueError(f"{_PROGRESS}: activation_memory: auto is none that a run can have had"))
+    if path.name != at(path.parent, found.step).name:
+        raise _damaged(path, ValueError(f"{_PROGRESS}: step: it is {found.step}"))
+    return found
 
 
 def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
@@ -185,8 +198,8 @@ def _load(path: Path, state: dict[str, Any], cure: str = _BEFORE_IT) -> Progress
     try:
         check_sealed(path)
         with _one_process():
-            reader = PlainReader(path, _TENSORS * len(state["model"]))
-            dcp.load(state, storage_reader=reader, planner=PlainPlanner(), no_dist=True)
+            most = _TENSORS * len(state["model"])
+            dcp.load(state, storage_reader=PlainReader(path, most), planner=PlainPlanner(), no_dist=True)
         return progress(path)
     except (CheckpointException, OSError, ValueError, KeyError, TypeError) as error:
         cause = error.failures[0][0] if isinstance(error, CheckpointException) and error.failures else error

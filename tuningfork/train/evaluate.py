@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -13,29 +11,8 @@ from tuningfork.errors import ReferenceMismatch
 from tuningfork.records import PackedBatch
 from tuningfork.reference.build import by_file, wrongly_cached
 from tuningfork.reference.store import ReferenceStore
-from tuningfork.report.metrics import PairSums, pair_statistics
+from tuningfork.report.metrics import Evaluation, PairSums, pair_statistics
 from tuningfork.train.setup import Start
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """Held-out pairs under the policy as it is."""
-
-    pairs: int
-    loss: float  # the preference loss alone, mean over the pairs
-    sums: PairSums
-    seconds: float = 0.0  # that it took
-
-    def as_dict(self) -> dict[str, float | int | None]:
-        return {"pairs": self.pairs, "loss": self.loss, **self.sums.means()}
-
-    def saved(self) -> dict[str, Any]:
-        """As a checkpoint keeps it, to the bit."""
-        return asdict(self)
-
-    @classmethod
-    def from_saved(cls, saved: Mapping[str, Any]) -> Evaluation:
-        return cls(**{**saved, "sums": PairSums(**saved["sums"])})
 
 
 def evaluate(

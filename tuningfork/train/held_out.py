@@ -9,10 +9,11 @@ from pathlib import Path
 from tuningfork.errors import counted
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.console import Console, number
+from tuningfork.report.metrics import Evaluation
 from tuningfork.report.writer import RunWriter, Scores
 from tuningfork.train import checkpoint
 from tuningfork.train.config import TrainConfig
-from tuningfork.train.evaluate import Evaluation, evaluate
+from tuningfork.train.evaluate import evaluate
 from tuningfork.train.setup import Data, Start
 
 _MEASURES = {"loss": ("loss", -1), "accuracy": ("rewards/accuracy", 1), "margin": ("rewards/margin", 1)}

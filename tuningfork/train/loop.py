@@ -22,14 +22,14 @@ from tuningfork.models.policy import graphs_compiled
 from tuningfork.reference.config import ReferenceConfig
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.console import Console, Phase
-from tuningfork.report.metrics import Interval, StepResult, pair_statistics
+from tuningfork.report.metrics import Evaluation, Interval, StepResult, pair_statistics
 from tuningfork.report.throughput import RunTotals, peak_flops
 from tuningfork.report.writer import RunWriter, write_json, write_text
 from tuningfork.train import checkpoint
 from tuningfork.train.batch import StepBatch
 from tuningfork.train.checkpoint import Progress
 from tuningfork.train.config import OutputConfig, TrainConfig
-from tuningfork.train.evaluate import Evaluation, check_start
+from tuningfork.train.evaluate import check_start
 from tuningfork.train.exported import export_model
 from tuningfork.train.extend import check_length, plan
 from tuningfork.train.folder import CONFIG, ROWS, to_go_on, with_checksum
@@ -89,7 +89,7 @@ def run(
     start_model, held_out = model_digest(start.policy, weights), dataset_digest(data.held_out)
     begun = Progress(0, 0, dataset_digest(data.train), start_model, dtype, mode, held_out, None)
     if last is not None and saved is not None:
-        _check_same_run(last, saved, begun)  # another model has another reference, which is not worth scoring
+        _check_same_run(last, saved, begun, config)  # another model has another reference, which is not worth scoring
     order = plan(len(data.train), config, saved)
     if before is not None and (longer := check_length(folder, len(data.train), before, config, saved)) is not None:
         console.print(longer)
@@ -124,9 +124,9 @@ def run(
             saved = checkpoint.restore(last, start.policy.model, optimizer)
         result.steps_done, begun = saved.step, replace(begun, examples=saved.examples)
         if evaluated and saved.before is not None:
-            result.before = Evaluation.from_saved(saved.before)
+            result.before = saved.before
         console.print(f"continuing from {last}")
-    begun = replace(begun, before=None if result.before is None else result.before.saved())
+    begun = replace(begun, before=result.before)
 
     peak = peak_flops(_card(start.policy.device), "bfloat16" if start.policy.dtype == torch.bfloat16 else "float32")
     totals = RunTotals(peak)
@@ -291,7 +291,7 @@ def training_steps(
         begun, waiting = now, time.perf_counter()
 
 
-def _check_same_run(path: Path, saved: Progress, begun: Progress) -> None:
+def _check_same_run(path: Path, saved: Progress, begun: Progress, config: TrainConfig) -> None:
     """Whether a checkpoint is one of the run that the settings, data and model describe now. Raises RunFolderError."""
     if saved.data_digest != begun.data_digest:
         raise RunFolderError(
@@ -307,6 +307,12 @@ def _check_same_run(path: Path, saved: Progress, begun: Progress) -> None:
         raise RunFolderError(
             f"{path} was computed in {saved.dtype}, this run would go on in {begun.dtype}. Set model.dtype to "
             f"{saved.dtype}: auto names another dtype on another device."
+        )
+    if not saved.step <= saved.examples <= saved.step * config.examples_per_step:
+        raise RunFolderError(
+            f"{path} says that {saved.step:,} steps of at most {config.examples_per_step:,} examples trained on "
+            f"{saved.examples:,}, so no run has written it. Remove that folder; --resume then takes the checkpoint "
+            "before it."
         )
 
 
