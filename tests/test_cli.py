@@ -29,6 +29,23 @@ def test_a_reader_that_leaves_ends_the_command_quietly(arguments):
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.parametrize("arguments", ["--help", "train --help", "--version", "data recipe.yaml"])
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        (">&-", "the standard output is closed. Send it to a file, or to /dev/null."),
+        ("> /dev/full", "the standard output cannot be written: No space left on device."),
+    ],
+)
+def test_an_output_that_takes_nothing_is_said(arguments, where, said, tmp_path):
+    (tmp_path / "recipe.yaml").write_text("model: {path: model}\ndata: {train: pairs.jsonl}\n")
+    command = f"exec {sys.executable} -m tuningfork.cli {arguments} {where}"
+    env = os.environ | {"PYTHONUNBUFFERED": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True, timeout=90)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.endswith(f"tuningfork: {said}\n") or arguments.startswith("data")
+
+
 def printed_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
     """The lines of a help page of a terminal of 80 columns."""
     with pytest.raises(SystemExit) as caught:

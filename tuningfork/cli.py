@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from tuningfork import __version__
 from tuningfork.errors import READING, SCORING, TRAINING, ConfigError, TuningforkError, enough_memory, visible
@@ -71,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     or SIGTERM, 141 nobody reads on.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if sys.stdout is None or sys.stderr is None:  # closed, as `>&-` does
+        return _unheard()
     parser = _parser()
     try:
         try:
@@ -91,10 +93,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in the buffer
         return 141
     except OSError as error:  # where nobody knew more of the file than its name
+        if error.filename is None and _is_deaf(sys.stdout):
+            print(f"tuningfork: the standard output cannot be written: {error.strerror}.", file=sys.stderr)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 2
         if error.filename is None or error.errno not in _REFUSED:
             raise
         print(f"tuningfork: {visible(str(error.filename))} cannot be used: {error.strerror}.", file=sys.stderr)
         return 2
+
+
+def _unheard() -> int:
+    """Say, where there is somebody to hear it, that a command needs both of its outputs; the exit status."""
+    if sys.stderr is not None:
+        print("tuningfork: the standard output is closed. Send it to a file, or to /dev/null.", file=sys.stderr)
+    elif sys.stdout is not None:
+        print("tuningfork: the standard error output is closed. Send it to a file, or to /dev/null.", flush=True)
+    return 2
+
+
+def _is_deaf(stream: TextIO) -> bool:
+    """Whether a stream takes nothing more, as on a full disk."""
+    try:
+        print(file=stream, flush=True)
+    except OSError:
+        return True
+    return False
 
 
 class _Parser(argparse.ArgumentParser):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import resource
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -203,6 +205,37 @@ def test_another_thread_than_the_main_one_prints_without_a_bound() -> None:
     thread.start()
     thread.join()
     assert found == [3]
+
+
+NEVER_BACK = "{{ [[[[1]*1000]*1000]*1000]*1000 == [[[[1]*1000]*1000]*1000]*1000 }}"  # one call, of hours
+SCRIPT = """
+import sys
+from tests.data.tiny_tokenizers import CHATML, byte_bpe
+from tuningfork.data import bounded
+from tuningfork.data.template import check_template, render
+from tests.data.test_bounded import EXAMPLE
+bounded.SECONDS, bounded.LAST = 0.5, 2
+render(EXAMPLE, byte_bpe(chat_template=sys.argv[1] + CHATML))
+"""
+
+
+def test_a_call_that_never_comes_back_ends_the_process_and_names_the_template() -> None:
+    """Python hears neither of time nor of Ctrl-C before it does."""
+    command = [sys.executable, "-c", SCRIPT, NEVER_BACK]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGPROF
+    assert "jinja2" in done.stderr and "in at_work" in done.stderr  # here it is at work before the template runs
+
+
+def test_the_last_resort_is_put_back() -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGPROF, lambda *_: seen.append(1))
+    try:
+        bounded(lambda: None)
+        signal.raise_signal(signal.SIGPROF)
+    finally:
+        signal.signal(signal.SIGPROF, before)
+    assert seen == [1] and signal.getitimer(signal.ITIMER_PROF) == (0, 0)
 
 
 def _work(seconds: float) -> None:

@@ -7,6 +7,7 @@ write such a line, so none of them is looked for: the kernel counts time and mem
 
 from __future__ import annotations
 
+import faulthandler
 import resource
 import signal
 import threading
@@ -15,6 +16,7 @@ from typing import TypeVar
 
 SECONDS = 10.0  # of processor time: a text of ten million characters is printed in a tenth of one
 MEMORY = 1 << 30  # bytes: three times what a row with such texts takes
+LAST = 40.0  # seconds, the kernel's for the process among them: the process ends if no exception has ended the work
 _AGAIN = 1.0  # seconds; a library may take the first interruption for some failure of its own
 
 Result = TypeVar("Result")
@@ -32,6 +34,10 @@ def bounded(work: Callable[[], Result]) -> Result:
     The limits are the process's, and Python hears of time in its main thread alone: work in another one has no bound.
     Nor has it one of memory where the kernel is not Linux.
 
+    Python hears of time between two calls alone, and some, such as a comparison of lists within lists, take years. No
+    exception ends those. The kernel then ends the process, by SIGPROF, with the lines of Python that were at work on
+    stderr, those of the template or of jinja2 first.
+
     Raises:
         OutOfTime: the work took SECONDS.
         MemoryError: it asked for MEMORY bytes.
@@ -40,26 +46,37 @@ def bounded(work: Callable[[], Result]) -> Result:
     if threading.current_thread() is not threading.main_thread():
         return work()
     before = signal.signal(signal.SIGVTALRM, _end)
+    before_last = signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    # A handler in C, which waits for nothing; then comes the default, the end of the process.
+    faulthandler.register(signal.SIGPROF, file=2, all_threads=False, chain=True)
     memory = _limit_memory()
     try:
         _running = True
-        signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS, _AGAIN)
+        _start()
         return work()
     finally:
         # First of all, and in this very place: until then an interruption that is due comes with the next call, and
         # a block of `with` would be left without its end.
         _running = False
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         if memory is not None:
             resource.setrlimit(resource.RLIMIT_AS, memory)
         # The default is the end of the process, should the last signal still be on its way.
         signal.signal(signal.SIGVTALRM, before if callable(before) else signal.SIG_IGN)
+        faulthandler.unregister(signal.SIGPROF)
+        signal.signal(signal.SIGPROF, signal.SIG_DFL if before_last is None else before_last)
 
 
 def renew() -> None:
     """Let the time of the work that this is called in, if it is bounded, begin anew."""
     if _running and threading.current_thread() is threading.main_thread():
-        signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS, _AGAIN)
+        _start()
+
+
+def _start() -> None:
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS, _AGAIN)
+    signal.setitimer(signal.ITIMER_PROF, LAST)
 
 
 def _end(*_: object) -> None:

@@ -135,8 +135,8 @@ def growth(rules: Any) -> float:
     if kind == "ByteLevel":
         return 2.0  # a letter for each byte, and most of those that stand for bytes have two themselves
     if kind == "TemplateProcessing":
-        texts = [[piece["Sequence"]["id"] for piece in rules[name] if "Sequence" in piece] for name in _TEMPLATES]
-        return float(max((ids.count(id) for ids in texts for id in set(ids)), default=1))
+        given = [[piece["Sequence"]["id"] for piece in rules[name] if "Sequence" in piece] for name in _TEMPLATES]
+        return float(max((one.count(text) for one in given for text in set(one)), default=1))
     if kind == "Prepend":
         return 1.0 + len(rules["prepend"])
     if kind == "Replace":
