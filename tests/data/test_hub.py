@@ -72,12 +72,3 @@ def test_what_is_no_name_on_the_hub_reaches_no_path(name: str, monkeypatch: pyte
     for use in (read_rows, lambda source: check_sources(source, "train"), lambda source: check_sources(source, "eval")):
         with pytest.raises(DataError, match="is no name on the hub, which is owner/name"):
             use(f"hub:{name}")
-
-
-def test_a_folder_of_a_name_on_the_hub_is_not_read_in_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "o" / "n").mkdir(parents=True)
-    with pytest.raises(DataError, match=r"^hub:o/n@v1:test: o/n is here, too"):
-        read_rows("hub:o/n@v1:test")

@@ -7,7 +7,6 @@ A file that cannot be used is a DataError that names file, line and column.
 from __future__ import annotations
 
 import difflib
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -149,17 +148,12 @@ def read_names(folder: Path) -> list[str]:
 
 
 def check_hub_name(name: str) -> None:
-    """Raise DataError for what is no name on the hub, or that of a folder here: the library would read that path."""
+    """Raise DataError for what is no name on the hub: the library would take it for a path on this machine."""
     named = name.removeprefix(HUB).partition(":")[0]
     if not re.fullmatch(HUB_NAME, named):
         raise DataError(
             f"{name}: {named!r} is no name on the hub, which is owner/name or owner/name@revision. A file or folder on "
             f"this machine is named without {HUB}"
-        )
-    if os.path.lexists(repository := _parse_hub(name)[0]):
-        raise DataError(
-            f"{name}: {repository} is here, too, and would be read in place of the hub's. Rename it, or start in "
-            f"another folder; if it is the one that is meant, name it without {HUB}"
         )
 
 
