@@ -29,6 +29,11 @@ def test_a_reader_that_leaves_ends_the_command_quietly(arguments):
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def path_of(*folders: Path) -> str:
+    """Where Python looks for packages: in these folders before those that are named already."""
+    return os.pathsep.join(filter(None, (*map(str, folders), os.environ.get("PYTHONPATH", ""))))
+
+
 @pytest.mark.parametrize("arguments", ["--help", "train --help", "--version", "data recipe.yaml"])
 @pytest.mark.parametrize(
     ("where", "said"),
@@ -40,7 +45,7 @@ def test_a_reader_that_leaves_ends_the_command_quietly(arguments):
 def test_an_output_that_takes_nothing_is_said(arguments, where, said, tmp_path):
     (tmp_path / "recipe.yaml").write_text("model: {path: model}\ndata: {train: pairs.jsonl}\n")
     command = f"exec {sys.executable} -m tuningfork.cli {arguments} {where}"
-    env = os.environ | {"PYTHONUNBUFFERED": "", "PYTHONPATH": str(ROOT)}
+    env = os.environ | {"PYTHONUNBUFFERED": "", "PYTHONPATH": path_of(ROOT)}
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True, timeout=90)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.endswith(f"tuningfork: {said}\n") or arguments.startswith("data")
@@ -97,8 +102,7 @@ def without_libraries(tmp_path):
         (tmp_path / f"{library}.py").write_text(f"raise SystemExit('{library} is imported')\n")
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        places = (str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", ""))
-        found = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, places))}
+        found = os.environ | {"PYTHONPATH": path_of(tmp_path, ROOT)}
         command = [sys.executable, "-m", "tuningfork", *arguments]
         return subprocess.run(command, cwd=tmp_path, env=found, capture_output=True, text=True, timeout=60)
 

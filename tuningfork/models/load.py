@@ -367,6 +367,8 @@ def comparable(config: Any) -> dict[str, Any]:
     values = config.to_dict()
     for key in _NUMBERS_DO_NOT_DEPEND_ON:
         values.pop(key, None)
+    if "partial_rotary_factor" in (values.get("rope_parameters") or {}):
+        values.pop("partial_rotary_factor", None)  # some versions give StableLM's a default that nobody reads
     return values
 
 
