@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -140,6 +141,7 @@ def test_an_error_quotes_a_stranger_and_is_still_ours(job: Job, shelf: Path) -> 
 def test_a_strange_argument_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     """A shell puts the names of files into a command."""
     for arguments in (["data", "recipe.yaml", f"more{FORGED}"], [f"more{FORGED}"]):
-        with pytest.raises(SystemExit):
-            cli.main(arguments)
+        with pytest.raises(SystemExit) as caught:
+            sys.exit(cli.main(arguments))
+        assert caught.value.code == 2
         without_orders(capsys.readouterr().err)
