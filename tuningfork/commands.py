@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from tuningfork.models.support import positions
 from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import DataReport
 from tuningfork.report import data_files, eval_files
-from tuningfork.report.console import Console, Phase, number, table
+from tuningfork.report.console import Console, number, table
 from tuningfork.report.data_terminal import draw_report
 from tuningfork.report.writer import Scores
 from tuningfork.train import checkpoint, optimizer
@@ -304,16 +303,7 @@ def _located(config: RunConfig, console: Console, weights: bool = True) -> tuple
 
 
 def _fetched(name: HubName, console: Console, weights: bool) -> tuple[str, HubName]:
-    with ExitStack() as stack:
-        phase: Phase | None = None
-
-        def progress(done: int, total: int) -> None:
-            nonlocal phase
-            if phase is None:
-                phase = stack.enter_context(console.phase(f"downloading {name}", 0, "MB"))
-            phase.total = -(-total // 10**6)
-            phase.advance(-(-done // 10**6) - phase.done)
-
+    with console.bytes_phase(f"downloading {name}") as progress:
         folder, fixed = fetch(name, weights, progress)
     console.print(f"{fixed}: {folder}")
     return folder, fixed
@@ -339,7 +329,6 @@ def _prepare(config: RunConfig, console: Console, train_too: bool = True) -> tup
     compiled = choose_compile(config.model.compile, device)
     objective = PreferenceObjective(config.objective)
     with console.stage("data", READING_MODEL):
-        load_config(config.model.path)  # what cannot be trained is said before what its tokenizer lacks
         tokenizer = load_tokenizer(config.model.path)
     settings = with_template(tokenizer, config.data)
     if settings != config.data:

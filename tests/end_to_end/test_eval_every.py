@@ -15,7 +15,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.end_to_end.test_resume import crash, die_in, in_child, interrupt_at
-from tests.end_to_end.workbench import Child, Job, job_in, make_pairs, state_of, unequal, write_rows
+from tests.end_to_end.workbench import Child, Job, assert_same_state, job_in, make_pairs, state_of, unequal, write_rows
 from tuningfork.report.metrics import EVALUATION, Evaluation
 from tuningfork.train import checkpoint, held_out
 
@@ -50,9 +50,7 @@ def again(watched: Job, tmp_path: Path) -> Job:
 
 def assert_same_run(job: Job, other: Job) -> None:
     """Weights, optimizer, random generator, export, best step and all lines are equal to the bit."""
-    last = f"checkpoints/step-{STEPS}"
-    assert unequal(state_of(job.run / last), state_of(other.run / last)) == []
-    assert unequal(job.exported(), other.exported()) == []
+    assert_same_state(job, other, STEPS)
     assert [[line[key] for key in ("step", *SAME)] for line in job.metrics()] == [
         [line[key] for key in ("step", *SAME)] for line in other.metrics()
     ]
@@ -63,9 +61,7 @@ def assert_same_run(job: Job, other: Job) -> None:
 
 def test_no_bit_of_a_run_depends_on_being_watched(plain: Job, watched: Job) -> None:
     """Weights, optimizer, random generator, export and every line of training."""
-    last = f"checkpoints/step-{STEPS}"
-    assert unequal(state_of(plain.run / last), state_of(watched.run / last)) == []
-    assert unequal(plain.exported(), watched.exported()) == []
+    assert_same_state(plain, watched, STEPS)
     for ours, theirs in zip(plain.metrics(), watched.metrics(), strict=True):
         assert [ours[key] for key in ("step", *SAME)] == [theirs[key] for key in ("step", *SAME)]
 

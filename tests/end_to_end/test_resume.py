@@ -17,7 +17,17 @@ import pytest
 import torch
 
 from tests.end_to_end.test_reference import rows_of
-from tests.end_to_end.workbench import Child, Job, Outcome, call, job_in, make_pairs, state_of, unequal, write_rows
+from tests.end_to_end.workbench import (
+    Child,
+    Job,
+    Outcome,
+    assert_same_state,
+    call,
+    job_in,
+    make_pairs,
+    unequal,
+    write_rows,
+)
 from tuningfork.models import export
 from tuningfork.report.writer import RunWriter
 from tuningfork.train import checkpoint, held_out, loop, setup
@@ -51,9 +61,7 @@ def again(whole: Job, tmp_path: Path) -> Job:
 
 def assert_same_end(job: Job, whole: Job) -> None:
     """Final weights, optimizer, random generator and export equal to the bit; each step in metrics once, in order."""
-    last = f"checkpoints/step-{STEPS}"
-    assert unequal(state_of(job.run / last), state_of(whole.run / last)) == []
-    assert unequal(job.exported(), whole.exported()) == []
+    assert_same_state(job, whole, STEPS)
     assert [line["step"] for line in job.metrics()] == list(range(1, STEPS + 1))
     for ours, theirs in zip(job.metrics(), whole.metrics(), strict=True):
         for key in ("epoch", "loss", "lr", "grad_norm", "tokens", "rewards/margin", "logps/chosen"):

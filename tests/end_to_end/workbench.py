@@ -306,6 +306,13 @@ def state_of(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
+def assert_same_state(job: Job, other: Job, step: int) -> None:
+    """Weights, optimizer, random generator after a step, and the exported models are equal to the bit."""
+    last = f"checkpoints/step-{step}"
+    assert unequal(state_of(job.run / last), state_of(other.run / last)) == []
+    assert unequal(job.exported(), other.exported()) == []
+
+
 def unequal(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """Names of what is not the same in both to the bit."""
 

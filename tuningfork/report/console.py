@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from io import StringIO
 from typing import Any, TextIO
 
@@ -95,6 +95,24 @@ class Console:
                 yield phase
         finally:
             phase.say()
+
+    @contextmanager
+    def bytes_phase(self, name: str) -> Iterator[Callable[[int, int], None]]:
+        """A stretch of work in megabytes, whose size is told with the first of its bytes: gives a function to call with
+        (bytes done, bytes in all). The rate counts from here on; where it is never called, nothing is said."""
+        begun = self.clock()
+        with ExitStack() as stack:
+            phase: Phase | None = None
+
+            def progress(done: int, total: int) -> None:
+                nonlocal phase
+                megabytes = -(-total // 10**6)
+                if phase is None:
+                    phase = stack.enter_context(self.phase(name, megabytes, "MB", begun=begun))
+                phase.total = megabytes
+                phase.advance(-(-done // 10**6) - phase.done)
+
+            yield progress
 
     @contextmanager
     def stage(self, name: str, doing: str) -> Iterator[None]:

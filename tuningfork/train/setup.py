@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,7 +35,7 @@ from tuningfork.reference.code import model_code_digest
 from tuningfork.reference.entries import open_entry
 from tuningfork.reference.fingerprint import fingerprint, tensors_of, text_digest, weights_digest
 from tuningfork.reference.store import ReferenceStore
-from tuningfork.report.console import Console, Phase
+from tuningfork.report.console import Console
 from tuningfork.train import checkpoint
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.fit import settle
@@ -290,17 +289,7 @@ def settle_activations(
 
 
 def _load(model: ModelConfig, device: torch.device, console: Console) -> Loaded:
-    with ExitStack() as stack:
-        phase: Phase | None = None
-        begun = console.clock()  # before the first bytes, after which their number is known
-
-        def progress(done: int, total: int) -> None:
-            nonlocal phase
-            if phase is None:
-                size = -(-total // 10**6)
-                phase = stack.enter_context(console.phase("reading weights", size, "MB", begun=begun))
-            phase.advance(-(-done // 10**6) - phase.done)
-
+    with console.bytes_phase("reading weights") as progress:
         loaded = load(model.path, device, DTYPES[model.weights], progress)
     for note in loaded.notes:
         console.print(f"{model.path}: {note}")
