@@ -1,6 +1,6 @@
 """The head alone: forward and backward of hidden states [R, D] times output embedding [V, D], one JSON line a form.
 
-    ours          objective/head.py, through autograd, on a pack of random pairs; the loss is DPO's
+    ours          models/head.py, through autograd, on a pack of random pairs; the loss is DPO's
     bf16_logits   the same with the logits rounded to the compute dtype, which costs less memory and digits
     plain         the same as ours with the plain row kernels, which every fast one is tested against
     liger         Liger's fused linear cross entropy under autocast, as trainers run it over float32 weights
@@ -34,9 +34,9 @@ from bench.timing import free_memory, median_ms, transient_bytes
 from tuningfork.data.loader import build_packs
 from tuningfork.data.pack import PackLimits
 from tuningfork.kernels.select import plain, select
-from tuningfork.objective.config import ObjectiveConfig
-from tuningfork.objective.head import Head, _Projection
-from tuningfork.objective.objectives import BatchScale, PreferenceObjective
+from tuningfork.models.head import Head, _Projection
+from tuningfork.objective.base import Answers
+from tuningfork.objective.pairs import DPO
 from tuningfork.records import LogitTransform, PackedBatch
 
 # (hidden, weight, pack): loss and its backward pass, into .grad of both
@@ -95,15 +95,9 @@ def forms(where: torch.device, chunk_rows: int) -> dict[str, Form | str]:
 
 
 def _ours(head: Head, hidden: Tensor, weight: Tensor, pack: PackedBatch) -> Tensor:
-    objective = PreferenceObjective(ObjectiveConfig())
-    scale = BatchScale.of(pack.examples)
-    lengths = torch.tensor(pack.answer_lengths, dtype=torch.float64, device=hidden.device)
-    reference = torch.zeros_like(lengths)
-
-    def share(first: int, last: int, logps: Tensor) -> Tensor:
-        return objective.loss(logps, reference[first:last], lengths[first:last], scale)
-
-    return head.backward(hidden, weight, pack, share)[1]
+    objective, reference = DPO(), np.zeros(len(pack.answer_lengths))
+    answers = Answers.of(pack.examples, pack.answer_lengths, reference).to(hidden.device)
+    return head.backward(hidden, weight, pack, objective.of_chunks(answers, objective.totals(pack.examples)))[1]
 
 
 def _rounded(head: Head, hidden: Tensor, weight: Tensor, pack: PackedBatch) -> Tensor:

@@ -31,11 +31,10 @@ from tuningfork.data.pack import PackLimits, split_fitting
 from tuningfork.data.store import TYPES, Selection, TokenTable
 from tuningfork.models.flops import FlopCounter
 from tuningfork.objective.config import ObjectiveConfig
-from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import column
 from tuningfork.reference.build import to_rescore
 from tuningfork.reference.store import ReferenceStore
-from tuningfork.report.metrics import pair_statistics
+from tuningfork.report.metrics import Means
 from tuningfork.train.batch import StepBatch
 
 COLUMNS = {"work": "work", "pairs": "pairs", "seconds": "seconds"}
@@ -67,7 +66,7 @@ def many_pairs(lengths: np.ndarray) -> Selection:
 
 def start_and_scoring(pairs: Selection, limits: PackLimits, folder: Path) -> Iterator[tuple[str, float]]:
     """What a start does with all pairs, in its order; with a reference cache that is filled on the way."""
-    objective, everything = PreferenceObjective(ObjectiveConfig()), [pairs, Selection([])]
+    objective, everything = ObjectiveConfig().build(), [pairs, Selection([])]
     yield "start: which fit a pack", _seconds(lambda: split_fitting(pairs, limits.tokens, True))
     yield "start: the longest", _seconds(lambda: column(pairs, "longest").max())
     yield "start: the objective's check", _seconds(lambda: objective.check(pairs))
@@ -99,9 +98,9 @@ def scoring_packs(pairs: Selection, limits: PackLimits) -> float:
 
 def of_a_step(pairs: Selection, batch: int, limits: PackLimits, store: ReferenceStore) -> Iterator[tuple[str, float]]:
     """Host work for a step of `batch` pairs: the median of five steps, after one that is not counted."""
-    objective = PreferenceObjective(ObjectiveConfig())
+    objective = ObjectiveConfig().build()
     flops = FlopCounter(10**9, 10**8, ((2048, None),) * 16)
-    margins = torch.randn(batch, 2, dtype=torch.float64)
+    scores = torch.randn(2 * batch, dtype=torch.float64)
     spent: dict[str, list[float]] = {}
 
     def timed(work: str, function: Callable[..., Found], *args: Any) -> Found:
@@ -115,10 +114,10 @@ def of_a_step(pairs: Selection, batch: int, limits: PackLimits, store: Reference
         packs = timed("ahead: packs", build_packs, examples, limits)
         members = [example for pack in packs for example in pack.examples]
         logps = timed("ahead: reference", store.lookup, members)
-        timed("ahead: lengths, terms, sizes", StepBatch.of, packs, objective, logps)
+        batch_ahead = timed("ahead: answers and totals", StepBatch.of, packs, objective, logps)
         timed("ahead: model flops", flops.training, members)
-        better, worse = margins.T
-        timed("between: statistics of the pairs", pair_statistics, better, worse, better, worse)
+        values = timed("between: values of the statistics", objective.statistics, scores, batch_ahead.answers)
+        timed("between: their sums", Means.of, values)
     for work, found in spent.items():
         yield work, float(np.median(found[1:]))
 

@@ -32,9 +32,8 @@ from tuningfork.models.config import ACTIVATION_MEMORY_FORMS
 from tuningfork.models.flops import FlopCounter
 from tuningfork.models.load import Loaded, hold_weights
 from tuningfork.models.policy import Policy
+from tuningfork.models.scorer import Scorer
 from tuningfork.objective.config import ObjectiveConfig
-from tuningfork.objective.head import Head
-from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import TokenExample
 from tuningfork.reference.build import fill
 from tuningfork.reference.store import ReferenceStore
@@ -139,7 +138,7 @@ def measure(
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as cache:
         store = ReferenceStore(Path(cache), {"bench": "step"})
-        fill(store, build_packs(examples, limits), start.score)
+        fill(store, build_packs(examples, limits), start.scorer.score)
     reference_s = time.perf_counter() - begun
     begun = time.perf_counter()
     checked = check_start(start, loader.step(0), store)
@@ -255,9 +254,9 @@ def _start(model: str, train: TrainConfig, head_chunk_rows: int, limits: PackLim
     if compiled:
         policy.compile()
         torch.cuda.synchronize()
-    head = Head(policy.kernels, policy.transform, head_chunk_rows)
-    objective, loaded = PreferenceObjective(ObjectiveConfig()), Loaded(built, torch.float32)
-    start = Start(policy, head, objective, loaded, compiled)
+    scorer = Scorer.of(policy, head_chunk_rows)
+    objective, loaded = ObjectiveConfig().build(), Loaded(built, torch.float32)
+    start = Start(scorer, objective, loaded, compiled)
     if train.activation_memory != "auto":
         policy.keep_activations(train.activation_memory)
     settle_activations(start, train, limits, None, Console())

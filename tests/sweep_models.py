@@ -30,7 +30,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.tiny import head_of, random_examples, score_alone
+from tests.tiny import random_examples, score_alone, scorer_of
 from tuningfork.data.layout import build
 from tuningfork.errors import ModelError
 from tuningfork.models import attention
@@ -179,9 +179,7 @@ def _compare(model: Any) -> None:
     truth = {name: weight.grad for name, weight in model.named_parameters()}
     model.zero_grad()
     batch = build(examples, sum(e.rows(True) for e in examples), share_prompt=True).to(model.device)
-    _, packed = head_of(policy).backward(
-        policy.hidden_rows(batch), policy.head_weight, batch, lambda a, b, logps: logps.sum(), policy.head_bias
-    )
+    _, packed = scorer_of(policy).backward(batch, lambda a, b, logps: logps.sum())
     worst = float((packed - alone).detach().abs().max() / alone.detach().abs().max())
     assert worst < LOGPS_AGREE, f"log-probs differ by {worst:.1e}"
     largest = max(float(grad.norm()) for grad in truth.values() if grad is not None)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tiny import FAMILIES, head_of, one_pack, random_examples, score_alone, tiny_model, tiny_policy
+from tests.tiny import FAMILIES, one_pack, random_examples, score_alone, scorer_of, tiny_model, tiny_policy
 from tuningfork.kernels.select import plain
 from tuningfork.models.policy import Policy
 from tuningfork.records import TokenAnswer, TokenExample
@@ -30,20 +30,12 @@ def _gradients(policy, total):
 
 def _packed(policy, batch, weights, chunk_rows):
     policy.model.zero_grad()
-    loss, logps = head_of(policy, chunk_rows).backward(
-        policy.hidden_rows(batch),
-        policy.head_weight,
-        batch,
-        lambda a, b, logps: (weights[a:b] * logps).sum(),
-        policy.head_bias,
-    )
+    loss, logps = scorer_of(policy, chunk_rows).backward(batch, lambda a, b, logps: (weights[a:b] * logps).sum())
     return logps, loss, {name: p.grad.clone() for name, p in policy.model.named_parameters()}
 
 
 def _scores(policy, batch, chunk_rows=8192):
-    with torch.no_grad():
-        hidden = policy.hidden_rows(batch)
-        return head_of(policy, chunk_rows).score(hidden, policy.head_weight, batch, policy.head_bias)
+    return scorer_of(policy, chunk_rows).score(batch)
 
 
 def _assert_same_gradients(policy, truth, ours, relative):

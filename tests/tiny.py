@@ -14,8 +14,9 @@ from tuningfork.data.layout import build
 from tuningfork.data.pack import PackLimits
 from tuningfork.kernels.select import Kernels, plain
 from tuningfork.models import attention
+from tuningfork.models.head import Head
 from tuningfork.models.policy import Policy
-from tuningfork.objective.head import Head
+from tuningfork.models.scorer import Scorer
 from tuningfork.records import PackedBatch, Source, TokenAnswer, TokenExample
 
 VOCAB = 97
@@ -122,6 +123,10 @@ def limits_of(tokens: int = 256, share_prompt: bool = True) -> PackLimits:
 
 def head_of(policy: Policy, chunk_rows: int = 8192) -> Head:
     return Head(policy.kernels, policy.transform, chunk_rows)
+
+
+def scorer_of(policy: Policy, chunk_rows: int = 8192) -> Scorer:
+    return Scorer.of(policy, chunk_rows)
 
 
 def score_alone(model: PreTrainedModel, example: TokenExample, form: str | None = None) -> list[torch.Tensor]:

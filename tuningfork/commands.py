@@ -26,10 +26,10 @@ from tuningfork.models.config import ModelConfig
 from tuningfork.models.hub import HUB, HubName, fetch, hub_name
 from tuningfork.models.load import comparable, load_config, load_tokenizer, replace_weights
 from tuningfork.models.support import positions
-from tuningfork.objective.objectives import PreferenceObjective
+from tuningfork.objective.base import Objective
 from tuningfork.records import DataReport
 from tuningfork.report import data_files, eval_files
-from tuningfork.report.console import Console, number, table
+from tuningfork.report.console import Console, score, table
 from tuningfork.report.data_terminal import draw_report
 from tuningfork.report.writer import Scores
 from tuningfork.train import checkpoint, optimizer
@@ -93,7 +93,7 @@ def _train(config: RunConfig, resume: bool, folder: Path, console: Console) -> i
     if last == checkpoint.at(folder / "checkpoints", result.steps_done):
         steps = counted(result.steps_done, "step")
         console.print(f"nothing left to train: all {steps} are done; raise train.epochs or train.max_steps to go on")
-    console.print("", *summary(result, data).split("\n"))
+    console.print("", *summary(result, data, start.objective).split("\n"))
     return 0
 
 
@@ -111,7 +111,7 @@ def data(config: RunConfig, strict: bool, console: Console | None = None) -> int
     with console.stage("data", READING_MODEL):
         model, tokenizer = load_config(config.model.path), load_tokenizer(config.model.path)
     config = replace(config, data=with_template(tokenizer, config.data))
-    objective = PreferenceObjective(config.objective)
+    objective = config.objective.build()
 
     reports = []
 
@@ -157,7 +157,7 @@ def reference(config: RunConfig, console: Console | None = None) -> int:
     check_one_process()
     console = console or Console()
     config = _dated_as_its_run(config)
-    if not PreferenceObjective(config.objective).needs_reference:
+    if not config.objective.build().needs_reference:
         raise ConfigError(f"objective.name {config.objective.name} has no reference; there is nothing to score.")
     config, _ = _located(config, console)
     data, start = _prepare(config, console)
@@ -186,9 +186,11 @@ def evaluate(config: RunConfig, policy: str | None, console: Console | None = No
     if start.objective.needs_reference:
         store = open_reference(start, share, cache, data.held_out, data.limits, console, weights=weights)
     _take_weights(start, path, config.model, console)
-    with console.phase("evaluating", len(data.held_out), "pairs") as phase:
+    with console.phase("evaluating", len(data.held_out), start.objective.unit) as phase:
         result = evaluate_packs(start, start.packs(data.held_out, data.limits), store, phase.advance)
-    console.print(*table(f"{path} on {config.data.eval}", _evaluation_rows({"": result.as_dict()})).split("\n"))
+    console.print(
+        *table(f"{path} on {config.data.eval}", _evaluation_rows({"": result.as_dict()}, start.objective)).split("\n")
+    )
     facts = {
         "policy": model_digest(start.policy, starting_weights(start.policy, console)),
         "reference": None if store is None else starting,
@@ -213,18 +215,17 @@ def evaluate(config: RunConfig, policy: str | None, console: Console | None = No
     return 0
 
 
-def summary(result: RunResult, data: Data) -> str:
+def summary(result: RunResult, data: Data, objective: Objective) -> str:
     """What a finished run ended with, as text of several lines."""
     parts = [table("data", _data_rows("train", data.train_report) + _held_out_rows(data))]
-    if result.pairs_checked is not None:
-        checked = counted(result.pairs_checked, "pair")
-        parts.append(f"step-0 check: margin exactly 0 for all {checked} of the first step")
+    if result.checked is not None:
+        parts.append(f"step-0 check: margin exactly 0 for all {result.checked:,} {objective.unit} of the first step")
     if result.after is not None:
         columns: dict[str, Scores] = {} if result.before is None else {"before": result.before.as_dict()}
         columns["after"] = result.after.as_dict()
         if result.best is not None and result.best.step != result.steps_done:
             columns[f"step {result.best.step}, the best"] = result.best.scores
-        parts.append(table("held-out pairs", _evaluation_rows(columns)))
+        parts.append(table(f"held-out {objective.unit}", _evaluation_rows(columns, objective)))
         if result.no_gain:
             parts.append(f"! no step is better than the starting model; step {result.exported_step} is exported anyway")
     if result.throughput.get("steps"):
@@ -327,7 +328,7 @@ def _prepare(config: RunConfig, console: Console, train_too: bool = True) -> tup
     """Data and model of a run whose data has a date; without `train_too`, the held-out data alone."""
     device = choose_device(config.train.device)
     compiled = choose_compile(config.model.compile, device)
-    objective = PreferenceObjective(config.objective)
+    objective = config.objective.build()
     with console.stage("data", READING_MODEL):
         tokenizer = load_tokenizer(config.model.path)
     settings = with_template(tokenizer, config.data)
@@ -364,18 +365,17 @@ def _held_out_rows(data: Data) -> list[tuple[str, str]]:
     return [] if data.held_out_report is None else _data_rows("held-out", data.held_out_report)
 
 
-def _evaluation_rows(columns: Mapping[str, Scores]) -> list[tuple[str, ...]]:
+def _evaluation_rows(columns: Mapping[str, Scores], objective: Objective) -> list[tuple[str, ...]]:
     """One row a number, one column an evaluation under its heading."""
     rows: list[tuple[str, ...]] = [("", *columns)]
-    names = {"rewards/accuracy": "accuracy", "rewards/margin": "margin", "loss": "loss", "pairs": "pairs"}
-    for key, name in names.items():
+    for name, key in {**objective.headline, "loss": "loss", objective.unit: objective.unit}.items():
         values = [scores[key] for scores in columns.values()]
-        shown = [f"{value:.1%}" if name == "accuracy" else _number(value) for value in values]
+        shown = [_number(value, name) for value in values]
         rows.append((name, *shown))
     return rows
 
 
-def _number(value: float | int | None) -> str:
+def _number(value: float | int | None, heading: str = "") -> str:
     if value is None:
         return "-"
-    return f"{value:,}" if isinstance(value, int) else number(value)
+    return f"{value:,}" if isinstance(value, int) else score(heading, value)

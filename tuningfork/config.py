@@ -112,15 +112,10 @@ def check(config: RunConfig, required: Mapping[str, str] = REQUIRED) -> None:
             f"data.cache {cache} lies in output.dir {config.output.dir}. Give it a folder elsewhere: a run keeps its "
             "folder to itself, and a cache is shared."
         )
-    if config.objective.label_smoothing != 0 and name not in ("dpo", "dpo_norm"):
+    for setting, readers in config.objective.unread().items():
         raise ConfigError(
-            f"objective.label_smoothing is {config.objective.label_smoothing}, but objective.name {name} "
-            "does not use it. Remove it, or choose dpo or dpo_norm."
-        )
-    if config.objective.gamma is not None and name != "simpo":
-        raise ConfigError(
-            f"objective.gamma is {config.objective.gamma}, but objective.name {name} "
-            "does not use it. Remove it, or choose simpo."
+            f"objective.{setting} is {getattr(config.objective, setting)}, but objective.name {name} "
+            f"does not use it. Remove it, or choose {' or '.join(readers)}."
         )
     if config.model.weights == "bfloat16" and config.train.optimizer != "adamw_8bit":
         raise ConfigError(
@@ -135,9 +130,9 @@ def check(config: RunConfig, required: Mapping[str, str] = REQUIRED) -> None:
         )
     if config.model.dtype == "float32" and config.model.weights == "bfloat16":
         raise ConfigError("model.weights is bfloat16, but model.dtype is float32. Set model.dtype: bfloat16, or auto.")
-    if config.reference != defaults.reference and name == "simpo":
+    if config.reference != defaults.reference and not config.objective.build().needs_reference:
         raise ConfigError(
-            f"reference.cache is {config.reference.cache}, but objective.name simpo has no reference. Remove it."
+            f"reference.cache is {config.reference.cache}, but objective.name {name} has no reference. Remove it."
         )
     _check_pack(config.pack, config.data.max_length)
     _check_evaluation(config)

@@ -290,6 +290,13 @@ class PackedBatch:
         return _map_tensors(self, lambda tensor: tensor.pin_memory())
 
 
+ChunkLoss = Callable[[int, int, "Tensor"], "Tensor"]
+"""(first answer, last answer + 1, their log-probs) -> the share of a loss that these answers of a pack have.
+
+The head asks for it chunk by chunk, each of whole examples, and differentiates it by the log-probs.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class LogitTransform:
     """What a model does to its raw logits: z -> softcap·tanh(scale·z / softcap), or scale·z without a softcap."""

@@ -25,6 +25,7 @@ from tests.end_to_end.workbench import Job, call, make_model, make_pairs, make_t
 from tuningfork.kernels.attention.plain import PlainAttention
 from tuningfork.kernels.select import plain
 from tuningfork.models import policy
+from tuningfork.models.scorer import Scorer
 from tuningfork.train import loop, setup
 
 ROOT = Path(tuningfork.__file__).parents[1]
@@ -307,17 +308,18 @@ def poisoned(monkeypatch: pytest.MonkeyPatch, at_step: int) -> None:
     """From a step on, the first logit row's log-prob is NaN."""
     train_step, steps = loop.train_step, iter(range(1, 1000))
 
-    def poisoning(policy: Any, head: Any, *rest: Any) -> Any:
+    def poisoning(scorer: Any, *rest: Any) -> Any:
         if next(steps) >= at_step:
-            real = head.kernels.row_logps
+            real = scorer.head.kernels.row_logps
 
             def row_logps(*args: Any) -> Any:
                 logps, lse = real(*args)
                 logps[0] = torch.nan
                 return logps, lse
 
-            head = replace(head, kernels=replace(head.kernels, row_logps=row_logps))
-        return train_step(policy, head, *rest)
+            head = replace(scorer.head, kernels=replace(scorer.head.kernels, row_logps=row_logps))
+            scorer = replace(scorer, head=head)
+        return train_step(scorer, *rest)
 
     monkeypatch.setattr(loop, "train_step", poisoning)
 
@@ -410,17 +412,17 @@ def test_too_little_memory_for_a_step(job: Job, monkeypatch: pytest.MonkeyPatch)
 def test_too_little_memory_for_scoring(job: Job, finished: Job, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     """Whatever is scored, by whichever command: the size of the pack is named."""
     job = job.but({"data.eval": finished.settings["data.eval"]})
-    monkeypatch.setattr(setup.Start, "score", patched_to_fail(setup.Start.score))
+    monkeypatch.setattr(Scorer, "score", patched_to_fail(Scorer.score))
     options = ["--policy", str(finished.run / "model")] if command == "eval" else []
     message = job.refused(command, *options)
-    assert re.search(r"scoring a pack of \d+ rows: ", message) and "pack.tokens" in message
+    assert re.search(r"scoring a pack of \d+ tokens: ", message) and "pack.tokens" in message
 
 
 def patched_to_fail(score: Callable[..., Any]) -> Callable[..., Any]:
     """`score` with a head that asks for more memory than there is."""
 
-    def scoring(start: setup.Start, batch: Any) -> Any:
-        return score(replace(start, head=SimpleNamespace(score=allocate_too_much)), batch)
+    def scoring(scorer: Scorer, batch: Any) -> Any:
+        return score(replace(scorer, head=SimpleNamespace(score=allocate_too_much)), batch)
 
     return scoring
 

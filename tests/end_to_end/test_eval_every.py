@@ -16,7 +16,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.end_to_end.test_resume import crash, die_in, in_child, interrupt_at
 from tests.end_to_end.workbench import Child, Job, assert_same_state, job_in, make_pairs, state_of, unequal, write_rows
-from tuningfork.report.metrics import EVALUATION, Evaluation
+from tuningfork.objective.pairs import DPO
+from tuningfork.report.metrics import Evaluation, evaluation_definitions
 from tuningfork.train import checkpoint, held_out
 
 STEPS = 10
@@ -72,7 +73,8 @@ def test_every_evaluation_is_a_line_a_scalar_and_a_sentence(plain: Job, job: Job
     out = watched.done().out
     assert [line["step"] for line in watched.evaluations()] == [0, 3, 6, 9, 10]
     assert [line["step"] for line in watched.lines()] == [0, 1, 2, 3, 3, 4, 5, 6, 6, 7, 8, 9, 9, 10, 10]
-    assert all(list(line) == list(EVALUATION) for line in watched.lines() if "lr" not in line)
+    defined = list(evaluation_definitions("pairs", DPO.statistics_defined))
+    assert all(list(line) == defined for line in watched.lines() if "lr" not in line)
     board = EventAccumulator(str(watched.run / "tensorboard"))
     board.Reload()
     shown = [(event.step, event.value) for event in board.Scalars("eval/loss")]

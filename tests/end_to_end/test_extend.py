@@ -95,9 +95,9 @@ def test_an_epoch_whose_last_step_was_short_is_not_cut_short_by_the_next(
     seen: list[list[str]] = []
     train_step = loop.train_step
 
-    def noting(policy: Any, head: Any, objective: Any, optimizer: Any, batch: Any, *rest: Any) -> Any:
+    def noting(scorer: Any, objective: Any, optimizer: Any, batch: Any, *rest: Any) -> Any:
         seen.append([example.id for example in batch.examples])
-        return train_step(policy, head, objective, optimizer, batch, *rest)
+        return train_step(scorer, objective, optimizer, batch, *rest)
 
     monkeypatch.setattr(loop, "train_step", noting)
     job.done()

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.end_to_end.workbench import CHATML, Job, make_model, make_pairs, state_of, write_rows
 from tuningfork.config import RunConfig, differing_settings, from_yaml, load_run_config
-from tuningfork.report.metrics import METRICS
+from tuningfork.objective.pairs import DPO
+from tuningfork.report.metrics import training_definitions
 
 
 def sequences(row: dict[str, str]) -> tuple[str, str, str]:
@@ -45,10 +46,10 @@ def test_config_yaml_reloads_to_the_same_settings(finished: Job, tmp_path: Path)
 
 
 def test_every_line_of_metrics_has_exactly_the_defined_keys(finished: Job) -> None:
-    """30 steps, 30 lines, in order, each with the keys of METRICS in their order."""
+    """30 steps, 30 lines, in order, each with the numbers that are defined, in their order."""
     lines = finished.metrics()
     assert [line["step"] for line in lines] == list(range(1, 31))
-    assert all(list(line) == list(METRICS) for line in lines)
+    assert all(list(line) == list(training_definitions(DPO.statistics_defined)) for line in lines)
     assert [line["epoch"] for line in lines] == pytest.approx([n / 10 for n in range(1, 31)])
     assert all(value is None or math.isfinite(value) for line in lines for value in line.values())
 

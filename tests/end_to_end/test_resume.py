@@ -268,11 +268,11 @@ def test_the_order_of_examples_after_a_resume_is_that_of_the_same_epoch(
     seen: list[str] = []
     train_step = loop.train_step
 
-    def noting(policy: Any, head: Any, objective: Any, optimizer: Any, batch: Any, *rest: Any) -> Any:
+    def noting(scorer: Any, objective: Any, optimizer: Any, batch: Any, *rest: Any) -> Any:
         if len(seen) == 13 * 4:
             raise Crash
         seen.extend(sorted(example.id for example in batch.examples))
-        return train_step(policy, head, objective, optimizer, batch, *rest)
+        return train_step(scorer, objective, optimizer, batch, *rest)
 
     monkeypatch.setattr(loop, "train_step", noting)
     again = again.but({"output.save_every": 1, "data.eval": None})

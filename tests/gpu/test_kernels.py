@@ -14,7 +14,7 @@ from tests.tiny import one_pack, random_examples, random_pairs
 from tuningfork.kernels.attention.plain import PlainAttention
 from tuningfork.kernels.row_logps import plain as plain_rows
 from tuningfork.kernels.select import select
-from tuningfork.objective.head import Head
+from tuningfork.models.head import Head
 from tuningfork.records import LogitTransform, PackedBatch, TokenExample
 
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,16 @@ import pytest
 import torch
 import transformers
 
-from tests.tiny import FAMILIES, head_of, one_pack, random_examples, random_pairs, score_alone, tiny_gpt_oss, tiny_model
+from tests.tiny import (
+    FAMILIES,
+    one_pack,
+    random_examples,
+    random_pairs,
+    score_alone,
+    scorer_of,
+    tiny_gpt_oss,
+    tiny_model,
+)
 from tuningfork.data.loader import build_packs
 from tuningfork.data.pack import PackLimits
 from tuningfork.errors import ConfigError, ModelError
@@ -19,8 +28,6 @@ from tuningfork.models import attention, compiler
 from tuningfork.models.load import hold_weights
 from tuningfork.models.policy import Policy, picked
 from tuningfork.objective.config import ObjectiveConfig
-from tuningfork.objective.head import Head
-from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import TokenAnswer, TokenExample
 from tuningfork.report.console import Console
 from tuningfork.train import fit
@@ -51,13 +58,7 @@ def _policy(family: str, dtype: torch.dtype, compiled: bool = True, weights: tor
 def _packed(policy, examples, weights, share_prompt):
     batch = one_pack(examples, share_prompt).to(CUDA)
     policy.model.zero_grad()
-    _, logps = head_of(policy, 64).backward(
-        policy.hidden_rows(batch),
-        policy.head_weight,
-        batch,
-        lambda a, b, logps: (weights[a:b] * logps).sum(),
-        policy.head_bias,
-    )
+    _, logps = scorer_of(policy, 64).backward(batch, lambda a, b, logps: (weights[a:b] * logps).sum())
     return logps, {name: p.grad.clone() for name, p in policy.model.named_parameters()}
 
 
@@ -115,9 +116,7 @@ def test_the_same_bits_in_any_pack(family, kept):
         limits = PackLimits.plan(tokens, share_prompt, compiled=True)
         found = {}
         for pack in build_packs(examples, limits):
-            batch = pack.to(CUDA)
-            hidden = policy.hidden_rows(batch).detach()
-            logps = Head(policy.kernels, policy.transform, chunk_rows).score(hidden, policy.head_weight, batch)
+            logps = scorer_of(policy, chunk_rows).score(pack)
             for example, row in zip(pack.examples, logps.view(-1, 2).tolist(), strict=True):
                 found[example.id] = row
         return found
@@ -137,8 +136,7 @@ def test_no_token_reaches_another_example(family):
 
     def scores(changed):
         batch = one_pack(changed, share_prompt=True).to(CUDA)
-        with torch.no_grad():
-            return head_of(policy).score(policy.hidden_rows(batch), policy.head_weight, batch)
+        return scorer_of(policy).score(batch)
 
     other = lambda ids: np.where(ids == 50, 51, 50).astype(np.int32)  # noqa: E731
     before, first = scores(examples), 0
@@ -164,7 +162,7 @@ def _checked(family: str, dtype: torch.dtype, share_prompt: bool = True, factor:
 
     if factor != 1.0:
         policy.kernels = replace(policy.kernels, attention=Scaled)
-    check_head(policy, head_of(policy, 64), "here")
+    check_head(scorer_of(policy, 64), "here")
     check = KernelCheck.begin(policy, "here", share_prompt, compiling=True)
     policy.compile()
     check.compare(policy)
@@ -234,22 +232,21 @@ def test_steps_learn_and_agree_however_the_batch_is_cut(mode):
     """G5 on a GPU: packs of 512 and of 2048 rows give the same gradient within bfloat16's rounding; training learns."""
     pairs = random_pairs(32, longest=40)
     config = TrainConfig(learning_rate=1e-3)
-    objective = PreferenceObjective(ObjectiveConfig(sft_weight=0.1))
+    objective = ObjectiveConfig(sft_weight=0.1).build()
     norms = []
     for tokens in (512, 2048):
         policy = _policy("llama", torch.bfloat16)
         policy.keep_activations(mode)
         limits = PackLimits.plan(tokens, True, compiled=True)
         packs = build_packs(pairs, limits)
-        head = Head(policy.kernels, policy.transform, 8192)
+        scorer = scorer_of(policy)
         optimizer = build_optimizer(policy.model, config)
-        reference = [head.score(policy.hidden_rows(b).detach(), policy.head_weight, b).cpu().numpy()
-                     for b in (p.to(CUDA) for p in packs)]  # fmt: skip
+        reference = [scorer.score(pack).cpu().numpy() for pack in packs]
         batch = StepBatch.of(packs, objective, np.concatenate(reference))
-        outcomes = [train_step(policy, head, objective, optimizer, batch, None) for _ in range(15)]
-        margin = outcomes[-1].rewards[:, 0] - outcomes[-1].rewards[:, 1]
-        assert (outcomes[0].rewards == 0).all()
-        assert (margin > 0).float().mean() > 0.9
+        outcomes = [train_step(scorer, objective, optimizer, batch, None) for _ in range(15)]
+        margins = [outcome.statistics["rewards/margin"] for outcome in outcomes]
+        assert (margins[0] == 0).all()
+        assert (margins[-1] > 0).float().mean() > 0.9
         norms.append(outcomes[0].grad_norm)
     assert abs(norms[0] / norms[1] - 1) < 2e-2
 
@@ -259,25 +256,24 @@ def test_bfloat16_weights_learn_and_repeat_to_the_bit():
     pytest.importorskip("torchao", reason="torchao is not installed")
     pairs = random_pairs(32, longest=40)
     config = TrainConfig(learning_rate=1e-3, optimizer="adamw_8bit")
-    objective = PreferenceObjective(ObjectiveConfig(sft_weight=0.1))
+    objective = ObjectiveConfig(sft_weight=0.1).build()
 
     def trained():
         policy = _policy("llama", torch.bfloat16, weights=torch.bfloat16)
-        head = Head(policy.kernels, policy.transform, 8192)
+        scorer = scorer_of(policy)
         packs = build_packs(pairs, PackLimits.plan(2048, True, compiled=True))
-        reference = [head.score(policy.hidden_rows(b).detach(), policy.head_weight, b).cpu().numpy()
-                     for b in (p.to(CUDA) for p in packs)]  # fmt: skip
+        reference = [scorer.score(pack).cpu().numpy() for pack in packs]
         batch = StepBatch.of(packs, objective, np.concatenate(reference))
         optimizer = build_optimizer(policy.model, config)
         outcomes = []
         for number in range(15):
             torch.manual_seed(number)
-            outcomes.append(train_step(policy, head, objective, optimizer, batch, 1.0))
+            outcomes.append(train_step(scorer, objective, optimizer, batch, 1.0))
         return policy, outcomes
 
     policy, outcomes = trained()
-    assert (outcomes[0].rewards == 0).all()
-    assert (outcomes[-1].rewards[:, 0] > outcomes[-1].rewards[:, 1]).float().mean() > 0.9
+    assert (outcomes[0].statistics["rewards/margin"] == 0).all()
+    assert (outcomes[-1].statistics["rewards/margin"] > 0).float().mean() > 0.9
     again, _ = trained()
     assert {p.dtype for p in policy.model.parameters()} == {torch.bfloat16, torch.float32}
     assert all(torch.equal(a, b) for a, b in zip(policy.model.parameters(), again.model.parameters(), strict=True))
@@ -308,9 +304,7 @@ def test_a_step_of_rankings_has_the_same_gradient_bits_each_time():
 
     def gradients():
         policy.model.zero_grad()
-        head_of(policy, 512).backward(
-            policy.hidden_rows(batch), policy.head_weight, batch, lambda a, b, logps: (weights[a:b] * logps).sum()
-        )
+        scorer_of(policy, 512).backward(batch, lambda a, b, logps: (weights[a:b] * logps).sum())
         return {name: p.grad.clone() for name, p in policy.model.named_parameters()}
 
     first = gradients()
@@ -347,9 +341,7 @@ def test_ways_to_keep_activations_differ_in_memory_alone():
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            _, logps = head_of(policy, 1024).backward(
-                policy.hidden_rows(batch), policy.head_weight, batch, lambda a, b, s: (weights[a:b] * s).sum()
-            )
+            _, logps = scorer_of(policy, 1024).backward(batch, lambda a, b, s: (weights[a:b] * s).sum())
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated() - before
         return logps, {name: p.grad.clone() for name, p in policy.model.named_parameters()}, peak
@@ -389,15 +381,15 @@ def test_auto_takes_what_fits(monkeypatch):
     policy = Policy.fast(_memory_model(), torch.bfloat16)
     policy.compile()
     limits, out, config = PackLimits.plan(8192, True, compiled=True), io.StringIO(), TrainConfig()
-    head = head_of(policy, 1024)
+    scorer = scorer_of(policy, 1024)
 
     def settle():
-        fit.settle(policy, head, limits, partial(optimizer_bytes, config=config), Console(out))
+        fit.settle(scorer, limits, partial(optimizer_bytes, config=config), Console(out))
         assert all(p.grad is None for p in policy.model.parameters())
         return policy.activation_memory
 
     assert settle() == "none"
-    dry = fit.DryRun(policy, head, limits, fit._cuda_peak)
+    dry = fit.DryRun(scorer, limits, fit._cuda_peak)
     states = optimizer_bytes(policy.model, config)
     most, block = (dry.peak(mode, 8192) + states for mode in ("none", "block"))
     monkeypatch.setattr(fit, "_usable", lambda device: (most + block) // 2)
@@ -434,15 +426,15 @@ def test_a_clipped_step_is_that_of_scaled_gradients():
 def test_the_host_waits_for_the_device_only_to_read_a_steps_numbers(monkeypatch, limit):
     """Two steps by train_step itself, with PyTorch's own detector of such waits, off where the numbers are read."""
     policy = _policy("llama", torch.bfloat16)
-    head = Head(policy.kernels, policy.transform, 256)
-    objective = PreferenceObjective(ObjectiveConfig(sft_weight=0.1))
+    scorer = scorer_of(policy, 256)
+    objective = ObjectiveConfig(sft_weight=0.1).build()
     optimizer = build_optimizer(policy.model, TrainConfig())
     packs = build_packs(random_pairs(32, longest=40), PackLimits.plan(1024, True, compiled=True), pin_memory=True)
     assert len(packs) > 1
     batch = StepBatch.of(packs, objective, np.full(64, -3.0), pin_memory=True)
 
     def one() -> None:
-        train_step(policy, head, objective, optimizer, batch, limit)
+        train_step(scorer, objective, optimizer, batch, limit)
 
     one()  # compiles, and allocates the optimizer's state
     read, reads = step_module._read, []

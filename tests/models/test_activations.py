@@ -12,7 +12,7 @@ import torch
 import torch._functorch.config
 from torch.nn.functional import scaled_dot_product_attention
 
-from tests.tiny import head_of, one_pack, random_examples, tiny_policy
+from tests.tiny import one_pack, random_examples, scorer_of, tiny_policy
 from tuningfork.errors import ConfigError
 from tuningfork.kernels.select import plain
 from tuningfork.models.activations import budget_of, keeping
@@ -25,8 +25,7 @@ def outcome(policy: Policy, seed: int = 0) -> tuple[torch.Tensor, dict[str, torc
     """Log-probs and gradients of a pack."""
     policy.model.zero_grad()
     batch = one_pack(random_examples(SHAPES, seed), True)
-    hidden = policy.hidden_rows(batch)
-    _, logps = head_of(policy).backward(hidden, policy.head_weight, batch, lambda a, b, s: (s * s).sum())
+    _, logps = scorer_of(policy).backward(batch, lambda a, b, s: (s * s).sum())
     return logps, {name: p.grad for name, p in policy.model.named_parameters()}
 
 

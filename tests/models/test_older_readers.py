@@ -12,12 +12,11 @@ from tests.data.tiny_tokenizers import CHATML, SPECIAL, byte_bpe
 from tests.models.folders import edit, folder_of
 from tests.older_transformers import RELEASE, read_by_older_transformers
 from tests.real_tokenizers import Unavailable
-from tests.tiny import head_of, one_pack, random_examples
+from tests.tiny import one_pack, random_examples, scorer_of
 from tuningfork.kernels.select import plain
 from tuningfork.models.export import save
 from tuningfork.models.load import load, load_tokenizer
 from tuningfork.models.policy import Policy
-from tuningfork.train.score import score
 
 LLAMA3 = {
     **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
@@ -90,7 +89,7 @@ def test_log_probs_of_an_export_are_ours(read, family):
     starting, found = read
     assert "error" not in found[family], found[family]
     policy = Policy(load(str(starting[family])).model, plain(), torch.float32)
-    ours = score(policy, head_of(policy), one_pack(EXAMPLES, share_prompt=True, tokens=512))
+    ours = scorer_of(policy).score(one_pack(EXAMPLES, share_prompt=True, tokens=512))
     theirs = torch.tensor(found[family]["log_probs"], dtype=torch.float64)
     # Sums of up to 70 log-probs in float32, by other kernels in another order.
     torch.testing.assert_close(ours.detach(), theirs, rtol=1e-5, atol=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.tiny import head_of, one_pack, random_examples, tiny_policy
+from tests.tiny import one_pack, random_examples, scorer_of, tiny_policy
 from tuningfork.models import attention
 from tuningfork.models.policy import Policy, head_dim, picked
 from tuningfork.records import LogitTransform
@@ -63,7 +63,7 @@ def test_products_run_in_the_compute_dtype_on_float32_weights(dtype):
     batch = one_pack(random_examples([(4, (6, 5))]), True)
     hidden = policy.hidden_rows(batch)
     assert hidden.dtype == dtype
-    head_of(policy).backward(hidden, policy.head_weight, batch, lambda a, b, s: s.sum())
+    scorer_of(policy).backward(batch, lambda a, b, s: s.sum())
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     if dtype == torch.bfloat16:

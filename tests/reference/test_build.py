@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tiny import head_of, limits_of, random_pairs, tiny_policy
+from tests.tiny import limits_of, random_pairs, scorer_of, tiny_policy
 from tuningfork.data.loader import build_packs, packs_in_windows
 from tuningfork.errors import ReferenceMismatch
 from tuningfork.records import PackedBatch
@@ -99,17 +99,12 @@ def test_a_kill_without_a_last_word_loses_only_what_was_not_flushed(tmp_path, mo
 
 def test_a_frozen_model_is_scored_without_touching_the_global_generators(tmp_path):
     """A build that advances the generator makes the first run differ from the second."""
-    policy = tiny_policy("llama", torch.float32)
-    head = head_of(policy)
+    scorer = scorer_of(tiny_policy("llama", torch.float32))
     examples = random_pairs(6)
-
-    def score(batch: PackedBatch) -> torch.Tensor:
-        with torch.no_grad():
-            return head.score(policy.hidden_rows(batch), policy.head_weight, batch)
 
     before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state())
     store = ReferenceStore(tmp_path, FINGERPRINT)
-    fill(store, packs(examples), score)
+    fill(store, packs(examples), scorer.score)
     assert len(store) == 12
     assert random.getstate() == before[0]
     assert np.random.get_state()[1].tolist() == before[1]

@@ -11,21 +11,19 @@ import pytest
 import torch
 
 from tests.test_architecture import ROOT, imports, name_of
-from tests.tiny import head_of, limits_of, one_pack, random_pairs, tiny_model, tiny_policy
+from tests.tiny import limits_of, one_pack, random_pairs, scorer_of, tiny_model, tiny_policy
 from tuningfork.models.load import Loaded
 from tuningfork.models.policy import Policy
+from tuningfork.models.scorer import Scorer
 from tuningfork.objective.config import ObjectiveConfig
-from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import PackedBatch
 from tuningfork.reference import code
 from tuningfork.reference.code import model_code_digest, scoring_digest, scoring_files, statements
 from tuningfork.report.console import Console
-from tuningfork.train import setup
-from tuningfork.train.score import score
 from tuningfork.train.setup import Start, open_reference
 
 # From token ids and a model folder to a log-prob.
-STEPS = ("data.pack", "data.layout", "models.load", "models.policy", "kernels.select", "objective.head", "train.score")
+STEPS = ("data.pack", "data.layout", "models.load", "models.policy", "kernels.select", "models.head", "models.scorer")
 DECIDE_NO_BIT = {
     "errors": "words",
     "files": "opens files that are whole",
@@ -74,7 +72,7 @@ def test_every_file_that_runs_for_a_log_prob_is_digested(mode: str) -> None:
     try:
         policy = Policy.fast(model, torch.float32)
         policy.keep_activations(mode)
-        score(policy, head_of(policy), one_pack(random_pairs(3), share_prompt=True))
+        scorer_of(policy).score(one_pack(random_pairs(3), share_prompt=True))
     finally:
         sys.setprofile(before)
     files = {Path(name) for name in ran if Path(name).is_relative_to(ROOT)}
@@ -82,19 +80,18 @@ def test_every_file_that_runs_for_a_log_prob_is_digested(mode: str) -> None:
 
 
 def test_start_scores_by_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes into the cache is what train/score.py says of the policy, so train/setup.py decides no bit."""
+    """What comes into the cache is what the scorer says of the policy, so train/setup.py decides no bit."""
     policy, examples = tiny_policy("llama", torch.float32), random_pairs(5)
-    objective, loaded = PreferenceObjective(ObjectiveConfig()), Loaded(policy.model, torch.float32)
-    start = Start(policy, head_of(policy), objective, loaded, compiled=False)
+    objective, loaded = ObjectiveConfig().build(), Loaded(policy.model, torch.float32)
+    start = Start(scorer_of(policy), objective, loaded, compiled=False)
     scored: list[PackedBatch] = []
 
-    def noted(*given: object) -> torch.Tensor:
-        *by, pack = given
-        assert by == [policy, start.head] and isinstance(pack, PackedBatch)
+    def noted(scorer: Scorer, pack: PackedBatch) -> torch.Tensor:
+        assert scorer is start.scorer
         scored.append(pack)
         return torch.tensor([-1.0 - len(answer.ids) for e in pack.examples for answer in e.answers]).double()
 
-    monkeypatch.setattr(setup, "score", noted)
+    monkeypatch.setattr(Scorer, "score", noted)
     store = open_reference(start, True, str(tmp_path), examples, limits_of(), Console(io.StringIO()))
     assert store.lookup(examples).tolist() == [-1.0 - len(answer.ids) for e in examples for answer in e.answers]
     assert sorted(e.id for pack in scored for e in pack.examples) == sorted(e.id for e in examples)

@@ -6,19 +6,27 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tuningfork.report.metrics import METRICS, Interval, PairSums, StepResult, pair_statistics
+from tuningfork.objective.pairs import DPO
+from tuningfork.report.metrics import Interval, Means, StepResult, training_definitions
 
 GIB = 2**30
+
+
+def pairs(count: int, *sums: float) -> Means:
+    """Means over so many pairs, from their sums in the order in which DPO defines its statistics."""
+    keys = DPO.statistics_defined
+    return Means(dict(zip(keys, sums, strict=True)), dict.fromkeys(keys, count))
+
 
 A = StepResult(
     step=11, epoch=0.25, lr=4e-7, grad_norm=3.0, examples=1, loss_sum=0.5, tokens=300, unique_tokens=200,
     answer_tokens=150, rows=256, pad_rows=56, seconds=2.0, data_seconds=0.5, model_flops=6e12,
-    pairs=PairSums(1, 0.2, -0.2, 0.4, 1.0, -10.0, -20.0), peak_memory_bytes=3 * GIB,
+    statistics=pairs(1, 0.2, -0.2, 0.4, 1.0, -10.0, -20.0), peak_memory_bytes=3 * GIB,
 )  # fmt: skip
 B = StepResult(
     step=12, epoch=0.5, lr=2e-7, grad_norm=1.0, examples=3, loss_sum=2.7, tokens=900, unique_tokens=700,
     answer_tokens=450, rows=768, pad_rows=68, seconds=0.5, data_seconds=0.0, model_flops=14e12,
-    pairs=PairSums(3, 1.0, 1.4, -0.4, 1.5, -50.0, -60.0), peak_memory_bytes=2 * GIB,
+    statistics=pairs(3, 1.0, 1.4, -0.4, 1.5, -50.0, -60.0), peak_memory_bytes=2 * GIB,
 )  # fmt: skip
 
 EXPECTED = {
@@ -57,7 +65,7 @@ def line(*steps: StepResult, peak_flops: float | None = 1e15) -> dict[str, float
 
 def test_a_line_by_hand() -> None:
     got = line(A, B)
-    assert list(got) == list(METRICS)
+    assert list(got) == list(training_definitions(DPO.statistics_defined))
     assert got == {key: pytest.approx(value, rel=1e-12, abs=1e-12) for key, value in EXPECTED.items()}
     assert {key: type(value) for key, value in got.items()} == {key: type(value) for key, value in EXPECTED.items()}
 
@@ -88,34 +96,28 @@ def test_writing_a_line_every_step_or_every_ten_gives_the_same_totals_and_speed(
 
 
 def test_what_is_not_known_is_null() -> None:
-    got = line(replace(A, pairs=PairSums(), peak_memory_bytes=None), peak_flops=None)
+    got = line(replace(A, statistics=pairs(0, *[0.0] * 6), peak_memory_bytes=None), peak_flops=None)
     null = {"rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy", "logps/chosen",
             "logps/rejected", "mfu", "peak_memory_gib"}  # fmt: skip
     assert {key for key, value in got.items() if value is None} == null
 
 
-def test_pair_statistics_by_hand_ties_count_half() -> None:
-    expected = PairSums(4, 1.5, 0.5, 1.0, 2.0, -10.0, -26.0)  # one right, one wrong, two ties
-    chosen, rejected = [2.0, -1.0, 0.5, 0.0], [0.0, 0.0, 0.5, 0.0]
-    logps_chosen, logps_rejected = [-1.0, -2.0, -3.0, -4.0], [-5.0, -6.0, -7.0, -8.0]
-    assert pair_statistics(chosen, rejected, logps_chosen, logps_rejected) == expected
-    tensors = [torch.tensor(values) for values in (chosen, rejected, logps_chosen, logps_rejected)]
-    from_tensors = pair_statistics(*tensors)
-    assert from_tensors == expected
-    assert type(from_tensors.margin) is float
-    assert expected.means()["rewards/accuracy"] == 0.5
-    assert pair_statistics([0.0], [0.0], [-1.0], [-1.0]).means()["rewards/accuracy"] == 0.5
+def test_means_by_hand_from_lists_and_tensors() -> None:
+    values = {"rewards/margin": [2.0, -1.0, 0.0, 0.0], "logps/chosen": [-1.0, -2.0]}
+    means = Means.of(values)
+    assert means == Means({"rewards/margin": 1.0, "logps/chosen": -3.0}, {"rewards/margin": 4, "logps/chosen": 2})
+    assert means == Means.of({key: torch.tensor(numbers) for key, numbers in values.items()})
+    assert means.values() == {"rewards/margin": 0.25, "logps/chosen": -1.5}
+    assert type(means.sums["rewards/margin"]) is float
 
 
-def test_pair_statistics_add_up_and_refuse_unequal_numbers_of_answers() -> None:
-    first, second = pair_statistics([1.0], [0.0], [-1.0], [-2.0]), pair_statistics([0.0], [3.0], [-4.0], [-8.0])
-    assert first + second == pair_statistics([1.0, 0.0], [0.0, 3.0], [-1.0, -4.0], [-2.0, -8.0])
-    assert first + PairSums() == first
-    with pytest.raises(ValueError):
-        pair_statistics([1.0, 2.0], [0.0], [-1.0], [-2.0])
+def test_means_add_up_each_over_its_own_values() -> None:
+    first, second = Means.of({"a": [1.0], "b": [4.0]}), Means.of({"a": [0.0, 5.0], "c": []})
+    assert first + second == Means({"a": 6.0, "b": 4.0, "c": 0.0}, {"a": 3, "b": 1, "c": 0})
+    assert (first + second).values() == {"a": 2.0, "b": 4.0, "c": None}
+    assert first + Means() == Means() + first == first
 
 
 def test_a_nan_is_not_hidden_by_the_sums() -> None:
-    assert math.isnan(
-        line(A, replace(B, pairs=pair_statistics([math.nan], [0.0], [-1.0], [-1.0])))["rewards/margin"] or 0
-    )
+    nan = Means.of({"rewards/margin": [math.nan]})
+    assert math.isnan(line(A, replace(B, statistics=nan))["rewards/margin"] or 0)

@@ -16,15 +16,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tiny import FAMILIES, head_of, limits_of, random_examples, random_pairs, score_alone, tiny_policy
+from tests.tiny import FAMILIES, limits_of, random_examples, random_pairs, score_alone, scorer_of, tiny_policy
 from tuningfork.data.loader import EpochOrder, PackLoader, build_packs
 from tuningfork.data.pack import PackLimits
 from tuningfork.errors import ReferenceMismatch
+from tuningfork.models.head import Head
 from tuningfork.models.load import Loaded
 from tuningfork.models.policy import Policy
 from tuningfork.objective.config import ObjectiveConfig
-from tuningfork.objective.head import Head
-from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import Source, TokenExample
 from tuningfork.reference.build import fill
 from tuningfork.reference.fingerprint import differing_facts
@@ -49,8 +48,8 @@ def _in(dtype: torch.dtype, policy: Policy) -> Policy:
 
 
 def start_of(policy: Policy, objective: str = "dpo", chunk_rows: int = 8192) -> Start:
-    objective_ = PreferenceObjective(ObjectiveConfig(objective))
-    return Start(policy, head_of(policy, chunk_rows), objective_, Loaded(policy.model, torch.float32), False)
+    objective_ = ObjectiveConfig(objective).build()
+    return Start(scorer_of(policy, chunk_rows), objective_, Loaded(policy.model, torch.float32), False)
 
 
 def test_what_a_step_needs_from_the_host_is_looked_up_in_the_loaders_thread(tmp_path, monkeypatch):
@@ -82,7 +81,7 @@ def quiet() -> Console:
 
 def reference_of(start: Start, packs, folder: Path) -> ReferenceStore:
     store = ReferenceStore(folder, {"any": "facts"})
-    fill(store, packs, start.score)
+    fill(store, packs, start.scorer.score)
     return store
 
 
@@ -96,7 +95,7 @@ def pairs(n: int = 12) -> list[TokenExample]:
 def margins(start: Start, packs, store: ReferenceStore) -> np.ndarray:
     parts = []
     for pack in packs:
-        log_ratios = start.score(pack).numpy() - store.lookup(pack.examples)
+        log_ratios = start.scorer.score(pack).numpy() - store.lookup(pack.examples)
         parts.append(log_ratios[0::2] - log_ratios[1::2])
     return np.concatenate(parts)
 
@@ -183,7 +182,7 @@ def test_a_single_last_bit_is_found_and_its_answer_named(tmp_path):
     examples = pairs(4)
     start = start_of(_policy("llama", torch.float32))
     packs = build_packs(examples, limits_of())
-    logps = np.concatenate([start.score(p).numpy() for p in packs])
+    logps = np.concatenate([start.scorer.score(p).numpy() for p in packs])
     assert check_start(start, packs, tampered(tmp_path / "right", examples, logps)) == 4
     logps[5] = np.nextafter(logps[5], 0.0)
     with pytest.raises(ReferenceMismatch) as caught:
@@ -198,7 +197,7 @@ def test_the_worst_of_many_is_shown_with_both_values(tmp_path):
     examples = pairs(4)
     start = start_of(_policy("llama", torch.float32))
     packs = build_packs(examples, limits_of())
-    logps = np.concatenate([start.score(p).numpy() for p in packs])
+    logps = np.concatenate([start.scorer.score(p).numpy() for p in packs])
     true = logps[2]
     logps += 1e-3
     logps[2] += 1.0
@@ -211,7 +210,7 @@ def test_wrong_log_probs_of_a_step_are_refused_by_file(tmp_path):
     """What else the cache holds need not be scored again, whether this process wrote it or one before."""
     examples = pairs(9)
     start = start_of(_policy("llama", torch.float32))
-    right = [np.concatenate([start.score(p).numpy() for p in build_packs([e], limits_of())]) for e in examples]
+    right = [np.concatenate([start.scorer.score(p).numpy() for p in build_packs([e], limits_of())]) for e in examples]
     files: list[Path] = []
     for first, off in ((0, 0.0), (3, 1.0), (6, 0.0)):
         store = ReferenceStore(tmp_path, {"any": "facts"})
@@ -321,7 +320,9 @@ class _Counting(Head):
 
 def counting(start: Start) -> Start:
     _Counting.scored.clear()
-    return replace(start, head=_Counting(start.head.kernels, start.head.transform, start.head.chunk_rows))
+    head = start.scorer.head
+    counting_head = _Counting(head.kernels, head.transform, head.chunk_rows)
+    return replace(start, scorer=replace(start.scorer, head=counting_head))
 
 
 def test_a_second_start_scores_a_few_again_and_nothing_else(tmp_path, monkeypatch):
@@ -361,7 +362,7 @@ def test_wrong_rows_of_the_right_fingerprint_are_refused_by_shard(tmp_path, spoi
         open_reference(start, True, str(tmp_path), some[:1], limits_of(), quiet())  # the folder with its fingerprint
         [entry] = tmp_path.iterdir()
         store = ReferenceStore(entry, json.loads((entry / "fingerprint.json").read_text()))
-        logps = np.concatenate([start.score(p).numpy() for p in build_packs(some[1:], limits_of())])
+        logps = np.concatenate([start.scorer.score(p).numpy() for p in build_packs(some[1:], limits_of())])
         store.add([e for p in build_packs(some[1:], limits_of()) for e in p.examples], logps * (1 + (name == spoiled)))
         before = set(entry.iterdir())
         store.flush()
@@ -374,7 +375,7 @@ def test_wrong_rows_of_the_right_fingerprint_are_refused_by_shard(tmp_path, spoi
     paths[spoiled].unlink()
     store = open_reference(start, True, str(tmp_path), examples, limits_of(), quiet(), held_out)
     everything = build_packs([*examples, *held_out], limits_of())
-    assert all((start.score(p).numpy() == store.lookup(p.examples)).all() for p in everything)
+    assert all((start.scorer.score(p).numpy() == store.lookup(p.examples)).all() for p in everything)
 
 
 @pytest.mark.parametrize("name", ["dpo", "ipo", "simpo"])

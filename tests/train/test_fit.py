@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tiny import head_of, limits_of, tiny_policy
+from tests.tiny import limits_of, scorer_of, tiny_policy
 from tuningfork.errors import ConfigError
 from tuningfork.models.activations import budget_of
 from tuningfork.models.policy import Policy
@@ -106,7 +106,7 @@ def test_a_dry_run_runs_a_full_pack_and_leaves_no_trace():
         there.append(all(p.grad.any() for p in policy.model.parameters()))
         return {"none": 7, "block": 5}[policy.activation_memory]
 
-    dry = DryRun(policy, head_of(policy), limits, meter)
+    dry = DryRun(scorer_of(policy), limits, meter)
     assert (dry.peak("none", 1024), dry.peak("block", 500)) == (7, 5)
     assert there == [True] * 4 and rows == [1024, 512]
     assert all(p.grad is None for p in policy.model.parameters())
@@ -121,21 +121,21 @@ def test_a_dry_run_without_enough_memory_says_so_and_cleans_up():
         run()
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.06 GiB.")
 
-    assert DryRun(policy, head_of(policy), limits_of(1024), meter).peak("none", 1024) is None
+    assert DryRun(scorer_of(policy), limits_of(1024), meter).peak("none", 1024) is None
     assert all(p.grad is None for p in policy.model.parameters())
 
     def broken(run):
         raise RuntimeError("something else")
 
     with pytest.raises(RuntimeError, match="something else"):
-        DryRun(policy, head_of(policy), limits_of(1024), broken).peak("none", 1024)
+        DryRun(scorer_of(policy), limits_of(1024), broken).peak("none", 1024)
 
 
 @pytest.mark.parametrize("share_prompt", [True, False])
 @pytest.mark.parametrize("rows", [64, 100, 640, 1000, 8192])
 def test_a_dry_runs_pack_is_nearly_full_of_answers(rows, share_prompt):
     policy = tiny_policy("llama", torch.float32)
-    pack = DryRun(policy, head_of(policy), limits_of(8192, share_prompt), lambda run: 0)._pack(rows)
+    pack = DryRun(scorer_of(policy), limits_of(8192, share_prompt), lambda run: 0)._pack(rows)
     assert rows <= len(pack.input_ids) < rows + 64
     assert len(pack.logit_rows) >= 0.7 * rows
     assert np.diff(pack.layout.position_of_row.numpy()).max() == 1
@@ -148,7 +148,7 @@ def test_a_dry_runs_sequences_stay_within_the_models_positions(positions, share_
     policy = tiny_policy("llama", torch.float32)
     policy.config.max_position_embeddings = positions
     for rows in (64, 1000, 8192):
-        pack = DryRun(policy, head_of(policy), limits_of(8192, share_prompt), lambda run: 0)._pack(rows)
+        pack = DryRun(scorer_of(policy), limits_of(8192, share_prompt), lambda run: 0)._pack(rows)
         assert int(pack.layout.position_of_row.max()) < positions
         assert len(pack.logit_rows) >= 0.5 * rows
 
@@ -156,7 +156,7 @@ def test_a_dry_runs_sequences_stay_within_the_models_positions(positions, share_
 def test_on_a_cpu_auto_is_none():
     policy, out = tiny_policy("llama", torch.float32), io.StringIO()
     policy.keep_activations("block")
-    settle(policy, head_of(policy), limits_of(), lambda model: 0, Console(out))
+    settle(scorer_of(policy), limits_of(), lambda model: 0, Console(out))
     assert policy.activation_memory == "none"
     assert "auto is none on a CPU" in out.getvalue()
 
@@ -179,9 +179,9 @@ def test_the_mode_that_fits_beside_the_optimizer_is_kept(monkeypatch, room, mode
     monkeypatch.setattr(fit, "_usable", lambda device: room)
     if mode is None:
         with pytest.raises(ConfigError, match=r"no mode fits a pack of pack\.tokens 512"):
-            settle(gpu, head_of(policy), limits_of(512), lambda model: 5, Console(out))
+            settle(scorer_of(gpu), limits_of(512), lambda model: 5, Console(out))
         return
-    settle(gpu, head_of(policy), limits_of(512), lambda model: 5, Console(out))
+    settle(scorer_of(gpu), limits_of(512), lambda model: 5, Console(out))
     assert gpu.activation_memory == mode and words in out.getvalue()
 
 

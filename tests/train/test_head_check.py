@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tiny import FAMILIES, head_of, tiny_model
+from tests.tiny import FAMILIES, scorer_of, tiny_model
 from tuningfork.errors import ModelError
 from tuningfork.kernels.row_logps import plain as plain_rows
 from tuningfork.kernels.select import plain
+from tuningfork.models import head as head_module
 from tuningfork.models import policy as policy_module
 from tuningfork.models.policy import Policy
-from tuningfork.objective import head as head_module
 from tuningfork.train.head_check import check_head
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -27,7 +27,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 @pytest.mark.parametrize("chunk_rows", [4096, 5])
 def test_a_right_head_passes_and_leaves_no_gradient(family, dtype, weights, chunk_rows):
     policy = Policy(tiny_model(family, weights), plain(), dtype)
-    check_head(policy, replace(head_of(policy), chunk_rows=chunk_rows), "here")
+    check_head(scorer_of(policy, chunk_rows), "here")
     assert all(weight.grad is None for weight in policy.model.parameters())
 
 
@@ -61,7 +61,7 @@ def without_transform(logits, targets, lse, grad, transform, out):
 def test_a_wrong_kernel_is_named(change, said, dtype):
     policy = Policy(tiny_model("granite", torch.float32), replace(plain(), **change), dtype)
     with pytest.raises(ModelError, match=f"here: the head, with row_logps kernel plain: {said} are"):
-        check_head(policy, head_of(policy), "here")
+        check_head(scorer_of(policy), "here")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -78,7 +78,7 @@ def test_a_step_of_the_head_that_is_wrong_is_named(monkeypatch, place, name, fac
     policy = Policy(tiny_model("llama", torch.float32), plain(), dtype)
     monkeypatch.setattr(place, name, times(factor)(getattr(place, name)))
     with pytest.raises(ModelError, match=f"{said} are"):
-        check_head(policy, head_of(policy), "here")
+        check_head(scorer_of(policy), "here")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -87,7 +87,7 @@ def test_wrong_gradients_of_the_weight_are_named(monkeypatch, dtype):
     add = head_module._Gradient.add_outer
     monkeypatch.setattr(head_module._Gradient, "add_outer", lambda self, d_logits, rows: add(self, 2 * d_logits, rows))
     with pytest.raises(ModelError, match="gradients of the weight are"):
-        check_head(policy, head_of(policy), "here")
+        check_head(scorer_of(policy), "here")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -97,4 +97,4 @@ def test_wrong_gradients_of_picked_rows_are_named(monkeypatch, dtype):
     half = staticmethod(lambda ctx, gradient: (0.5 * backward(ctx, gradient)[0], None))
     monkeypatch.setattr(policy_module._Picked, "backward", half)
     with pytest.raises(ModelError, match="rows picked for the head: gradients are"):
-        check_head(policy, head_of(policy), "here")
+        check_head(scorer_of(policy), "here")

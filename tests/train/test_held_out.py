@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tuningfork.objective.pairs import DPO
 from tuningfork.report.console import Console
-from tuningfork.report.metrics import PairSums
+from tuningfork.report.metrics import Means
 from tuningfork.report.writer import RunWriter
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.evaluate import Evaluation
@@ -18,14 +19,15 @@ NO_GAIN = "no step is better than the starting model"
 
 
 def found(loss: float, correct: float = 50.0, pairs: int = 100) -> Evaluation:
-    return Evaluation(pairs, loss, PairSums(pairs, correct=correct))
+    sums = {**dict.fromkeys(DPO.statistics_defined, 0.0), "rewards/accuracy": correct}
+    return Evaluation(pairs, "pairs", loss, Means(sums, dict.fromkeys(sums, pairs)))
 
 
 def said(folder: Path, config: TrainConfig, *evaluations: Evaluation) -> tuple[HeldOut, list[str]]:
     """What is said of the starting model, and after steps 1, 2, ..."""
     screen = io.StringIO()
     with RunWriter(folder) as writer:
-        held = HeldOut(config, folder / "checkpoints", writer, Console(screen))
+        held = HeldOut(config, folder / "checkpoints", writer, Console(screen), DPO())
         for step, evaluation in enumerate(evaluations):
             held.enter(step, evaluation)
     return held, screen.getvalue().splitlines()

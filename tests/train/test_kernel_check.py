@@ -15,7 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from tests.tiny import FAMILIES, head_of, limits_of, tiny_gpt_oss, tiny_model
+from tests.tiny import FAMILIES, limits_of, scorer_of, tiny_gpt_oss, tiny_model
 from tuningfork.errors import ModelError
 from tuningfork.kernels.attention.plain import PlainAttention
 from tuningfork.kernels.select import Kernels, plain
@@ -23,7 +23,6 @@ from tuningfork.models import activations
 from tuningfork.models.load import Loaded
 from tuningfork.models.policy import Policy
 from tuningfork.objective.config import ObjectiveConfig
-from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.report.console import Console
 from tuningfork.train import checkpoint, kernel_check
 from tuningfork.train.config import TrainConfig
@@ -260,8 +259,8 @@ def test_wrong_gradients_of_sinks_are_named(dtype, wrong):
 def test_blocks_are_compared_in_the_mode_that_auto_has_found(monkeypatch, tmp_path, resumed):
     """A budget has the compiler make other graphs for the backward pass than those of the start."""
     policy, check = begun(attention_of(finely))
-    objective = PreferenceObjective(ObjectiveConfig())
-    start = Start(policy, head_of(policy), objective, Loaded(policy.model, torch.float32), False, check)
+    objective = ObjectiveConfig().build()
+    start = Start(scorer_of(policy), objective, Loaded(policy.model, torch.float32), False, check)
     monkeypatch.setattr(checkpoint, "progress", lambda last: SimpleNamespace(activation_memory="none"))
 
     def settled():

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from tests.tiny import head_of, limits_of, random_examples, random_pairs, score_alone, tiny_policy
+from tests.tiny import head_of, limits_of, random_examples, random_pairs, score_alone, scorer_of, tiny_policy
 from tuningfork.data.layout import build
 from tuningfork.data.loader import build_packs
 from tuningfork.errors import DataError, NonFiniteError, ReferenceMismatch
@@ -20,14 +20,13 @@ from tuningfork.kernels.select import plain
 from tuningfork.models import attention
 from tuningfork.models.load import Loaded
 from tuningfork.models.policy import Policy
+from tuningfork.models.scorer import Scorer
 from tuningfork.objective.config import ObjectiveConfig
-from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import TokenExample
 from tuningfork.train.batch import StepBatch
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.evaluate import evaluate
 from tuningfork.train.optimizer import build_optimizer, hold_gradients
-from tuningfork.train.score import score
 from tuningfork.train.setup import Start
 from tuningfork.train.step import StepOutcome, train_step
 
@@ -93,7 +92,7 @@ def step(
     policy=None,
 ) -> Done:
     policy = policy or fresh_policy(family, dtype)
-    objective = PreferenceObjective(ObjectiveConfig(name, sft_weight=sft_weight))
+    objective = ObjectiveConfig(name, sft_weight=sft_weight).build()
     known = reference_of(examples)
     packs = build_packs(examples, limits_of(tokens, share_prompt))
     reference = None
@@ -101,11 +100,16 @@ def step(
         reference = np.concatenate([known[e.id] for pack in packs for e in pack.examples])
     before = {key: p.detach().clone() for key, p in policy.model.named_parameters()}
     batch = StepBatch.of(packs, objective, reference)
-    outcome = train_step(policy, head_of(policy, chunk_rows), objective, optimizer_of(policy), batch, max_grad_norm)
+    outcome = train_step(scorer_of(policy, chunk_rows), objective, optimizer_of(policy), batch, max_grad_norm)
     assert all(p.grad is None for p in policy.model.parameters())
     moved = {key: p.detach() - before[key] for key, p in policy.model.named_parameters()}
     order = [e.id for pack in packs for e in pack.examples]
-    return Done(outcome, moved, dict(zip(order, outcome.logps.tolist(), strict=True)))
+    return Done(outcome, moved, dict(zip(order, outcome.logps.view(-1, 2).tolist(), strict=True)))
+
+
+def rewards(outcome: StepOutcome) -> torch.Tensor:
+    """[N, 2], chosen first."""
+    return torch.stack([outcome.statistics[f"rewards/{side}"] for side in ("chosen", "rejected")], 1)
 
 
 def norm(moved: dict[str, torch.Tensor]) -> float:
@@ -126,7 +130,7 @@ def test_padding_stays_within_a_learned_table_of_positions():
         pack = build(some, 512, share_prompt=True)
         assert 512 - pack.unique_rows > policy.config.n_positions
         hidden = policy.hidden_rows(pack)
-        packed = head_of(policy).score(hidden.detach(), policy.head_weight, pack)
+        packed = scorer_of(policy).score(pack)
         np.testing.assert_allclose(packed.numpy(), alone, rtol=1e-9, atol=1e-9)
         hidden.sum().backward()
         assert all(p.grad is None or p.grad.isfinite().all() for p in policy.model.parameters())
@@ -147,9 +151,9 @@ def gradients_of_bfloat16_weights(gradient_dtype: str, tokens: int) -> tuple[dic
             found.update({name: p.grad.double() for name, p in policy.model.named_parameters()})
 
     packs = build_packs(random_pairs(120), limits_of(tokens))
-    objective = PreferenceObjective(ObjectiveConfig("simpo"))
+    objective = ObjectiveConfig("simpo").build()
     batch = StepBatch.of(packs, objective, None)
-    train_step(policy, head_of(policy), objective, Reading(policy.model.parameters(), lr=0.0), batch, None)
+    train_step(scorer_of(policy), objective, Reading(policy.model.parameters(), lr=0.0), batch, None)
     return found, len(packs)
 
 
@@ -324,29 +328,28 @@ def test_the_outcome_is_from_before_the_weights_moved():
     for example, logps in done.logps.items():
         assert logps == pytest.approx(expected[example], rel=1e-10)
     known = reference_of(BATCH)
-    rewards = {e: 0.1 * (np.array(logps) - known[e]) for e, logps in done.logps.items()}
-    assert done.outcome.rewards.tolist() == [pytest.approx(rewards[e].tolist(), rel=1e-12) for e in done.logps]
+    expected = {e: 0.1 * (np.array(logps) - known[e]) for e, logps in done.logps.items()}
+    assert rewards(done.outcome).tolist() == [pytest.approx(expected[e].tolist(), rel=1e-12) for e in done.logps]
 
 
 def test_at_the_start_dpo_is_ln_2_and_the_step_prefers_the_chosen():
     policy = fresh_policy()
     pairs = random_pairs(6)
     packs = build_packs(pairs, limits_of(64))
-    head, objective = head_of(policy), PreferenceObjective(ObjectiveConfig("dpo"))
+    scorer, objective = scorer_of(policy), ObjectiveConfig("dpo").build()
 
     def score() -> list[np.ndarray]:
-        with torch.no_grad():
-            return [head.score(policy.hidden_rows(p), policy.head_weight, p).numpy() for p in packs]
+        return [scorer.score(pack).numpy() for pack in packs]
 
     reference = score()
     batch = StepBatch.of(packs, objective, np.concatenate(reference))
     optimizer = torch.optim.SGD(policy.model.parameters(), lr=1e-3)
-    outcome = train_step(policy, head, objective, optimizer, batch, None)
+    outcome = train_step(scorer, objective, optimizer, batch, None)
     assert outcome.loss == pytest.approx(math.log(2), rel=1e-14)
-    assert outcome.rewards.abs().max() < 1e-12
+    assert rewards(outcome).abs().max() < 1e-12
     margins = np.concatenate([(now - ref).reshape(-1, 2) for now, ref in zip(score(), reference, strict=True)])
     assert (margins[:, 0] - margins[:, 1]).mean() > 0
-    again = train_step(policy, head, objective, optimizer, batch, None)
+    again = train_step(scorer, objective, optimizer, batch, None)
     assert again.loss < math.log(2)
 
 
@@ -371,10 +374,10 @@ def test_a_number_that_is_none_names_its_example_and_moves_nothing(bad):
     before = {key: t.clone() for key, t in policy.model.state_dict().items()}
     optimizer = build_optimizer(policy.model, TrainConfig(learning_rate=0.1))
     packs = build_packs(pairs, limits_of(64))
-    objective = PreferenceObjective(ObjectiveConfig())
+    objective = ObjectiveConfig().build()
     batch = StepBatch.of(packs, objective, np.full(10, -20.0))
     with pytest.raises(NonFiniteError, match=r"the log-prob of answer 1 of random:4 is nan"):
-        train_step(policy, head_of(policy), objective, optimizer, batch, 1.0)
+        train_step(scorer_of(policy), objective, optimizer, batch, 1.0)
     assert unchanged(policy, before)
     assert not optimizer.state
 
@@ -384,10 +387,10 @@ def test_a_reference_that_is_no_number_moves_nothing():
     pairs = random_pairs(3)
     before = {key: t.clone() for key, t in policy.model.state_dict().items()}
     packs = build_packs(pairs, limits_of())
-    objective = PreferenceObjective(ObjectiveConfig())
+    objective = ObjectiveConfig().build()
     batch = StepBatch.of(packs, objective, np.array([-20.0, -21.0, float("nan"), -20.0, -20.0, -20.0]))
     with pytest.raises(NonFiniteError, match=r"loss is nan"):
-        train_step(policy, head_of(policy), objective, sgd(policy), batch, None)
+        train_step(scorer_of(policy), objective, sgd(policy), batch, None)
     assert unchanged(policy, before)
 
 
@@ -396,30 +399,30 @@ def test_a_first_step_whose_log_probs_are_not_the_cached_ones_moves_nothing():
     policy = fresh_policy(dtype=torch.float32)
     packs = build_packs(random_pairs(6), limits_of(64))
     assert len(packs) > 1
-    head, objective = head_of(policy), PreferenceObjective(ObjectiveConfig())
-    reference = [score(policy, head, pack).numpy() for pack in packs]
+    scorer, objective = scorer_of(policy), ObjectiveConfig().build()
+    reference = [scorer.score(pack).numpy() for pack in packs]
     before = {key: t.clone() for key, t in policy.model.state_dict().items()}
     spoilt = [part.copy() for part in reference]
     spoilt[-1][1] = np.nextafter(spoilt[-1][1], 0.0)
     batch = StepBatch.of(packs, objective, np.concatenate(spoilt))
     with pytest.raises(ReferenceMismatch, match="1 of 12 log-probs of the first training step") as caught:
-        train_step(policy, head, objective, sgd(policy), batch, None, starting=True)
+        train_step(scorer, objective, sgd(policy), batch, None, starting=True)
     assert f"worst {packs[-1].examples[0].id}, answer 1: model" in str(caught.value)
     assert unchanged(policy, before)
     batch = StepBatch.of(packs, objective, np.concatenate(reference))
-    assert (train_step(policy, head, objective, sgd(policy), batch, None, starting=True).rewards == 0).all()
-    train_step(policy, head, objective, sgd(policy), batch, None)
+    assert (rewards(train_step(scorer, objective, sgd(policy), batch, None, starting=True)) == 0).all()
+    train_step(scorer, objective, sgd(policy), batch, None)
 
 
 @pytest.mark.parametrize("answers", [(3, 4, 5, 6), (3,)])
 def test_rows_that_the_objective_refuses_have_no_loss(answers):
     """Four answers are no two pairs, and two single answers are not one: neither trains, nor is it evaluated."""
     policy = fresh_policy(dtype=torch.float32)
-    objective = PreferenceObjective(ObjectiveConfig())
+    objective = ObjectiveConfig().build()
     packs = build_packs(random_examples([(5, answers), (7, answers)]), limits_of())
     with pytest.raises(DataError, match=r"random:1: has \d answers?, objective dpo compares two"):
         StepBatch.of(packs, objective, np.full(2 * len(answers), -20.0))
-    start = Start(policy, head_of(policy), objective, Loaded(policy.model, torch.float32), False)
+    start = Start(scorer_of(policy), objective, Loaded(policy.model, torch.float32), False)
     with pytest.raises(DataError, match="random:1: has"):
         evaluate(start, packs, None)
 
@@ -435,16 +438,16 @@ def test_a_log_prob_above_zero_is_refused():
 
     pairs = random_pairs(3)
     before = {key: t.clone() for key, t in policy.model.state_dict().items()}
-    head = replace(head_of(policy), kernels=replace(kernels, row_logps=wrong))
-    objective = PreferenceObjective(ObjectiveConfig())
+    scorer = Scorer(policy, replace(head_of(policy), kernels=replace(kernels, row_logps=wrong)))
+    objective = ObjectiveConfig().build()
     batch = StepBatch.of(build_packs(pairs, limits_of()), objective, np.full(6, -20.0))
     with pytest.raises(NonFiniteError, match=r"answer 0 of random:1 is .*, above 0"):
-        train_step(policy, head, objective, sgd(policy), batch, None)
+        train_step(scorer, objective, sgd(policy), batch, None)
     assert unchanged(policy, before)
 
 
 def test_a_step_without_a_reference_reads_none():
     done = step(BATCH, "simpo", sft_weight=0.0)
-    for example, reward in zip(done.logps, done.outcome.rewards.tolist(), strict=True):
+    for example, reward in zip(done.logps, rewards(done.outcome).tolist(), strict=True):
         lengths = next([e.answer_tokens(0), e.answer_tokens(1)] for e in BATCH if e.id == example)
         assert reward == pytest.approx([0.1 * lp / n for lp, n in zip(done.logps[example], lengths, strict=True)])

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
+
+from tuningfork.objective.base import Objective
+from tuningfork.objective.kinds import OBJECTIVES, readers
+
+if TYPE_CHECKING:
+    ObjectiveName = str
+else:
+    ObjectiveName = Literal[tuple(OBJECTIVES)]
 
 
 @dataclass
 class ObjectiveConfig:
     """Which loss is minimised. docs/glossary.md gives each formula."""
 
-    name: Literal["dpo", "dpo_norm", "ipo", "ipo_sum", "simpo"] = "dpo"
+    name: ObjectiveName = "dpo"
     """dpo; dpo_norm and ipo (log-ratios per token); ipo_sum (the paper's sums); simpo (without a reference)."""
     beta: Annotated[float, Field(gt=0)] = 0.1
     """Strength of the pull towards the reference; for simpo, the scale of the per-token reward."""
@@ -26,3 +34,15 @@ class ObjectiveConfig:
     """Logit rows projected at once. Fewer need less memory: logits take 4 bytes each, and their gradient 2 more in
     bfloat16: 3.5 GiB for 4096 rows and a vocabulary of 151,936. No bit of a log-prob changes; gradients, which are
     added up over the chunks, are rounded differently. May change on --resume."""
+
+    def build(self) -> Objective:
+        """The objective that these settings describe."""
+        kind = OBJECTIVES[self.name]
+        given = {name: getattr(self, name) for name in kind.settings()}
+        return kind(**{name: value for name, value in given.items() if value is not None})  # None: the kind's own
+
+    def unread(self) -> dict[str, list[str]]:
+        """Settings that the objective of this name does not read though they are set -> the names of those that do."""
+        kind, default = OBJECTIVES[self.name], ObjectiveConfig()
+        others = {item.name for item in fields(self)} - kind.settings() - {"name", "head_chunk_rows"}
+        return {name: readers(name) for name in sorted(others) if getattr(self, name) != getattr(default, name)}

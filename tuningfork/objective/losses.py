@@ -12,8 +12,10 @@ is what the policy is taken to value it at:
 
 from __future__ import annotations
 
-from torch import Tensor
-from torch.nn.functional import logsigmoid
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # it takes seconds to import, and objectives are known before anything is computed
+    from torch import Tensor
 
 
 def log_ratio_rewards(logps: Tensor, reference_logps: Tensor, beta: float) -> Tensor:
@@ -27,6 +29,8 @@ def sigmoid_loss(margins: Tensor, label_smoothing: float = 0.0) -> Tensor:
     With label smoothing e the label is taken to be wrong with probability e (conservative DPO, Mitchell 2023):
     -(1-e)·log sigmoid(margin) - e·log sigmoid(-margin).
     """
+    from torch.nn.functional import logsigmoid
+
     loss = -(1 - label_smoothing) * logsigmoid(margins)
     return loss if label_smoothing == 0 else loss - label_smoothing * logsigmoid(-margins)
 
@@ -38,4 +42,6 @@ def identity_loss(margins: Tensor, beta: float) -> Tensor:
 
 def target_margin_loss(margins: Tensor, gamma: float) -> Tensor:
     """SimPO (Meng et al. 2024, eq. 6): -log sigmoid(margin - gamma)."""
+    from torch.nn.functional import logsigmoid
+
     return -logsigmoid(margins - gamma)

@@ -26,13 +26,13 @@ SCORING = (
     "models/activations.py",
     "models/attention.py",
     "models/compiler.py",
+    "models/head.py",
     "models/load.py",
     "models/offload.py",
     "models/policy.py",
+    "models/scorer.py",
     "models/watch.py",  # finds the blocks that are compiled
     "kernels",
-    "objective/head.py",
-    "train/score.py",
 )
 """Files and folders of the package that a log-prob goes through, from token ids and a model in memory to the sum.
 

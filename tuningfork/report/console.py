@@ -196,11 +196,7 @@ class Phase:
         ]
 
     def _figures(self) -> list[str]:
-        return [
-            f"{key} {f'{value:.1%}' if key == 'accuracy' else number(value)}"
-            for key, value in self._values.items()
-            if value is not None
-        ]
+        return [f"{key} {score(key, value)}" for key, value in self._values.items() if value is not None]
 
     def _pace(self) -> tuple[float | None, float | None]:
         """(units a second, seconds left), as far as they are known."""
@@ -246,6 +242,11 @@ class _Visible:
 def number(value: float) -> str:
     """Four significant digits; from a thousand on, whole with separators: 0.6931, 5e-07, 12,345."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def score(heading: str, value: float) -> str:
+    """A number of an evaluation or a step as it is shown under its heading: an accuracy as a percentage."""
+    return f"{value:.1%}" if heading == "accuracy" else number(value)
 
 
 def duration(seconds: float) -> str:

@@ -6,12 +6,13 @@ tokens/s does not depend on how often lines are written.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-METRICS: dict[str, str] = {
+_TRAINING: dict[str, str] = {
     "step": "The last optimizer step that the line covers, counted from 1.",
     "epoch": "Passes over the training data after that step; 0.5 is half of the first.",
     "loss": "Mean loss over the examples of the line, the SFT term included, nats (ipo, ipo_sum: nats squared).",
@@ -21,14 +22,9 @@ METRICS: dict[str, str] = {
     "tokens": "Their tokens as a plain trainer counts them: the prompt once per answer.",
     "unique_tokens": "Their tokens as they were computed: with a shared prompt, the prompt once per example.",
     "answer_tokens": "Tokens whose log-prob counts in the loss.",
-    "pad_share": "Padding rows / all rows of the packs.",
-    "rewards/chosen": "Mean reward of the chosen answers, nats: beta x log-ratio to the reference, a token's mean for "
-    "dpo_norm and ipo; beta x mean log-prob of a token for simpo.",
-    "rewards/rejected": "The same for the rejected answers.",
-    "rewards/margin": "Mean of (reward of chosen - reward of rejected), nats.",
-    "rewards/accuracy": "Share of pairs whose chosen answer has the higher reward; a tie counts half.",
-    "logps/chosen": "Mean log-prob of a whole chosen answer under the model, summed over its tokens, nats.",
-    "logps/rejected": "The same for the rejected answers.",
+    "pad_share": "Padding / all token slots of the packs.",
+}
+_SPEED: dict[str, str] = {
     "step_s": "Mean wall seconds from one step's numbers to the next: data, logging and checkpoints included.",
     "data_s": "Mean seconds of a step spent waiting for data.",
     "examples_per_s": "examples / wall seconds of the steps of the line.",
@@ -37,71 +33,68 @@ METRICS: dict[str, str] = {
     "mfu": "Model flops of the line / the same seconds / peak flops of all devices; null where the peak is unknown.",
     "peak_memory_gib": "Most device memory held at once during the line, GiB; null on a CPU.",
 }
-"""Key -> definition with its unit, in the order in which a line of training steps gives them."""
-
 EVAL = "eval/"  # leads the names of held-out numbers
 
-EVALUATION: dict[str, str] = {
-    "step": "Optimizer steps done when the held-out pairs were scored; 0 is the starting model.",
-    "eval/pairs": "Held-out pairs.",
-    "eval/loss": "Mean preference loss over them, without an SFT term; in the units of `loss`.",
-    **{f"eval/{key}": METRICS[key] for key in METRICS if key.startswith(("rewards/", "logps/"))},
-    "eval/seconds": "Wall seconds that it took. They are no part of step_s and of the rates of training.",
-}
-"""The same of a line that stands for an evaluation of the held-out pairs, which metrics.jsonl has among the others."""
+Definitions = Mapping[str, str]
+"""Key of a number -> what it is, with its unit."""
+
+
+def training_definitions(statistics: Definitions) -> dict[str, str]:
+    """The numbers of a line of training steps in the order in which it has them; `statistics` are the objective's."""
+    return {**_TRAINING, **statistics, **_SPEED}
+
+
+def evaluation_definitions(unit: str, statistics: Definitions) -> dict[str, str]:
+    """The numbers of a line of metrics.jsonl that stands for an evaluation. `unit`: what its examples are."""
+    return {
+        "step": f"Optimizer steps done when the held-out {unit} were scored; 0 is the starting model.",
+        f"{EVAL}{unit}": f"Held-out {unit}.",
+        f"{EVAL}loss": "Mean loss over them, without an SFT term; in the units of `loss`.",
+        **{f"{EVAL}{key}": statistics[key] for key in statistics},
+        f"{EVAL}seconds": "Wall seconds that it took. They are no part of step_s and of the rates of training.",
+    }
 
 
 @dataclass(frozen=True, slots=True)
-class PairSums:
-    """Sums over `pairs` preference pairs: rewards and margins in nats, `correct` in pairs, logps in nats."""
+class Means:
+    """Means that are still being taken: of each statistic the sum of its values, and how many they are."""
 
-    pairs: int = 0
-    reward_chosen: float = 0.0
-    reward_rejected: float = 0.0
-    margin: float = 0.0
-    correct: float = 0.0
-    logp_chosen: float = 0.0
-    logp_rejected: float = 0.0
+    sums: Mapping[str, float] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
 
-    def __add__(self, other: PairSums) -> PairSums:
-        return PairSums(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+    @classmethod
+    def of(cls, values: Mapping[str, ArrayLike]) -> Means:
+        """The means of one batch, from the values of each statistic (lists or one-dimensional CPU tensors)."""
+        arrays = {key: np.ascontiguousarray(given, dtype=np.float64) for key, given in values.items()}
+        return cls(
+            {key: float(array.sum()) for key, array in arrays.items()},
+            {key: array.size for key, array in arrays.items()},
+        )
 
-    def means(self) -> dict[str, float | None]:
-        """The rewards/* and logps/* of METRICS; all null where there is no pair."""
-        sums = {
-            "rewards/chosen": self.reward_chosen,
-            "rewards/rejected": self.reward_rejected,
-            "rewards/margin": self.margin,
-            "rewards/accuracy": self.correct,
-            "logps/chosen": self.logp_chosen,
-            "logps/rejected": self.logp_rejected,
-        }
-        return {key: total / self.pairs if self.pairs else None for key, total in sums.items()}
+    def __add__(self, other: Means) -> Means:
+        keys = [*self.sums, *(key for key in other.sums if key not in self.sums)]
+        return Means(
+            {key: self.sums.get(key, 0.0) + other.sums.get(key, 0.0) for key in keys},
+            {key: self.counts.get(key, 0) + other.counts.get(key, 0) for key in keys},
+        )
+
+    def values(self) -> dict[str, float | None]:
+        """The mean of each statistic; null where it has no value."""
+        return {key: total / self.counts[key] if self.counts[key] else None for key, total in self.sums.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Held-out pairs under the policy as it was."""
+    """Held-out examples under the policy as it was."""
 
-    pairs: int
-    loss: float  # the preference loss alone, mean over the pairs
-    sums: PairSums
+    examples: int
+    unit: str  # what the objective calls them, in the plural
+    loss: float  # mean over the examples, without an SFT term
+    means: Means
     seconds: float = 0.0  # that it took
 
     def as_dict(self) -> dict[str, float | int | None]:
-        return {"pairs": self.pairs, "loss": self.loss, **self.sums.means()}
-
-
-def pair_statistics(
-    rewards_chosen: ArrayLike, rewards_rejected: ArrayLike, logps_chosen: ArrayLike, logps_rejected: ArrayLike
-) -> PairSums:
-    """The sums of some pairs, from one number per pair in each argument (lists or one-dimensional CPU tensors)."""
-    given = (rewards_chosen, rewards_rejected, logps_chosen, logps_rejected)
-    chosen, rejected, logp_chosen, logp_rejected = np.stack([np.asarray(values, dtype=np.float64) for values in given])
-    margin = chosen - rejected
-    correct = (margin > 0) + 0.5 * (margin == 0)
-    sums = (chosen, rejected, margin, correct, logp_chosen, logp_rejected)
-    return PairSums(len(margin), *(float(values.sum()) for values in sums))
+        return {self.unit: self.examples, "loss": self.loss, **self.means.values()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +115,7 @@ class StepResult:
     seconds: float  # wall time since the numbers of the step before were known; data, logging and checkpoints included
     data_seconds: float  # of these, waiting for data
     model_flops: float  # necessary work only, as models/flops.py counts it
-    pairs: PairSums = PairSums()  # empty where examples are no pairs
+    statistics: Means = Means()  # the objective's
     peak_memory_bytes: int | None = None  # of the fullest device during the step; None on a CPU
     compiled: bool = False  # something was compiled or tuned in this step, so its time says nothing about speed
 
@@ -143,7 +136,7 @@ class Sums:
     seconds: float = 0.0
     data_seconds: float = 0.0
     model_flops: float = 0.0
-    pairs: PairSums = PairSums()
+    statistics: Means = Means()
     peak_memory_bytes: int | None = None
 
     def add(self, step: StepResult) -> None:
@@ -159,7 +152,7 @@ class Sums:
         self.seconds += step.seconds
         self.data_seconds += step.data_seconds
         self.model_flops += step.model_flops
-        self.pairs += step.pairs
+        self.statistics += step.statistics
         if step.peak_memory_bytes is not None:
             self.peak_memory_bytes = max(step.peak_memory_bytes, self.peak_memory_bytes or 0)
 
@@ -172,7 +165,7 @@ class Sums:
         return None if self.peak_memory_bytes is None else self.peak_memory_bytes / 2**30
 
     def rates(self, peak_flops: float | None) -> dict[str, float | None]:
-        """The *_per_s and mfu of METRICS; null where no time was spent or the peak is unknown."""
+        """The *_per_s and mfu of a line; null where no time was spent or the peak is unknown."""
         per_s = {
             "examples_per_s": self.examples,
             "tokens_per_s": self.tokens,
@@ -196,7 +189,7 @@ class Interval:
         self.last = step
 
     def take(self) -> dict[str, float | int | None]:
-        """One line with exactly the keys of METRICS, and a fresh start. At least one step must have been added."""
+        """One line, see `training_definitions`, and a fresh start. At least one step must have been added."""
         last, sums = self.last, self.sums
         assert last is not None, "no step since the last line"
         self.last, self.sums = None, Sums()
@@ -211,7 +204,7 @@ class Interval:
             "unique_tokens": sums.unique_tokens,
             "answer_tokens": sums.answer_tokens,
             "pad_share": sums.pad_share,
-            **sums.pairs.means(),
+            **sums.statistics.values(),
             "step_s": sums.seconds / sums.steps,
             "data_s": sums.data_seconds / sums.steps,
             **sums.rates(self.peak_flops),

@@ -62,7 +62,7 @@ class RunTotals:
     def summary(self) -> dict[str, float | int | None]:
         """Totals of all steps, and the rates of the steps after warm-up (null where there is none).
 
-        Units and meanings are those of METRICS; *_seconds are totals.
+        Units and meanings are those of metrics.jsonl; *_seconds are totals.
         """
         return {
             "first_step": self.first_step,

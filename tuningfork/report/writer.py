@@ -65,7 +65,11 @@ class RunWriter:
                 raise
 
     def evaluation(self, step: int, scores: Scores, seconds: float) -> None:
-        """Append a line of held-out numbers after `step` steps, see EVALUATION; it took so many seconds."""
+        """Append a line of held-out numbers after `step` steps, see `metrics.evaluation_definitions`.
+
+        Args:
+            seconds: that the evaluation took.
+        """
         self.line({"step": step, **{EVAL + key: value for key, value in scores.items()}, f"{EVAL}seconds": seconds})
         with explained(self.metrics_path):
             os.fsync(self._metrics.fileno())  # which checkpoint is the best is told by these lines alone

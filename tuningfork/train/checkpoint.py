@@ -144,9 +144,12 @@ def progress(path: Path) -> Progress:
         saved = as_object(read_plain(path / _PROGRESS))
     except (OSError, ValueError) as error:
         raise _damaged(path, error) from error
-    if other := sorted({field.name for field in fields(Progress)} ^ saved.keys()):
+    other = {field.name for field in fields(Progress)} ^ saved.keys()
+    if isinstance(before := saved.get("before"), dict):
+        other |= {f"before.{name}" for name in {field.name for field in fields(Evaluation)} ^ before.keys()}
+    if other:
         raise RunFolderError(
-            f"{path} was written by another version of tuningfork ({_PROGRESS} differs in {', '.join(other)}). "
+            f"{path} was written by another version of tuningfork ({_PROGRESS} differs in {', '.join(sorted(other))}). "
             "Continue with that version, or begin a new run in another output.dir."
         )
     try:
@@ -158,7 +161,7 @@ def progress(path: Path) -> Progress:
     except (OSError, ValueError) as error:
         raise _damaged(path, error) from error
     if asdict(found) != saved:  # which has names beside these
-        raise _damaged(path, ValueError(f"{_PROGRESS}: before has other fields than an evaluation"))
+        raise _damaged(path, ValueError(f"{_PROGRESS} is not as it was written"))
     if found.activation_memory == "auto":
         raise _damaged(path, ValueError(f"{_PROGRESS}: activation_memory: auto is none that a run can have had"))
     if path.name != at(path.parent, found.step).name:

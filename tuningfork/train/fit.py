@@ -18,9 +18,8 @@ from torch import Tensor
 from tuningfork.data.layout import build
 from tuningfork.data.pack import PackLimits
 from tuningfork.errors import ConfigError, OutOfMemory, enough_memory
-from tuningfork.models.policy import Policy
+from tuningfork.models.scorer import Scorer
 from tuningfork.models.support import positions
-from tuningfork.objective.head import Head
 from tuningfork.records import PackedBatch, Source, TokenAnswer, TokenExample
 from tuningfork.report.console import Console
 
@@ -91,14 +90,13 @@ def _extrapolated(peak: Peak, block: int, rows: int, smallest: int) -> float | N
 
 @dataclass
 class DryRun:
-    """Packs of random tokens through a policy, forward and backward. Weights and random state stay as they are.
+    """Packs of random tokens through a scorer, forward and backward. Weights and random state stay as they are.
 
     Args:
         meter: runs a function and returns the bytes at its peak.
     """
 
-    policy: Policy
-    head: Head
+    scorer: Scorer
     limits: PackLimits
     meter: Callable[[Callable[[], None]], int]
 
@@ -107,29 +105,29 @@ class DryRun:
 
         The policy keeps that mode. Gradients are there before, as they are from the second pack of a step on.
         """
-        self.policy.keep_activations(mode)
+        policy = self.scorer.policy
+        policy.keep_activations(mode)
         taken = None
         with suppress(OutOfMemory), enough_memory("dry run"):
-            pack = self._pack(rows).to(self.policy.device)
-            for weight in self.policy.model.parameters():
+            pack = self._pack(rows).to(policy.device)
+            for weight in policy.model.parameters():
                 weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype) if weight.requires_grad else None
-            taken = self.meter(lambda: self._step(pack))
-        self.policy.model.zero_grad(set_to_none=True)
-        if self.policy.device.type == "cuda":
+            taken = self.meter(lambda: self._backward(pack))
+        policy.model.zero_grad(set_to_none=True)
+        if policy.device.type == "cuda":
             gc.collect()  # an error that was caught may still hold what it failed over
             torch.cuda.empty_cache()
         return taken
 
-    def _step(self, pack: PackedBatch) -> None:
-        def share(first: int, last: int, logps: Tensor) -> Tensor:
+    def _backward(self, pack: PackedBatch) -> None:
+        def loss(first: int, last: int, logps: Tensor) -> Tensor:
             return -logps.sum()
 
-        hidden = self.policy.hidden_rows(pack)
-        self.head.backward(hidden, self.policy.head_weight, pack, share, self.policy.head_bias)
+        self.scorer.backward(pack, loss)
 
     def _pack(self, rows: int) -> PackedBatch:
         rows = self.limits.rows(rows)
-        config = self.policy.config
+        config = self.scorer.policy.config
         longest = positions(config) or rows
         return build(list(_pairs(rows, config.vocab_size, longest)), rows, self.limits.share_prompt)
 
@@ -152,7 +150,7 @@ def _pairs(rows: int, vocabulary: int, positions: int) -> Iterator[TokenExample]
 
 
 def settle(
-    policy: Policy, head: Head, limits: PackLimits, optimizer_bytes: Callable[[torch.nn.Module], int], console: Console
+    scorer: Scorer, limits: PackLimits, optimizer_bytes: Callable[[torch.nn.Module], int], console: Console
 ) -> None:
     """Let the policy keep its activations by the fastest mode that fits its GPU, and say which; on a CPU, by `none`.
 
@@ -162,13 +160,14 @@ def settle(
     Raises:
         ConfigError: a full pack fits by no mode.
     """
+    policy = scorer.policy
     if policy.device.type != "cuda":
         policy.keep_activations("none")
         console.print("activation memory: auto is none on a CPU, which has no memory of its own to fit")
         return
     console.print("activation memory: auto, trying full packs by one mode after the other, the fastest first")
     usable, states = _usable(policy.device), optimizer_bytes(policy.model)
-    dry = DryRun(policy, head, limits, _cuda_peak)
+    dry = DryRun(scorer, limits, _cuda_peak)
     choice = choose(dry.peak, limits.rows(limits.tokens), limits.smallest, usable - states, policy.compiled)
     tried = ", ".join(f"{mode} {_gib(taken, states)}" for mode, taken in choice.peaks.items())
     if choice.mode is None:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from tuningfork.errors import LOADING, ModelError, enough_memory
+from tuningfork.models.head import Head
 from tuningfork.models.policy import Policy, picked
-from tuningfork.objective.head import Head
+from tuningfork.models.scorer import Scorer
 from tuningfork.records import PackedBatch
 from tuningfork.train.self_check import probe_pack, probes
 
@@ -22,12 +23,13 @@ NOTHING_IS_TRAINED = (
 _FLOOR = 1e-4
 
 
-def check_head(policy: Policy, head: Head, path: str) -> None:
+def check_head(scorer: Scorer, path: str) -> None:
     """Score a small pack with the head and without it, from the same hidden states. Nothing is left in any `.grad`.
 
     Raises:
         ModelError: the head's log-probs or gradients are wrong on this device.
     """
+    policy, head = scorer.policy, scorer.head
     batch = probe_pack(probes(policy), share_prompt=True, compiled=False).to(policy.device)
     with enough_memory("checking the head", LOADING):
         with torch.no_grad():

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tuningfork.errors import counted
+from tuningfork.objective.base import Objective
 from tuningfork.reference.store import ReferenceStore
-from tuningfork.report.console import Console, number
+from tuningfork.report.console import Console, score
 from tuningfork.report.metrics import Evaluation
 from tuningfork.report.writer import RunWriter, Scores
 from tuningfork.train import checkpoint
@@ -44,7 +44,7 @@ def score_held_out(
     is. None where there are no such pairs, or where the user asked to stop meanwhile."""
     if not data.held_out:
         return None
-    with console.phase(name, len(data.held_out), "pairs") as phase:
+    with console.phase(name, len(data.held_out), start.objective.unit) as phase:
 
         def scored(count: int) -> None:
             phase.advance(count)
@@ -63,7 +63,10 @@ class HeldOut:
     What was found before a kill is read off the lines of metrics.jsonl, and what can be had of it off the checkpoints.
     """
 
-    def __init__(self, config: TrainConfig, checkpoints: Path, writer: RunWriter, console: Console) -> None:
+    def __init__(
+        self, config: TrainConfig, checkpoints: Path, writer: RunWriter, console: Console, objective: Objective
+    ) -> None:
+        self.objective = objective
         self.every, self.by = config.eval_every, config.best_by
         self.writer, self.console = writer, console
         self.best: Best | None = None
@@ -84,10 +87,10 @@ class HeldOut:
             self.writer.evaluation(step, scores, evaluation.seconds)
         self.seconds += evaluation.seconds
         best = step > 0 and self._consider(step, scores)
-        shown = {"loss": scores["loss"], "margin": scores["rewards/margin"]}
-        numbers = [f"{name} {number(value)}" for name, value in shown.items() if value is not None]
-        accuracy = f"accuracy {scores['rewards/accuracy']:.1%}"
-        said = f"step {step}: held-out {', '.join([*numbers, accuracy])}"
+        headline = {"loss": "loss", **self.objective.headline}
+        shown = ((name, scores[key]) for name, key in headline.items())
+        numbers = [f"{name} {score(name, value)}" for name, value in shown if value is not None]
+        said = f"step {step}: held-out {', '.join(numbers)}"
         notes = [f"the best so far by {self.by}"] if best else []
         if step > 0 and self.no_gain(scores):
             notes.append("no step is better than the starting model")
@@ -105,15 +108,15 @@ class HeldOut:
     def _ask(self, step: int, scores: Scores) -> None:
         """Ask, once, whether the answers are swapped: where accuracy is below that of the starting model, and below
         chance by more than two standard errors of guessing."""
-        accuracy, pairs = scores["rewards/accuracy"], scores["pairs"]
+        accuracy, examples = scores.get("rewards/accuracy"), scores[self.objective.unit]
         start = self.writer.evaluations.get(0, {}).get("rewards/accuracy")
-        if self._asked or step == 0 or accuracy is None or not pairs or (start is not None and accuracy >= start):
+        if self._asked or step == 0 or accuracy is None or not examples or (start is not None and accuracy >= start):
             return
-        if accuracy < 0.5 - 2 * (0.25 / pairs) ** 0.5:
+        if accuracy < 0.5 - 2 * (0.25 / examples) ** 0.5:
             self._asked = True
             self.console.print(
-                f"! held-out accuracy is {accuracy:.1%} of {counted(int(pairs), 'pair')}, which is less than chance "
-                "gives: are chosen and rejected swapped, in data.eval or in data.train?"
+                f"! held-out accuracy is {accuracy:.1%} of {int(examples):,} {self.objective.unit}, which is less than "
+                "chance gives: are chosen and rejected swapped, in data.eval or in data.train?"
             )
 
     def _consider(self, step: int, scores: Scores) -> bool:

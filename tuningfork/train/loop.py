@@ -19,10 +19,11 @@ from tuningfork.data.store import Selection
 from tuningfork.errors import NonFiniteError, RunFolderError, counted, enough_memory
 from tuningfork.files import clear_abandoned
 from tuningfork.models.policy import graphs_compiled
+from tuningfork.objective.base import Objective
 from tuningfork.reference.config import ReferenceConfig
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.console import Console, Phase
-from tuningfork.report.metrics import Evaluation, Interval, StepResult, pair_statistics
+from tuningfork.report.metrics import Evaluation, Interval, Means, StepResult
 from tuningfork.report.throughput import RunTotals, peak_flops
 from tuningfork.report.writer import RunWriter, write_json, write_text
 from tuningfork.train import checkpoint
@@ -47,7 +48,7 @@ class RunResult:
     finished: bool  # false after Ctrl-C or SIGTERM: the folder can be resumed
     steps_done: int
     total_steps: int
-    pairs_checked: int | None = None  # by the step-0 check; None without a reference
+    checked: int | None = None  # examples, by the step-0 check; None without a reference
     before: Evaluation | None = None
     after: Evaluation | None = None
     best: Best | None = None  # of the steps that have a checkpoint; None without train.eval_every
@@ -106,8 +107,9 @@ def run(
         used, cache = Selection([data.train], order.used_indices()), reference_config.cache
         reference = open_reference(start, pack.share_prompt, cache, used, data.limits, console, data.held_out, weights)
         with console.stage("step-0 check", "checking that margins are exactly 0 before the first step"):
-            result.pairs_checked = check_start(start, loader.step(0), reference)
-        console.print(f"step-0 check: margin exactly 0 for {result.pairs_checked} of {result.pairs_checked} pairs")
+            result.checked = check_start(start, loader.step(0), reference)
+        unit = start.objective.unit
+        console.print(f"step-0 check: margin exactly 0 for {result.checked} of {result.checked} {unit}")
     evaluated = saved is not None and saved.before is not None and saved.held_out_digest == begun.held_out_digest
     if not evaluated:
         if saved is not None and data.held_out:
@@ -139,7 +141,7 @@ def run(
         console.print(console.startup.line())
         if writer.last_step < result.steps_done:
             console.print(f"{writer.metrics_path}: no line of the steps after {writer.last_step:,} is left")
-        held = HeldOut(config, checkpoints, writer, console)
+        held = HeldOut(config, checkpoints, writer, console, start.objective)
         if result.before is not None and not evaluated:
             held.enter(0, result.before)
 
@@ -176,16 +178,7 @@ def run(
                 interval.add(step)
                 totals.add(step)
                 stopping = stop_asked()
-                means = step.pairs.means()
-                phase.advance(
-                    1,
-                    {
-                        "loss": step.loss_sum / step.examples,
-                        "margin": means["rewards/margin"],
-                        "accuracy": means["rewards/accuracy"],
-                        "tokens/s": step.tokens / step.seconds,
-                    },
-                )
+                phase.advance(1, _headline(step, start.objective))
                 ending = step.step == order.total_steps
                 saving = step.step % output.save_every == 0 or ending or stopping
                 looking = held.due(step.step) and not ending and not stopping
@@ -254,11 +247,9 @@ def training_steps(
         set_learning_rate(optimizer, lr)
         torch.manual_seed(config.seed * 2**32 + step)  # for rounding by chance: a pure function of (seed, step)
         try:
-            rows = max(len(pairs.pack.input_ids) for pairs in batch.packs)
-            with enough_memory(f"step {step + 1}, with packs of up to {rows:,} rows"):
-                outcome = train_step(
-                    start.policy, start.head, start.objective, optimizer, batch, config.max_grad_norm, step == 0
-                )
+            largest = max(len(pack.input_ids) for pack in batch.packs)
+            with enough_memory(f"step {step + 1}, with packs of up to {largest:,} tokens"):
+                outcome = train_step(start.scorer, start.objective, optimizer, batch, config.max_grad_norm, step == 0)
         except NonFiniteError as error:
             raise NonFiniteError(
                 f"step {step + 1}: {error} The weights were not moved; the last checkpoint is whole. "
@@ -281,14 +272,19 @@ def training_steps(
             seconds=now - begun,
             data_seconds=data_seconds,
             model_flops=model_flops,
-            pairs=pair_statistics(
-                outcome.rewards[:, 0], outcome.rewards[:, 1], outcome.logps[:, 0], outcome.logps[:, 1]
-            ),
+            statistics=Means.of(outcome.statistics),
             peak_memory_bytes=torch.cuda.max_memory_allocated() if cuda else None,
             compiled=start.compiled and graphs != graphs_compiled(),
         )
         graphs = graphs_compiled()
         begun, waiting = now, time.perf_counter()
+
+
+def _headline(step: StepResult, objective: Objective) -> dict[str, float | None]:
+    """What the progress line says of a step."""
+    means = step.statistics.values()
+    of_objective = {heading: means[key] for heading, key in objective.headline.items()}
+    return {"loss": step.loss_sum / step.examples, **of_objective, "tokens/s": step.tokens / step.seconds}
 
 
 def _check_same_run(path: Path, saved: Progress, begun: Progress, config: TrainConfig) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 import transformers
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tuningfork.data.audit import account_line, check_names_used, prepare
@@ -25,10 +24,10 @@ from tuningfork.models import activations, export
 from tuningfork.models.config import ModelConfig
 from tuningfork.models.load import Loaded, comparable, load, load_config
 from tuningfork.models.policy import Policy
+from tuningfork.models.scorer import Scorer
 from tuningfork.models.support import positions
+from tuningfork.objective.base import Objective
 from tuningfork.objective.config import ObjectiveConfig
-from tuningfork.objective.head import Head
-from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import DataReport, PackedBatch, TokenExample, column
 from tuningfork.reference.build import check_rescored, fill, to_rescore
 from tuningfork.reference.code import model_code_digest
@@ -42,7 +41,6 @@ from tuningfork.train.fit import settle
 from tuningfork.train.head_check import check_head
 from tuningfork.train.kernel_check import KernelCheck
 from tuningfork.train.optimizer import hold_gradients, optimizer_bytes
-from tuningfork.train.score import score
 from tuningfork.train.self_check import check_packed_equals_alone, window_not_reached
 
 # Variable that holds the number of processes -> who sets it. SLURM_NTASKS is not among them: it is what was asked for,
@@ -75,16 +73,15 @@ class Data:
 class Start:
     """The starting model, ready to score and to train."""
 
-    policy: Policy
-    head: Head
-    objective: PreferenceObjective
+    scorer: Scorer
+    objective: Objective
     loaded: Loaded
     compiled: bool
     check: KernelCheck | None = None  # where blocks are compiled, or kernels are not the plain ones
 
-    def score(self, batch: PackedBatch) -> Tensor:
-        """Summed log-probs of a pack's answers under the policy as it is now, float64 [A] on its device."""
-        return score(self.policy, self.head, batch)
+    @property
+    def policy(self) -> Policy:
+        return self.scorer.policy
 
     def packs(self, examples: Sequence[TokenExample], limits: PackLimits) -> Iterator[PackedBatch]:
         """All examples in packs, for scoring: each is built, and pinned for a GPU, while the one before is scored."""
@@ -125,7 +122,7 @@ def read_data(
     model: ModelConfig,
     data: DataConfig,
     pack: PackConfig,
-    objective: PreferenceObjective,
+    objective: Objective,
     tokenizer: PreTrainedTokenizerBase,
     compiled: bool,
     console: Console,
@@ -233,9 +230,9 @@ def start_model(
         export.check(loaded, model.path)
     hold_gradients(loaded.model, train)
     policy = Policy.fast(loaded.model, dtype)
-    head = Head(policy.kernels, policy.transform, objective.head_chunk_rows)
+    scorer = Scorer.of(policy, objective.head_chunk_rows)
     with console.stage("head check", "checking the head"):
-        check_head(policy, head, model.path)
+        check_head(scorer, model.path)
     check = None
     if compiled or not policy.has_plain_kernels:
         with console.stage("kernel check", "computing what kernels and compiled blocks are checked against"):
@@ -259,7 +256,7 @@ def start_model(
             check.compare(policy)
     if window := window_not_reached(policy):
         console.print(f"checks at the start: not beyond the layers' window of {window:,}, which is too long for that")
-    return Start(policy, head, PreferenceObjective(objective), loaded, compiled, check)
+    return Start(scorer, objective.build(), loaded, compiled, check)
 
 
 def settle_activations(
@@ -282,7 +279,7 @@ def settle_activations(
         console.print(f"activation memory: {mode}, as chosen when the run began")
     else:
         with console.startup.time("activation memory"):
-            settle(start.policy, start.head, limits, partial(optimizer_bytes, config=train), console)
+            settle(start.scorer, limits, partial(optimizer_bytes, config=train), console)
     if start.check is not None and start.policy.activation_memory != "block":  # which `start_model` has compared
         with console.stage("kernel check", "compiling and checking kernels and blocks"):
             start.check.compare(start.policy)
@@ -332,11 +329,11 @@ def open_reference(
         again = Selection([parts[part].take(places) for part, places in to_rescore(store, parts)])
         if again:
             with console.phase("checking the reference cache", total=len(again), unit="examples") as phase:
-                check_rescored(store, start.packs(again, limits), start.score, phase.advance)
+                check_rescored(store, start.packs(again, limits), start.scorer.score, phase.advance)
         missing = store.missing(Selection(parts))
         if missing:
             with console.phase("scoring the reference", total=len(missing), unit="examples") as phase:
-                fill(store, start.packs(missing, limits), start.score, phase.advance)
+                fill(store, start.packs(missing, limits), start.scorer.score, phase.advance)
     return store
 
 

@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tuningfork.errors import NonFiniteError, ReferenceMismatch
-from tuningfork.models.policy import Policy
-from tuningfork.objective.head import Head
-from tuningfork.objective.objectives import PreferenceObjective
+from tuningfork.models.scorer import Scorer
+from tuningfork.objective.base import Objective
 from tuningfork.reference.build import unequal
-from tuningfork.train.batch import PackOfPairs, StepBatch
+from tuningfork.train.batch import StepBatch
 from tuningfork.train.optimizer import gradient_norm, step
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What a step computed, on the host. Pairs are in the order of the packs."""
+    """What a step computed, on the host. Answers and examples are in the order of the packs."""
 
-    loss: float  # mean over the batch's examples, SFT term included
+    loss: float  # of the batch, as the objective defines it
     grad_norm: float  # before clipping
-    logps: Tensor  # float64 [N, 2], before the weights moved
-    rewards: Tensor  # float64 [N, 2]
+    logps: Tensor  # float64 [A], before the weights moved
+    statistics: Mapping[str, Tensor]  # the objective's, of these log-probs
 
 
 def train_step(
-    policy: Policy,
-    head: Head,
-    objective: PreferenceObjective,
+    scorer: Scorer,
+    objective: Objective,
     optimizer: torch.optim.Optimizer,
     batch: StepBatch,
     max_grad_norm: float | None,
@@ -39,52 +38,45 @@ def train_step(
     """Train on one batch.
 
     Args:
+        max_grad_norm: a longer gradient is scaled down to this length; None scales none.
         starting: the weights are still those that the reference was scored with.
 
     Raises:
         NonFiniteError: a log-prob or the gradient is not finite. The weights have not moved.
         ReferenceMismatch: a log-prob of a starting policy has not the cached one's bits. The weights have not moved.
     """
-    losses, logps, rewards = [], [], []
     optimizer.zero_grad(set_to_none=True)  # a step that failed may have left some
+    answers, totals = batch.answers.to(scorer.device), batch.totals
+    if objective.couples_examples:
+        totals = replace(totals, coupling=objective.coupling(torch.cat([*map(scorer.score, batch.packs)]), answers))
 
-    for pairs in batch.packs:
-        pairs = pairs.to(policy.device)
-        ref, lengths = pairs.reference, pairs.lengths
-
-        def share(first: int, last: int, chunk_logps: Tensor, pairs: PackOfPairs = pairs) -> Tensor:
-            ref, lengths, terms = pairs.reference, pairs.lengths[first:last], pairs.terms
-            of_chunk = None if ref is None else ref[first:last]
-            return objective.loss(chunk_logps, of_chunk, lengths, batch.scale, terms and terms.of_answers(first, last))
-
-        hidden = policy.hidden_rows(pairs.pack)
-        loss, answer_logps = head.backward(hidden, policy.head_weight, pairs.pack, share, policy.head_bias)
-
+    losses, logps = [], []
+    for pack, of_pack in batch.with_answers(answers):
+        loss, pack_logps = scorer.backward(pack, objective.of_chunks(of_pack, totals))
         losses.append(loss)
-        logps.append(answer_logps.view(-1, 2))
-        rewards.append(objective.rewards(logps[-1], None if ref is None else ref.view(-1, 2), lengths.view(-1, 2)))
+        logps.append(pack_logps)
 
     norm = gradient_norm(optimizer)
-    outcome = _read(torch.stack(losses).sum(), norm, torch.cat(logps), torch.cat(rewards))
+    outcome = _read(torch.stack(losses).sum(), norm, torch.cat(logps), objective, batch)
     _check_finite(outcome, batch)
     if starting:
         _check_starting(outcome, batch)
     limit = max_grad_norm
-    step(optimizer, limit / (norm + 1e-6) if limit is not None and outcome.grad_norm > limit else None)
+    step(optimizer, scale=limit / (norm + 1e-6) if limit is not None and outcome.grad_norm > limit else None)
     optimizer.zero_grad(set_to_none=True)
     return outcome
 
 
-def _read(loss: Tensor, grad_norm: Tensor, logps: Tensor, rewards: Tensor) -> StepOutcome:
+def _read(loss: Tensor, grad_norm: Tensor, logps: Tensor, objective: Objective, batch: StepBatch) -> StepOutcome:
     """The step's numbers, from the device. Here the host waits for it, and nowhere else in a step."""
-    return StepOutcome(float(loss), float(grad_norm), logps.cpu(), rewards.cpu())
+    on_host = logps.cpu()
+    return StepOutcome(float(loss), float(grad_norm), on_host, objective.statistics(on_host, batch.answers))
 
 
 def _check_starting(outcome: StepOutcome, batch: StepBatch) -> None:
     """What training computes is what scoring computed; another graph, or way to keep activations, shows here."""
-    references = [pairs.reference.numpy() for pairs in batch.packs if pairs.reference is not None]
-    cached = np.concatenate(references) if references else None
-    wrong = [] if cached is None else unequal(batch.examples, outcome.logps.flatten().numpy(), cached)
+    cached = batch.answers.reference
+    wrong = [] if cached is None else unequal(batch.examples, outcome.logps.numpy(), cached.numpy())
     if wrong:
         raise ReferenceMismatch(
             f"{len(wrong)} of {outcome.logps.numel()} log-probs of the first training step are not those in the "
@@ -95,9 +87,8 @@ def _check_starting(outcome: StepOutcome, batch: StepBatch) -> None:
 
 def _check_finite(outcome: StepOutcome, batch: StepBatch) -> None:
     logps = outcome.logps.numpy()
-    for place, answer in np.argwhere(~np.isfinite(logps) | (logps > 1e-3)).tolist()[:1]:
-        logp = float(logps[place, answer])
-        above = ", above 0" if np.isfinite(logp) else ""
-        raise NonFiniteError(f"the log-prob of answer {answer} of {batch.examples[place].id} is {logp}{above}.")
+    for place in np.flatnonzero(~np.isfinite(logps) | (logps > 1e-3))[:1].tolist():
+        answer, above = batch.answer_name(place), ", above 0" if np.isfinite(logps[place]) else ""
+        raise NonFiniteError(f"the log-prob of {answer} is {float(logps[place])}{above}.")
     if not (np.isfinite(outcome.loss) and np.isfinite(outcome.grad_norm)):
         raise NonFiniteError(f"the loss is {outcome.loss} and the gradient norm {outcome.grad_norm}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -11,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.tiny import one_pack, random_examples, random_pairs, tiny_policy
 from tuningfork.kernels.select import plain
+from tuningfork.models.head import Head, sum_by_answer
+from tuningfork.objective.base import Answers
 from tuningfork.objective.config import ObjectiveConfig
-from tuningfork.objective.head import Head, sum_by_answer
-from tuningfork.objective.objectives import BatchScale, PreferenceObjective
 from tuningfork.records import LogitTransform, PackedBatch
 
 # k = 1, 2 and 3; a document, alone and forked, whose first token has no row; one-token answers; masks with holes.
@@ -155,13 +156,10 @@ def test_every_objective_has_the_gradient_of_the_plain_path(name):
     """Liger#676: the fused path's own idea of the loss."""
     pairs = random_pairs(6, vocab=V)
     case = Case.of(one_pack(pairs, True))
-    objective = PreferenceObjective(ObjectiveConfig(name, beta=0.3, sft_weight=0.4))
-    reference = -torch.linspace(5, 60, 12, dtype=torch.float64) if objective.needs_reference else None
-    lengths = torch.tensor(case.batch.answer_lengths, dtype=torch.float64)
-
-    def loss(first: int, last: int, logps: torch.Tensor) -> torch.Tensor:
-        ref = None if reference is None else reference[first:last]
-        return objective.loss(logps, ref, lengths[first:last], BatchScale.of(pairs))
+    objective = ObjectiveConfig(name, beta=0.3, sft_weight=0.4).build()
+    reference = -np.linspace(5, 60, 12) if objective.needs_reference else None
+    answers = Answers.of(pairs, case.batch.answer_lengths, reference)
+    loss = objective.of_chunks(answers, objective.totals(pairs))
 
     expected = through_all_logits(case, loss, LogitTransform())
     for chunk_rows in (3, 30, 8192):

@@ -6,6 +6,7 @@ import math
 from dataclasses import fields, replace
 from typing import get_args, get_type_hints
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,8 +14,10 @@ from tests.tiny import random_examples, random_pairs
 from tuningfork.config import RunConfig, check
 from tuningfork.errors import ConfigError, DataError
 from tuningfork.objective import losses
+from tuningfork.objective.base import Answers, BatchTotals, Objective
 from tuningfork.objective.config import ObjectiveConfig
-from tuningfork.objective.objectives import BatchScale, PairTerms, PreferenceObjective
+from tuningfork.objective.kinds import OBJECTIVES
+from tuningfork.objective.pairs import DPO, DPONorm, SimPO
 
 # One pair: chosen and rejected log-probs under policy and reference, and their token counts.
 #   log-ratios  chosen -10 - -12 = 2,  rejected -14 - -13 = -1;  h = 2 - -1 = 3;  per token h = 2/4 + 1/7 = 9/14
@@ -26,12 +29,25 @@ def softplus(x: float) -> float:
     return math.log1p(math.exp(x))
 
 
+def numbers(values) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def answers_of(objective: Objective, reference=REFERENCE, lengths=LENGTHS, said=()) -> Answers:
+    """Of whole pairs, given flat; `said`: (weight, margin) of each pair's row, or nothing."""
+    examples = random_pairs(len(lengths) // 2)
+    if said:
+        examples = [
+            replace(e, weight=weight, margin=margin) for e, (weight, margin) in zip(examples, said, strict=True)
+        ]
+    return Answers.of(examples, list(lengths), np.array(reference) if objective.needs_reference else None)
+
+
 def evaluate(config: ObjectiveConfig, logps=LOGPS, reference=REFERENCE, lengths=LENGTHS) -> float:
     """The loss of a batch of whole pairs, given flat."""
-    objective = PreferenceObjective(config)
-    scale = BatchScale(len(logps) // 2, int(sum(lengths[0::2])))
-    tensors = [torch.tensor(values, dtype=torch.float64) for values in (logps, reference, lengths)]
-    return float(objective.loss(tensors[0], tensors[1] if objective.needs_reference else None, tensors[2], scale))
+    objective = config.build()
+    totals = BatchTotals(len(logps) // 2, int(sum(lengths[0::2])))
+    return float(objective.loss(numbers(logps), answers_of(objective, reference, lengths), totals))
 
 
 TABLE = [
@@ -123,10 +139,9 @@ GRADIENTS = {
 
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_by_hand_push_chosen_up_and_rejected_down(name):
-    objective = PreferenceObjective(ObjectiveConfig(name))
+    objective = ObjectiveConfig(name).build()
     logps = torch.tensor(LOGPS, dtype=torch.float64, requires_grad=True)
-    reference = torch.tensor(REFERENCE, dtype=torch.float64) if objective.needs_reference else None
-    loss = objective.loss(logps, reference, torch.tensor(LENGTHS, dtype=torch.float64), BatchScale(1, 4))
+    loss = objective.loss(logps, answers_of(objective), BatchTotals(1, 4))
     (gradient,) = torch.autograd.grad(loss, logps)
     assert gradient.tolist() == pytest.approx(GRADIENTS[name], rel=1e-12)
     assert gradient[0] < 0 < gradient[1]
@@ -149,10 +164,9 @@ def test_label_smoothing_has_its_minimum_where_the_label_is_right_that_often():
 @pytest.mark.parametrize("margin", [-800.0, 800.0])
 @pytest.mark.parametrize("name", ["dpo", "dpo_norm", "ipo", "ipo_sum", "simpo"])
 def test_extreme_margins_stay_finite_with_their_gradient(name, margin):
-    objective = PreferenceObjective(ObjectiveConfig(name, beta=1.0))
+    objective = ObjectiveConfig(name, beta=1.0).build()
     logps = torch.tensor([margin - 1000.0, -1000.0], dtype=torch.float64, requires_grad=True)
-    reference = torch.tensor([-1000.0, -1000.0], dtype=torch.float64)
-    loss = objective.loss(logps, reference, torch.ones(2, dtype=torch.float64), BatchScale(1, 1))
+    loss = objective.loss(logps, answers_of(objective, (-1000.0, -1000.0), (1, 1)), BatchTotals(1, 1))
     (gradient,) = torch.autograd.grad(loss, logps)
     assert torch.isfinite(loss) and torch.isfinite(gradient).all()
     if margin < 0:
@@ -183,22 +197,22 @@ def test_the_sft_term_is_a_mean_over_the_tokens_of_the_batch():
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_shares_of_a_batch_add_up_however_it_is_cut(name):
     """trl PR#2615: a batch of eight in one go is eight batches of one."""
-    objective = PreferenceObjective(ObjectiveConfig(name, sft_weight=0.3))
-    logps, reference, lengths = (torch.tensor(BATCH[k], dtype=torch.float64) for k in ("logps", "reference", "lengths"))
-    scale = BatchScale(3, 25)
+    objective = ObjectiveConfig(name, sft_weight=0.3).build()
+    said = ((2.0, None), (1.0, 0.25), (0.5, None)) if name == "dpo" else ()
+    answers = answers_of(objective, BATCH["reference"], BATCH["lengths"], said)
+    of_chunk, logps = objective.of_chunks(answers, BatchTotals(3, 25)), numbers(BATCH["logps"])
 
     def share(first: int, last: int) -> float:
-        ref = reference[first:last] if objective.needs_reference else None
-        return float(objective.loss(logps[first:last], ref, lengths[first:last], scale))
+        return float(of_chunk(first, last, logps[first:last]))
 
     assert share(0, 2) + share(2, 4) + share(4, 6) == pytest.approx(share(0, 6), rel=1e-14)
     assert share(0, 4) + share(4, 6) == pytest.approx(share(0, 6), rel=1e-14)
 
 
-def test_batch_scale_counts_what_counts():
+def test_totals_count_what_counts():
     examples = random_examples([(3, (5, 9)), (0, (4, 2)), (2, (8, 1))], holes=True)
     # chosen: 5 less 1 in its mask's hole; 4 less the hole of 1 and the first token of a document; 8 less 3
-    assert BatchScale.of(examples) == BatchScale(examples=3, chosen_tokens=4 + 2 + 5)
+    assert DPO().totals(examples) == BatchTotals(examples=3, tokens=4 + 2 + 5)
 
 
 # Each knob with another value than its default, and the objectives that may refuse it.
@@ -229,6 +243,13 @@ def test_every_knob_changes_the_loss_or_is_refused(name, knob):
 def test_the_sweep_covers_every_knob():
     others = {"name", "head_chunk_rows"}  # the table's axis; a size that changes no number (test_head)
     assert {f.name for f in fields(ObjectiveConfig)} == {*KNOBS, *others}
+    assert set().union(*(kind.settings() for kind in OBJECTIVES.values())) == set(KNOBS)
+
+
+def test_settings_reach_their_objective_and_one_that_is_not_set_keeps_the_papers_value():
+    assert ObjectiveConfig("dpo_norm", beta=0.3, label_smoothing=0.2, sft_weight=0.7).build() == DPONorm(0.3, 0.7, 0.2)
+    assert ObjectiveConfig("simpo").build() == SimPO(gamma=0.5)
+    assert ObjectiveConfig("simpo", gamma=0.0).build() == SimPO(gamma=0.0)
 
 
 def test_rewards_are_the_margins_that_the_loss_sees():
@@ -239,61 +260,63 @@ def test_rewards_are_the_margins_that_the_loss_sees():
         "ipo": (0.2 / 4, -0.1 / 7),
         "simpo": (-1.0 / 4, -1.4 / 7),
     }
-    logps, reference, lengths = (torch.tensor([values], dtype=torch.float64) for values in (LOGPS, REFERENCE, LENGTHS))
     for name, values in expected.items():
-        objective = PreferenceObjective(ObjectiveConfig(name))
-        rewards = objective.rewards(logps, reference if objective.needs_reference else None, lengths)
-        assert rewards[0].tolist() == pytest.approx(values, rel=1e-14)
-        loss = objective.loss(
-            logps[0], reference[0] if objective.needs_reference else None, lengths[0], BatchScale(1, 4)
-        )
-        assert objective.pair_losses(rewards).tolist() == pytest.approx([float(loss)], rel=1e-14)
+        objective = ObjectiveConfig(name).build()
+        answers = answers_of(objective)
+        assert objective.rewards(numbers(LOGPS), answers).tolist() == pytest.approx(values, rel=1e-14)
+        loss = objective.loss(numbers(LOGPS), answers, BatchTotals(1, 4))
+        assert objective.example_losses(numbers(LOGPS), answers).tolist() == pytest.approx([float(loss)], rel=1e-14)
+
+
+def test_statistics_by_hand_ties_count_half():
+    """Log-ratios at beta 1: one pair right, one wrong, two ties."""
+    objective = ObjectiveConfig("dpo", beta=1.0).build()
+    reference, ratios = [-1.0, -5.0, -2.0, -6.0, -3.0, -7.0, -4.0, -8.0], [2.0, 0.0, -1.0, 0.0, 0.5, 0.5, 0.0, 0.0]
+    logps = numbers(reference) + numbers(ratios)
+    found = objective.statistics(logps, answers_of(objective, reference, [1] * 8))
+    assert list(found) == list(objective.statistics_defined)
+    assert found["rewards/chosen"].tolist() == [2.0, -1.0, 0.5, 0.0]
+    assert found["rewards/rejected"].tolist() == [0.0, 0.0, 0.5, 0.0]
+    assert found["rewards/margin"].tolist() == [2.0, -1.0, 0.0, 0.0]
+    assert found["rewards/accuracy"].tolist() == [1.0, 0.0, 0.5, 0.5]
+    assert found["logps/chosen"].tolist() == logps[0::2].tolist()
+    assert found["logps/rejected"].tolist() == logps[1::2].tolist()
+    assert set(objective.headline.values()) <= set(found)
 
 
 def test_only_simpo_does_without_a_reference():
-    needs = {name: PreferenceObjective(ObjectiveConfig(name)).needs_reference for name in GRADIENTS}
+    needs = {name: ObjectiveConfig(name).build().needs_reference for name in GRADIENTS}
     assert needs == {"dpo": True, "dpo_norm": True, "ipo": True, "ipo_sum": True, "simpo": False}
 
 
 @pytest.mark.parametrize(("answers", "found"), [((5,), "1 answer"), ((5, 6, 7), "3 answers")])
 def test_only_pairs_are_compared(answers, found):
-    objective = PreferenceObjective(ObjectiveConfig("dpo"))
+    objective = ObjectiveConfig("dpo").build()
     objective.check(random_pairs(3))
     with pytest.raises(DataError, match=rf"random:2: has {found}, objective dpo compares two"):
         objective.check(random_examples([(3, (4, 5)), (3, answers)]))
 
 
-def said(*terms: tuple[float, float | None]) -> PairTerms | None:
-    """What rows with these (weight, margin) say."""
-    pairs = zip(random_pairs(len(terms)), terms, strict=True)
-    return PairTerms.of([replace(pair, weight=weight, margin=margin) for pair, (weight, margin) in pairs])
-
-
 def test_a_rows_weight_multiplies_its_loss_and_its_margin_is_an_offset():
     """Two pairs of the table: margin 0.3 each. Amini et al. 2024, eq. 4: -log sigmoid(margin - offset)."""
-    objective = PreferenceObjective(ObjectiveConfig("dpo", sft_weight=0.5))
-    logps, reference, lengths = (torch.tensor(v * 2, dtype=torch.float64) for v in (LOGPS, REFERENCE, LENGTHS))
-    scale = BatchScale(2, 8)
-    loss = objective.loss(logps, reference, lengths, scale, said((3.0, None), (0.5, 2.0)))
+    objective = ObjectiveConfig("dpo", sft_weight=0.5).build()
+    answers = answers_of(objective, REFERENCE * 2, LENGTHS * 2, ((3.0, None), (0.5, 2.0)))
+    loss = objective.loss(numbers(LOGPS * 2), answers, BatchTotals(2, 8))
     pairs = (3 * softplus(-0.3) + 0.5 * softplus(-(0.3 - 2.0))) / 2
     assert float(loss) == pytest.approx(pairs + 0.5 * (3 * 10 + 0.5 * 10) / 8, rel=1e-14)
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_weights_count_in_every_objective_and_margins_where_there_is_a_place_for_them(name):
-    objective = PreferenceObjective(ObjectiveConfig(name))
-    rewards = torch.tensor([[0.7, -0.2]], dtype=torch.float64)
-    plain = objective.pair_losses(rewards)
-    assert torch.equal(objective.pair_losses(rewards, said((3.0, None))), 3 * plain)
+    objective = ObjectiveConfig(name).build()
+    plain = objective.example_losses(numbers(LOGPS), answers_of(objective))
+    weighted = objective.example_losses(numbers(LOGPS), answers_of(objective, said=((3.0, None),)))
+    assert torch.equal(weighted, 3 * plain)
     objective.check([replace(pair, weight=3.0) for pair in random_pairs(2)])
     offset = [replace(pair, margin=0.25) for pair in random_pairs(2)]
     if name in ("dpo", "dpo_norm"):
         objective.check(offset)
-        assert objective.pair_losses(rewards, said((1.0, 0.25))) > plain
+        assert objective.example_losses(numbers(LOGPS), answers_of(objective, said=((1.0, 0.25),))) > plain
     else:
         with pytest.raises(DataError, match=rf"random:1: has a margin, which objective {name} has no place"):
             objective.check(offset)
-
-
-def test_rows_that_say_nothing_cost_nothing():
-    assert said((1.0, None), (1.0, None)) is None

@@ -15,7 +15,7 @@ whatever chunk, pack or order its rows come in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tuningfork.kernels.select import Kernels
-from tuningfork.records import LogitTransform, PackedBatch
-
-# (first answer, last answer + 1, their log-probs) -> these answers' share of the loss
-ChunkLoss = Callable[[int, int, Tensor], Tensor]
+from tuningfork.records import ChunkLoss, LogitTransform, PackedBatch
 
 _FIXED_POINT = 2.0**34  # steps of 6e-11; room for 50,000 tokens at a log-prob of -10,000
 _LARGEST = 5.3e8  # nats that 64 bits hold at these steps; more is no log-prob of any model, and becomes NaN

@@ -1,0 +1,138 @@
+"""What every objective has in common: answers in any cut, and a loss that couples the examples of a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tiny import random_examples, random_pairs, scorer_of, tiny_policy
+from tuningfork.data.loader import build_packs
+from tuningfork.data.pack import PackLimits
+from tuningfork.errors import DataError
+from tuningfork.objective.base import Answers, BatchTotals, Objective
+from tuningfork.objective.kinds import OBJECTIVES
+from tuningfork.train.batch import StepBatch
+from tuningfork.train.step import train_step
+
+EXAMPLES = [
+    replace(example, **said)
+    for example, said in zip(
+        random_examples([(3, (4, 5)), (2, (6,)), (5, (1, 2, 3)), (4, (7, 8))]),
+        ({"weight": 2.0, "margin": 0.5}, {"label": True}, {"margin": -1.0}, {"weight": 0.25}),
+        strict=True,
+    )
+]
+LENGTHS = [4, 5, 6, 1, 2, 3, 7, 8]
+
+
+def answers(reference: bool = True) -> Answers:
+    return Answers.of(EXAMPLES, LENGTHS, -np.arange(8.0) if reference else None)
+
+
+def test_answers_say_what_their_rows_say() -> None:
+    found = answers()
+    assert found.answers_per_example == (2, 1, 3, 2)
+    assert found.lengths.tolist() == LENGTHS and found.lengths.dtype == torch.float64
+    assert found.reference is not None and found.reference.tolist() == [-float(n) for n in range(8)]
+    assert found.weights.tolist() == [2.0, 1.0, 1.0, 0.25]
+    assert found.margins.tolist() == [0.5, 0.0, -1.0, 0.0]
+    assert found.labels.tolist() == [-1, 1, -1, -1]
+    assert answers(reference=False).reference is None
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 2), (2, 3), (2, 6), (3, 8), (0, 8), (6, 8)])
+def test_a_chunk_has_its_own_answers_and_examples(first: int, last: int) -> None:
+    borders = [0, 2, 3, 6, 8]
+    its_own = slice(borders.index(first), borders.index(last))
+    chunk = answers().chunk(first, last)
+    alone = Answers.of(EXAMPLES[its_own], LENGTHS[first:last], -np.arange(8.0)[first:last])
+    for item in fields(Answers):
+        ours, theirs = getattr(chunk, item.name), getattr(alone, item.name)
+        assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs, item.name
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_an_objective_declares_what_it_gives(name: str) -> None:
+    objective = OBJECTIVES[name]()
+    assert objective.name == name and objective.unit
+    reference = -np.arange(4.0) if objective.needs_reference else None
+    of_pairs = Answers.of(random_pairs(2), [1, 2, 3, 4], reference)
+    found = objective.statistics(-torch.ones(4, dtype=torch.float64), of_pairs)
+    assert list(found) == list(objective.statistics_defined)
+    assert set(objective.headline.values()) <= set(found)
+    assert all(definition.endswith(".") for definition in objective.statistics_defined.values())
+
+
+@dataclass(frozen=True)
+class Coupled(Objective):
+    """Raises the log-probs of single answers that are above the batch's mean, and lowers the others."""
+
+    strength: float = 1.0
+
+    name: ClassVar[str] = "coupled"
+    needs_reference: ClassVar[bool] = False
+    couples_examples: ClassVar[bool] = True
+    unit: ClassVar[str] = "answers"
+
+    def refusal(self, example) -> str:
+        return "" if len(example.answers) == 1 else "more answers than one. Give one"
+
+    def totals(self, examples) -> BatchTotals:
+        return BatchTotals(len(examples), sum(example.answer_tokens(0) for example in examples))
+
+    def coupling(self, logps, answers) -> torch.Tensor:
+        return (logps / answers.lengths).mean()
+
+    def example_losses(self, logps, answers) -> torch.Tensor:
+        raise AssertionError("`loss` needs the coupling")
+
+    def loss(self, logps, answers, totals) -> torch.Tensor:
+        above = (logps.detach() / answers.lengths > totals.coupling).double() * 2 - 1
+        return -(self.strength * answers.weights * above * logps / answers.lengths).sum() / totals.examples
+
+    def statistics(self, logps, answers) -> dict[str, torch.Tensor]:
+        return {}
+
+
+def gradients(examples, tokens: int, chunk_rows: int) -> dict[str, torch.Tensor]:
+    policy, objective, found = tiny_policy(), Coupled(), {}
+
+    class Reading(torch.optim.SGD):
+        def step(self, *args):
+            found.update({name: p.grad.clone() for name, p in policy.model.named_parameters()})
+
+    packs = build_packs(examples, PackLimits.plan(tokens, True, compiled=False))
+    batch = StepBatch.of(packs, objective, None)
+    outcome = train_step(
+        scorer_of(policy, chunk_rows), objective, Reading(policy.model.parameters(), lr=0.0), batch, None
+    )
+    means = outcome.logps / batch.answers.lengths
+    above = (means > means.mean()).double() * 2 - 1
+    assert 0 < (above > 0).sum() < len(above)
+    assert outcome.loss == pytest.approx(-float((batch.answers.weights * above * means).mean()), rel=1e-12)
+    return found
+
+
+def test_an_objective_that_couples_examples_sees_the_whole_batch_before_its_first_loss() -> None:
+    """However the batch is cut, the loss and the gradient are those of the mean over all of it."""
+    examples = [
+        replace(e, weight=1 + 0.5 * n) for n, e in enumerate(random_examples([(n + 1, (9 - n,)) for n in range(7)]))
+    ]
+    whole = gradients(examples, tokens=512, chunk_rows=8192)
+    for tokens, chunk_rows in ((64, 8192), (32, 5)):
+        for name, gradient in gradients(examples, tokens, chunk_rows).items():
+            torch.testing.assert_close(gradient, whole[name], rtol=1e-6, atol=1e-8, msg=name)
+
+
+def test_refusals_are_counted_by_what_they_say() -> None:
+    pairs = random_pairs(4)
+    rows = [pairs[0], replace(pairs[1], margin=1.0), replace(pairs[2], margin=2.0), pairs[3]]
+    with pytest.raises(DataError, match=r"random:2: has a margin, .* \(1 other row is like it\.\)"):
+        OBJECTIVES["ipo"]().check(rows)
+    singles = random_examples([(3, (4,)), (3, (5,)), (3, (6,))])
+    with pytest.raises(DataError, match=r"random:1: has 1 answer, .* \(2 other rows are like it\.\)"):
+        OBJECTIVES["dpo"]().check([singles[0], replace(singles[1], label=True), replace(singles[2], label=False)])

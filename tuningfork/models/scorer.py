@@ -1,0 +1,61 @@
+"""The scorer: log-probs of packs under a policy, and the gradients of a loss of them.
+
+It alone brings the backbone's hidden states, the output weight and the kernels together, so it is the one place that
+must know how the output weight is kept and where its gradient is added up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tuningfork.errors import SCORING, enough_memory
+from tuningfork.models.head import Head
+from tuningfork.models.policy import Policy
+from tuningfork.records import ChunkLoss, PackedBatch
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A policy and its head."""
+
+    policy: Policy
+    head: Head
+
+    @classmethod
+    def of(cls, policy: Policy, chunk_rows: int) -> Scorer:
+        """A policy with a head that has its kernels and projects `chunk_rows` logit rows at once."""
+        return cls(policy, Head(policy.kernels, policy.transform, chunk_rows))
+
+    @property
+    def device(self) -> torch.device:
+        return self.policy.device
+
+    def score(self, pack: PackedBatch) -> Tensor:
+        """Summed log-probs of a pack's answers under the policy as it is now, float64 [A] on its device. No gradient.
+
+        Runs with gradients on although none is taken: a compiler fuses, and so rounds, the forward pass of a graph
+        without gradients differently. Scoring and training share one graph, and therefore every bit.
+
+        Raises:
+            OutOfMemory: the device has too little for the pack.
+        """
+        with enough_memory(f"scoring a pack of {len(pack.input_ids):,} tokens", SCORING):
+            pack = pack.to(self.device)
+            with torch.enable_grad():
+                hidden = self.policy.hidden_rows(pack)
+            return self.head.score(hidden.detach(), self.policy.head_weight, pack, self.policy.head_bias)
+
+    def backward(self, pack: PackedBatch, loss: ChunkLoss) -> tuple[Tensor, Tensor]:
+        """Backpropagate a pack's share of a loss into the `.grad` of the policy's weights, the output weight included.
+
+        The output weight is made ready once, used by all chunks of the pack, and gets their gradient at the end.
+
+        Returns:
+            `(loss, logps)`: float64 scalar; float64 [A], the same bits as `score` gives. Neither has a gradient.
+        """
+        pack = pack.to(self.device)
+        hidden = self.policy.hidden_rows(pack)
+        return self.head.backward(hidden, self.policy.head_weight, pack, loss, self.policy.head_bias)

@@ -1,0 +1,185 @@
+"""What an objective is: one declaration of everything that a run asks of a loss.
+
+A step knows all of its examples before the device computes anything. So a loss has three arguments: the policy's
+log-probs, the `Answers` that they belong to, and the `BatchTotals` by which means over the whole batch are taken. The
+head asks for it chunk by chunk; the shares of all chunks, packs and ranks add up to the loss of the batch.
+
+PyTorch is imported by what is called, not by the module: recipes are checked against objectives before it is needed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from tuningfork.errors import DataError, counted
+from tuningfork.records import ChunkLoss, TokenExample, column
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What is known of the answers of some whole examples before the policy scores them.
+
+    N examples have A answers together, in order; an example's answers are neighbours.
+    """
+
+    answers_per_example: tuple[int, ...]  # N of them, on the host
+    lengths: Tensor  # float64 [A], tokens whose log-prob counts
+    reference: Tensor | None  # float64 [A], log-probs under the reference; None for an objective without one
+    weights: Tensor  # float64 [N], of each example's loss
+    margins: Tensor  # float64 [N], by which an example's first answer should be ahead; 0 where its row has none
+    labels: Tensor  # int8 [N], whether an example's one answer is wanted: 1, 0, or -1 where its row does not say
+
+    @classmethod
+    def of(cls, examples: Sequence[TokenExample], lengths: Sequence[int], reference: np.ndarray | None) -> Answers:
+        """The answers of these examples, on the host.
+
+        Args:
+            lengths: counted tokens of each answer.
+            reference: float64 [A].
+        """
+        import torch
+
+        weights, margins, labels = (column(examples, name) for name in ("weight", "margin", "label"))
+        return cls(
+            tuple(len(example.answers) for example in examples),
+            torch.tensor(lengths, dtype=torch.float64),
+            None if reference is None else torch.from_numpy(reference),
+            torch.from_numpy(weights),
+            torch.from_numpy(np.nan_to_num(margins, nan=0.0)),
+            torch.from_numpy(labels),
+        )
+
+    def chunk(self, first: int, last: int) -> Answers:
+        """The answers numbered from `first` to before `last`, which are all those of some examples."""
+        borders = [0, *accumulate(self.answers_per_example)]
+        answers, examples = slice(first, last), slice(bisect_left(borders, first), bisect_left(borders, last))
+        return Answers(
+            self.answers_per_example[examples],
+            self.lengths[answers],
+            None if self.reference is None else self.reference[answers],
+            self.weights[examples],
+            self.margins[examples],
+            self.labels[examples],
+        )
+
+    def to(self, device: torch.device) -> Answers:
+        """The same on a device. From page-locked memory, the host goes on while the device is busy."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> Answers:
+        """The same in page-locked memory, from which a GPU copies without blocking the host."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Answers:
+        return Answers(
+            self.answers_per_example,
+            change(self.lengths),
+            None if self.reference is None else change(self.reference),
+            change(self.weights),
+            change(self.margins),
+            change(self.labels),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTotals:
+    """Sizes of the global batch, known before its first pack runs.
+
+    Every mean of an objective divides by these, so a step's gradient does not depend on how the batch is cut.
+    """
+
+    examples: int
+    tokens: int  # those that the objective's mean over tokens divides by
+    coupling: Tensor | None = None  # what `Objective.coupling` found, for an objective that couples examples
+
+
+class Objective(ABC):
+    """A loss, and everything that a run asks of one. A kind of it is a frozen dataclass.
+
+    Its fields are the settings of `objective` that it reads; any other one in a recipe is refused. A kind is immutable
+    and holds no state of a run.
+    """
+
+    name: ClassVar[str]
+    """As recipes call it."""
+    needs_reference: ClassVar[bool] = True
+    """Whether `Answers.reference` is there."""
+    couples_examples: ClassVar[bool] = False
+    """Whether the loss of an example depends on other examples of the batch: `coupling` is then asked for first."""
+    unit: ClassVar[str]
+    """What its examples are, in the plural."""
+    statistics_defined: ClassVar[Mapping[str, str]] = {}
+    """Each number that `statistics` gives -> its definition and unit."""
+    headline: ClassVar[Mapping[str, str]] = {}
+    """Heading -> the statistic that the progress line and the tables show under it."""
+
+    @classmethod
+    def settings(cls) -> frozenset[str]:
+        """The settings that this kind reads."""
+        return frozenset(item.name for item in fields(cls))  # type: ignore[arg-type]  # kinds are dataclasses
+
+    @abstractmethod
+    def refusal(self, example: TokenExample) -> str:
+        """What an example has that this objective cannot train on, and the remedy; empty where it can.
+
+        It depends on the number of answers and on whether there is a label and a margin, on nothing else, and is worded
+        alike for all examples that have it.
+        """
+
+    @abstractmethod
+    def totals(self, examples: Sequence[TokenExample]) -> BatchTotals:
+        """The sizes of a global batch of these examples."""
+
+    @abstractmethod
+    def example_losses(self, logps: Tensor, answers: Answers) -> Tensor:
+        """The loss of each example, [N], its weight included: the numbers whose mean an evaluation reports."""
+
+    def loss(self, logps: Tensor, answers: Answers, totals: BatchTotals) -> Tensor:
+        """The share that some whole examples have in the loss of the batch.
+
+        Args:
+            logps: [A], differentiable: each answer's summed log-prob under the policy.
+            totals: sizes of the global batch.
+        """
+        return self.example_losses(logps, answers).sum() / totals.examples
+
+    @abstractmethod
+    def statistics(self, logps: Tensor, answers: Answers) -> dict[str, Tensor]:
+        """The numbers of `statistics_defined`, each with one value for every item that its mean is taken over."""
+
+    def coupling(self, logps: Tensor, answers: Answers) -> Tensor:
+        """What an objective that couples examples needs of the whole batch's log-probs, without a gradient.
+
+        It reaches `loss` as `BatchTotals.coupling`. The batch is then scored once before it is trained on.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not couple examples")
+
+    def of_chunks(self, answers: Answers, totals: BatchTotals) -> ChunkLoss:
+        """The loss of a pack's answers, as the head asks for it."""
+        return lambda first, last, logps: self.loss(logps, answers.chunk(first, last), totals)
+
+    def check(self, examples: Sequence[TokenExample]) -> None:
+        """Raises DataError for the first example that it cannot train on, and says how many are like it."""
+        # Whether one is refused depends on these three alone, so one of each kind tells of all.
+        of_margin, of_label = ~np.isnan(column(examples, "margin")), column(examples, "label") >= 0
+        kinds = np.stack([column(examples, "answers"), of_margin, of_label])
+        _, first, rows = np.unique(kinds, axis=1, return_index=True, return_counts=True)
+        refused: dict[str, list[tuple[int, int]]] = {}
+        for place, alike in sorted(zip(first.tolist(), rows.tolist(), strict=True)):
+            if refusal := self.refusal(examples[place]):
+                refused.setdefault(refusal, []).append((place, alike))
+        for refusal, kinds_of_it in refused.items():
+            place, others = kinds_of_it[0][0], sum(alike for _, alike in kinds_of_it) - 1
+            more = f" ({counted(others, 'other row is', 'other rows are')} like it.)" if others else ""
+            raise DataError(f"{examples[place].id}: has {refusal}.{more}")
