@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 import tuningfork
 
@@ -56,3 +57,19 @@ def test_pythons_that_are_named_are_those_that_are_allowed():
     assert named[0] == least
     assert PROJECT["tool"]["ruff"]["target-version"] == "py" + least.replace(".", "")
     assert PROJECT["tool"]["mypy"]["python_version"] == least
+
+
+def test_hooks_before_a_commit_run_what_make_check_runs():
+    makefile = (ROOT.parent / "Makefile").read_text()
+    checks = makefile.partition("\ncheck: ")[2].partition("\n\n")[0].splitlines()[1:]
+    wanted = [line.strip().removeprefix("@").replace("$(VENV)", ".venv") for line in checks]
+    [local] = yaml.safe_load((ROOT.parent / ".pre-commit-config.yaml").read_text())["repos"]
+    assert [hook["entry"] for hook in local["hooks"]] == wanted
+
+
+@pytest.mark.parametrize(
+    "page", sorted(ROOT.parent.glob("*.md")) + sorted((ROOT.parent / "docs").glob("*.md")), ids=lambda path: path.name
+)
+def test_what_a_page_links_to_is_there(page):
+    links = re.findall(r"\]\(([^)#:]+)\)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
