@@ -193,6 +193,7 @@ def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    # private: torch.utils._pytree
     for library in ("torchao", "torch.utils._pytree"):  # of kernels for other cards, and of each other's future
         logging.getLogger(library).setLevel(logging.ERROR)
     console = Console()

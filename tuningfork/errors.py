@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 # How torch, its allocators and the libraries below it say it, in errors of a dozen types.
-_NO_MEMORY = re.compile(
+_NO_MEMORY = re.compile(  # private: torch by its words for too little memory
     r"out.of.memory|not enough memory|(can't|cannot|unable to) allocate|bad_alloc|ALLOC_FAILED", re.IGNORECASE
 )
 
@@ -126,7 +126,7 @@ def is_of_memory(error: Exception) -> bool:
 
 def is_panic(error: BaseException) -> bool:
     """Whether a library written in Rust has met what it did not foresee. That is no Exception, nor an order to end."""
-    return type(error).__name__ == "PanicException"
+    return type(error).__name__ == "PanicException"  # private: tokenizers.PanicException
 
 
 def first_line(error: BaseException) -> str:
@@ -141,7 +141,7 @@ def first_line(error: BaseException) -> str:
 
 def of_pickle(error: pickle.UnpicklingError) -> str:
     """Why a pickle was not loaded, in words that do not advise to run it, as the library's do."""
-    asked = re.search(r"GLOBAL (\S+)", str(error))
+    asked = re.search(r"GLOBAL (\S+)", str(error))  # private: torch.load by its words
     if asked:
         return (
             f"it calls for {asked[1]!r}, which is neither a tensor nor a plain value: to load it would be to run what "

@@ -240,6 +240,7 @@ def allowed(hint: Any) -> str:
         words = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
         limits = [
             f"{word} {getattr(rule, name)}"
+            # private: pydantic.fields.FieldInfo
             for rule in getattr(hint.__metadata__[0], "metadata", [])
             for name, word in words.items()
             if hasattr(rule, name)

@@ -105,6 +105,7 @@ class AsText:
         if model.get("unk_token") is not None:
             model["unk_token"] = self._renamed(model["unk_token"])
         try:
+            # private: tokenizers.Tokenizer.to_str
             twin: Any = Tokenizer.from_str(json.dumps(facts))
         except BaseException as error:  # the library has no type of its own for these
             if not isinstance(error, Exception) and not is_panic(error):

@@ -11,6 +11,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 _DIRECTIVES = "aAbBcCdDeFgGhHIjklmMnpPrRStTuUVwWxXyYzZ"  # of strftime, in Python's documentation and GNU's
+# private: transformers.strftime_now
 _MACRO = "{%- macro strftime_now(format) -%}"  # what a template begins with that has been told a date
 _PERCENT = "\u2063percent\u2063"  # for "%%", until the directives are replaced
 

@@ -31,6 +31,7 @@ LONGEST = 10_000_000
 """Characters of one text. The tokenizer takes up to 300 bytes of memory for each, so more could end the whole run."""
 # What the functions that print take themselves, and do not hand to the template; the messages they hand to it.
 _HOW_TO_PRINT = {
+    # private: transformers.render_jinja_template
     *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
     *inspect.signature(render_jinja_template).parameters,
     "messages",
@@ -146,8 +147,10 @@ class Printer:
         at = error.__traceback__
         while at is not None:
             known = at.tb_frame.f_globals
+            # private: jinja2.__jinja_exception__
             if "__jinja_exception__" in known:  # Jinja has put the template's own lines in
                 found = at.tb_lineno
+            # private: jinja2.__jinja_template__
             elif isinstance(template := known.get("__jinja_template__"), jinja2.Template):
                 found = template.get_corresponding_lineno(at.tb_lineno)
             at = at.tb_next
@@ -160,7 +163,7 @@ class Printer:
                 messages, tokenize=False, add_generation_prompt=open_turn, **self.arguments
             )
         # The same without its first steps, which take nulls out of messages and look at the first of them.
-        printed: Any = render_jinja_template(
+        printed: Any = render_jinja_template(  # private: transformers.render_jinja_template
             [messages],
             chat_template=self.tokenizer.get_chat_template(tools=self.arguments.get("tools")),
             add_generation_prompt=open_turn,

@@ -120,6 +120,7 @@ def is_saved_dataset(folder: Path) -> bool:
 def _check_saved(folder: Path) -> None:
     """Raise DataError where a saved data set names something else than files of its own folder."""
     try:
+        # private: datasets._data_files
         names = [str(part["filename"]) for part in read_object(folder / "state.json")["_data_files"]]
         for name in ("dataset_info.json", *names):
             if Path(name).name != name:

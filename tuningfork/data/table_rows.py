@@ -16,6 +16,7 @@ import pyarrow as pa
 from tuningfork.data.json_rows import Row
 from tuningfork.data.values import Broken
 
+# private: datasets.Json
 _JSON = getattr(datasets, "Json", ())  # older versions do not know it
 FILE = {"bytes", "path"}  # fields of a picture or a sound: nobody here looks at them
 UNREADABLE = "unreadable value"

@@ -48,6 +48,7 @@ def check_started() -> None:
     Such a process must not come as far as the first one's lock, which that one holds until the process has started.
     """
     process = multiprocessing.current_process()
+    # private: multiprocessing.process._inheriting
     if process.name == OURS and getattr(process, "_inheriting", False):
         raise DataError(f"A process that turns rows into tokens cannot start. {GUARD}")
 

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch._functorch.config
+import torch._functorch.config  # private: torch._functorch.config
 from torch.utils.checkpoint import checkpoint
 
 from tuningfork.errors import ConfigError
@@ -79,9 +79,9 @@ class Budgeted:
         return f"inductor with an activation budget of {self.budget}"
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        from torch._inductor.compile_fx import compile_fx
+        from torch._inductor.compile_fx import compile_fx  # private: torch._inductor.compile_fx
 
-        config: Any = torch._functorch.config
+        config: Any = torch._functorch.config  # private: torch._functorch.config
         changes: dict[str, Any] = {"activation_memory_budget": self.budget}
         # Otherwise operators that are not PyTorch's own, our attention, are taken for free to recompute.
         if hasattr(config, "is_non_builtin_to_include"):

@@ -23,6 +23,7 @@ AHEAD = (
 _HARMLESS = {"position_ids", "use_cache", "cache_position", "past_key_values", "output_attentions", "is_causal"}
 
 # Decoder blocks that are given keywords and do not pass them to their attention.
+# private: transformers.DecoderLayer
 _ONLY_HAND_ON_MASKS = {"NemotronDecoderLayer", "StableLmDecoderLayer"}
 
 
@@ -82,6 +83,7 @@ def _attention(
 def hand_down(model: nn.Module) -> None:
     """Bring the layout to the attention of blocks that keep keywords to themselves: they hand on their mask."""
     for block in model.modules():
+        # private: torch.nn.Module._forward_pre_hooks
         if type(block).__name__ in _ONLY_HAND_ON_MASKS and _as_mask not in block._forward_pre_hooks.values():
             block.register_forward_pre_hook(_as_mask, with_kwargs=True)
 
@@ -94,4 +96,4 @@ def _as_mask(block: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) 
 
 # No mask function beside it: the fork layout says who sees whom, and transformers, where it has none for a name, makes
 # no mask. With one it would first look for sequences among the positions, which makes the host wait for the device.
-ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
+ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)  # private: transformers.ALL_ATTENTION_FUNCTIONS

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch._inductor.config
+import torch._inductor.config  # private: torch._inductor.config
+
+# private: torch._inductor.custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
 
@@ -18,7 +20,7 @@ def options(device: torch.device) -> dict[str, Any]:
     A reduction must add in the same order in every graph, or the margin at step 0 is not 0. By default the compiler
     times several orders on the device and keeps the fastest, anew for every graph.
     """
-    known = torch._inductor.config
+    known = torch._inductor.config  # private: torch._inductor.config
     chosen: dict[str, Any] = {name: True for name in ("deterministic", "batch_invariant") if hasattr(known, name)}
     if device.type == "cuda":
         chosen["post_grad_custom_pre_pass"] = Float32WeightGradients()
@@ -47,6 +49,7 @@ class Float32WeightGradients(CustomGraphPass):
     @staticmethod
     def _is_gradient(node: Any) -> bool:
         """Whether a node casts grad_outᵀ · input to float32 and hands it out, and nothing else uses the product."""
+        # private: torch.ops.prims.convert_element_type
         if node.op != "call_function" or node.target is not torch.ops.prims.convert_element_type.default:
             return False
         product, dtype = node.args

@@ -116,6 +116,7 @@ def _reporting(progress: Progress) -> type:
     class Reporting(tqdm):  # type: ignore[type-arg]
         def __init__(self, *args: Any, **options: Any) -> None:
             # Some versions have a second bar of bytes, for what goes over the network.
+            # private: huggingface_hub.snapshot_download by tqdm_class
             self._counts = options.get("unit") == "B" and not str(options.get("desc")).startswith("Downloading")
             self._done = 0
             options.pop("name", None)

@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.core_model_loading import WeightRenaming
+from transformers.core_model_loading import WeightRenaming  # private: transformers.core_model_loading
 
 from tuningfork.errors import LOADING, ModelError, enough_memory, first_line, is_of_memory, is_panic
 from tuningfork.models import attention, checks, digests, folder, trust, weights
@@ -32,9 +32,10 @@ from tuningfork.models.tokenizer_file import check_tokenizer_file
 from tuningfork.models.weights import Found, Stored
 
 _CPU = torch.device("cpu")
-_LEAST_IN_8_BITS = 4096
+_LEAST_IN_8_BITS = 4096  # private: torchao.optim.AdamW8bit
 
 _NUMBERS_DO_NOT_DEPEND_ON = (
+    # private: transformers._name_or_path
     *("_name_or_path", "transformers_version", "dtype", "architectures", "use_cache"),
     *("auto_map", "pad_token_id", "bos_token_id", "eos_token_id"),
     *("output_attentions", "output_hidden_states", "return_dict"),
@@ -263,7 +264,7 @@ def _draft(config: Any, path: str, stored: dict[str, Stored]) -> _Draft | None:
     unread = {name: (weight, stored[name]) for name, weight in traced.values()}
     dtypes = {own: stored[name].dtype for own, (name, _) in traced.items()}
     # A conversion may leave a stand-in's shape and place as they are, such as a permuted rotation: only its name tells.
-    conversions = getattr(model, "_weight_conversions", None)
+    conversions = getattr(model, "_weight_conversions", None)  # private: transformers._weight_conversions
     if conversions is None or not all(isinstance(conversion, WeightRenaming) for conversion in conversions):
         return None
     refused = {*info["unexpected_keys"], *(str(key[0]) for key in info["mismatched_keys"])}
@@ -292,6 +293,7 @@ def _whole(config: Any, path: str, found: Found | None, progress: Callable[[int,
 def _computed(model: PreTrainedModel, left: Iterable[str]) -> set[str]:
     """Of stored tensors that became no weight as they are: what older versions stored, such as masks, and the library
     computes itself. It is passed over without a word."""
+    # private: transformers._keys_to_ignore_on_load_unexpected
     ignored = [checks.CONSTANT, *(model._keys_to_ignore_on_load_unexpected or ())]
     return {name for name in left if any(re.search(pattern, name) for pattern in ignored)}
 
@@ -325,11 +327,13 @@ def _from_state(config: Any, path: str, state: dict[str, Tensor]) -> tuple[PreTr
             )
         )
     checks.check_size(model, state)
+    # private: transformers.from_pretrained by state_dict
     model, info = kind.from_pretrained(None, config=config, state_dict=state, trust_remote_code=False, **_AS_WE_NEED_IT)
     model.name_or_path = model.config.name_or_path = path
     try:
         model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
     except OSError:  # there is none; what config.json says of generating is the next best
+        # private: transformers._from_model_config
         model.generation_config = GenerationConfig.from_pretrained(
             path, config_file_name="config.json", local_files_only=True, _from_model_config=True
         )

@@ -107,6 +107,7 @@ class Policy:
         """
         # A graph for each kind of block, and one more where a size lets the compiler fuse otherwise; each of them anew
         # for every activation budget that is tried.
+        # private: torch._dynamo.config.recompile_limit
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         self.compiled = True
         self.keep_activations(self.activation_memory)
@@ -172,7 +173,7 @@ class _Picked(torch.autograd.Function):
 
 def graphs_compiled() -> int:
     """Graphs that the compiler has made in this process so far; each gets its backward pass when it is first needed."""
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]  # private: torch._dynamo.utils.counters
 
 
 def _logit_transform(config: Any) -> LogitTransform:

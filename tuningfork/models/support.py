@@ -10,7 +10,7 @@ from typing import Any
 
 import transformers
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.dropout import _DropoutNd  # private: torch.nn.modules.dropout._DropoutNd
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from tuningfork.errors import ModelError
@@ -92,6 +92,7 @@ def positions(config: Any) -> int | None:
 def _check_code(kind: Any, where: str) -> None:
     """Refuse a class whose layers do not go through transformers' attention interface, before it is built."""
     code = vars(sys.modules[kind.__module__])
+    # private: transformers.ALL_ATTENTION_FUNCTIONS
     if "ALL_ATTENTION_FUNCTIONS" in code:  # modelling code that can be given another attention imports this table
         return
     if any(word in name for name in code for word in _RECURRENT_WORDS):
@@ -209,6 +210,7 @@ def _chance_in_config(model: PreTrainedModel) -> dict[str, Any]:
     """
     config = model.config
     kinds = {type(module) for module in model.modules()}
+    # private: transformers by inspect.getsource
     code = [inspect.getsource(kind) for kind in kinds if not kind.__module__.startswith("torch.")]
     found = {}
     for field, value in config.to_dict().items():

@@ -153,6 +153,7 @@ def growth(rules: Any) -> float:
 def _shortest(expression: str) -> int:
     """Letters of the shortest text that an expression can match. As far as Python reads it, else 0: it may be none."""
     try:
+        # private: re._parser
         parsed: Any = re._parser.parse(expression)  # type: ignore[attr-defined]
     except (re.error, OverflowError):
         return 0

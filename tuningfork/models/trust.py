@@ -12,6 +12,8 @@ from typing import Any
 
 import transformers
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerBase
+
+# private: transformers.tokenizer_class_from_name
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from tuningfork.errors import ModelError
@@ -21,6 +23,7 @@ CODE = (".py", ".pyc", ".so", ".sh", ".pkl", ".pickle")
 """How the names of files end that are programs: no export has them, whatever else their names are."""
 
 # A kernel is taken by what these name, and fetched where that is named like something on the hub.
+# private: transformers._attn_implementation, transformers._experts_implementation
 _BY_NAME = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 _ELSEWHERE = {
     "configuration_files": "other files that hold the config in its place",
@@ -40,8 +43,8 @@ def check_settings(settings: Mapping[str, Any], path: str) -> None:
 
 def take_no_kernels(config: Any) -> None:
     """Make a config ask for our attention, and for no kernel by name, in place of what its config.json asks for."""
-    config._attn_implementation = attention.NAME
-    config._experts_implementation = None
+    config._attn_implementation = attention.NAME  # private: transformers._attn_implementation
+    config._experts_implementation = None  # private: transformers._experts_implementation
 
 
 def kernels_of_the_hub(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode  # private: torch.utils._python_dispatch
 from transformers import PreTrainedModel
 
 from tuningfork.errors import LOADING, ModelError, OutOfMemory, enough_memory, first_line

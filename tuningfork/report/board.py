@@ -7,9 +7,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # private: tensorboard.compat.proto
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.record_writer import RecordWriter
+from tensorboard.summary.writer.record_writer import RecordWriter  # private: tensorboard.summary.writer.record_writer
 
 from tuningfork.files import check_plain
 

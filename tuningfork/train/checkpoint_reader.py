@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, Metadata
+
+# private: torch.distributed.checkpoint.filesystem._StorageInfo
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
+    _MEM_FORMAT_ENCODING,  # private: torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
     BytesStorageMetadata,
     ChunkStorageMetadata,
     MetadataIndex,
@@ -43,8 +45,9 @@ _FILLED = (  # objects of these are made first and get their fields then
 _KNOWN: dict[tuple[str, str], Any] = {
     **{(kind.__module__, kind.__name__): kind for kind in (*_FILLED, _MEM_FORMAT_ENCODING, torch.Size)},
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
-    ("torch.serialization", "_get_layout"): lambda name: _LAYOUTS[name],
+    ("torch.serialization", "_get_layout"): lambda name: _LAYOUTS[name],  # private: torch.serialization._get_layout
     # Where the checkpoint was written: it may have been moved since, and nobody asks.
+    # private: pathlib._local
     **{(module, "PosixPath"): lambda *parts: None for module in ("pathlib", "pathlib._local")},
 }
 
@@ -139,7 +142,7 @@ def _lies_beside(place: object) -> bool:
     return Path(name).name == name and name.endswith(DEFAULT_SUFFIX) and not place.transform_descriptors
 
 
-_InPython: Any = pickle._Unpickler
+_InPython: Any = pickle._Unpickler  # private: pickle._Unpickler
 _STEPS = {  # of a pickle, that a checkpoint's take: those of the protocols from 2 on for plain values and objects
     *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.NEWOBJ),
     *(pickle.REDUCE, pickle.BUILD, pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET),

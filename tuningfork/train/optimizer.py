@@ -50,6 +50,7 @@ def gradient_norm(optimizer: Optimizer) -> Tensor:
     """The 2-norm of all gradients together, a scalar on their device, computed in float32 at least."""
     gradients = _gradients(optimizer)
     dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
+    # private: torch._foreach_norm
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype)))
 
 
@@ -60,13 +61,14 @@ def step(optimizer: Optimizer, scale: Tensor | None = None) -> None:
         optimizer.step()
     elif optimizer.defaults.get("fused"):
         # A fused optimizer divides by this while it reads a gradient, so scaling takes no pass over memory of its own.
+        # private: torch.optim.AdamW.grad_scale
         optimizer.grad_scale = scale.reciprocal().float()  # type: ignore[attr-defined]
         try:
             optimizer.step()
         finally:
             del optimizer.grad_scale  # type: ignore[attr-defined]
     else:
-        torch._foreach_mul_(_gradients(optimizer), scale)
+        torch._foreach_mul_(_gradients(optimizer), scale)  # private: torch._foreach_mul_
         optimizer.step()
 
 
@@ -91,8 +93,8 @@ def check(config: TrainConfig) -> None:
             f"train.optimizer is adamw_8bit, which needs torchao ({error}). Install it: pip install torchao"
         ) from error
     if not torch.cuda.is_available() or config.device == "cpu":
-        from torch._inductor.cpp_builder import get_cpp_compiler
-        from torch._inductor.exc import InvalidCxxCompiler
+        from torch._inductor.cpp_builder import get_cpp_compiler  # private: torch._inductor.cpp_builder
+        from torch._inductor.exc import InvalidCxxCompiler  # private: torch._inductor.exc
 
         try:
             get_cpp_compiler()

@@ -23,7 +23,7 @@ import torch
 import triton
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils.flop_counter import register_flop_formula
+from torch.utils.flop_counter import register_flop_formula  # private: torch.utils.flop_counter
 
 from tuningfork.kernels.attention import _fork_kernels as kernels
 from tuningfork.records import ForkLayout
