@@ -27,13 +27,11 @@ from transformers import AutoModelForCausalLM
 from bench import shapes
 from bench.output import device, emit, environment, parser, rounded, table
 from bench.timing import free_memory
-from tuningfork.data.config import PackConfig
 from tuningfork.models.config import ModelConfig
-from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.reference.fingerprint import tensors_of, weights_digest
 from tuningfork.report.console import Console
-from tuningfork.train.config import TrainConfig
-from tuningfork.train.setup import start_model
+from tuningfork.run_config import RunConfig
+from tuningfork.train.setup.model import start_model
 
 _SHARD = 5 * 10**9
 _BLOCK = 16 << 20
@@ -102,10 +100,10 @@ def measure(model: str, folder: Path, warm: bool = False, plain: bool = True) ->
 
 def _ours(folder: Path) -> dict[str, float]:
     console = Console(io.StringIO())
-    model = ModelConfig(path=str(folder), compile="off")
-    start = start_model(model, ObjectiveConfig(), PackConfig(), TrainConfig(), device(), console)
+    config = RunConfig(model=ModelConfig(path=str(folder), compile="off"))
+    session = start_model(config, device(), console)
     with console.startup.time("weights digest"):
-        weights_digest(tensors_of(start.policy.model))
+        weights_digest(tensors_of(session.policy.model))
     return console.startup.seconds
 
 

@@ -42,9 +42,11 @@ from tuningfork.report.metrics import StepResult
 from tuningfork.report.throughput import RunTotals
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.evaluate import check_start
-from tuningfork.train.loop import training_steps
 from tuningfork.train.optimizer import build_optimizer
-from tuningfork.train.setup import DTYPES, Start, settle_activations
+from tuningfork.train.run import training_steps
+from tuningfork.train.session import Session
+from tuningfork.train.setup.device import DTYPES
+from tuningfork.train.setup.model import choose_activations
 
 PROFILED = 3  # steady steps, behind those that are timed
 
@@ -125,7 +127,7 @@ def measure(
     )
     begun = time.perf_counter()
     limits = PackLimits.plan(pack_tokens, share_prompt, compiled=device().type == "cuda")
-    start = _start(model, train, head_chunk_rows, limits, DTYPES[weights])
+    session = _start(model, train, head_chunk_rows, limits, DTYPES[weights])
     build_s = time.perf_counter() - begun
     print(f"{model}: weights made in {build_s:.1f} s; scoring the reference", file=sys.stderr, flush=True)
 
@@ -133,19 +135,19 @@ def measure(
     last = order.total_steps
     if profile is not None:
         order = EpochOrder.plan(pairs, examples_per_step, seed, epochs, last + PROFILED)
-    loader = PackLoader(examples, order, limits, pin_memory=start.compiled)
+    loader = PackLoader(examples, order, limits, pin_memory=session.compiled)
 
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as cache:
         store = ReferenceStore(Path(cache), {"bench": "step"})
-        fill(store, build_packs(examples, limits), start.scorer.score)
+        fill(store, build_packs(examples, limits), session.scorer.score)
     reference_s = time.perf_counter() - begun
     begun = time.perf_counter()
-    checked = check_start(start, loader.step(0), store)
+    checked = check_start(session, loader.step(0), store)
     check_s = time.perf_counter() - begun
     print(f"scored in {reference_s:.1f} s, checked in {check_s:.1f} s; training", file=sys.stderr, flush=True)
 
-    steps = training_steps(loader, start, build_optimizer(start.policy.model, train), store, train, 0)
+    steps = training_steps(loader, session, build_optimizer(session.policy.model, train), store, train, 0)
     timed = _Timed(RunTotals(peak()), last_warmup=pairs // examples_per_step, last=last, epochs=epochs)
     timed.run(steps, DeviceProfile() if profile is not None else None)
     line = {
@@ -154,14 +156,14 @@ def measure(
         "examples_per_step": examples_per_step,
         "args": settings,
         **environment(),
-        "parameters": sum(p.numel() for p in start.policy.model.parameters()),
+        "parameters": sum(p.numel() for p in session.policy.model.parameters()),
         "stats": stats(workload(pairs)),
         "model_build_s": round(build_s, 1),
         "reference_s": round(reference_s, 1),
         "check_s": round(check_s, 1),
         "step0_pairs_exact": checked,
-        "activation_memory": start.policy.activation_memory,
-        **timed.summary(recomputed_share(start.policy.activation_memory, start.policy.flops(), examples)),
+        "activation_memory": session.policy.activation_memory,
+        **timed.summary(recomputed_share(session.policy.activation_memory, session.policy.flops(), examples)),
     }
     if profile is not None and timed.profile is not None:
         line["profile"] = timed.profile.summary(PROFILED, timed.profiled_s)
@@ -244,7 +246,7 @@ class _Timed:
         }
 
 
-def _start(model: str, train: TrainConfig, head_chunk_rows: int, limits: PackLimits, weights: torch.dtype) -> Start:
+def _start(model: str, train: TrainConfig, head_chunk_rows: int, limits: PackLimits, weights: torch.dtype) -> Session:
     """The starting model as a run has it: on a GPU bfloat16 over float32 weights, compiled; on a CPU plain float32."""
     where = device()
     compiled = where.type == "cuda"
@@ -256,11 +258,11 @@ def _start(model: str, train: TrainConfig, head_chunk_rows: int, limits: PackLim
         torch.cuda.synchronize()
     scorer = Scorer.of(policy, head_chunk_rows)
     objective, loaded = ObjectiveConfig().build(), Loaded(built, torch.float32)
-    start = Start(scorer, objective, loaded, compiled)
+    session = Session(scorer, objective, loaded, compiled)
     if train.activation_memory != "auto":
         policy.keep_activations(train.activation_memory)
-    settle_activations(start, train, limits, None, Console())
-    return start
+    choose_activations(session, train, limits, None, Console())
+    return session
 
 
 def main(argv: list[str] | None = None) -> None:

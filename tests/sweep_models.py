@@ -36,8 +36,8 @@ from tuningfork.errors import ModelError
 from tuningfork.models import attention
 from tuningfork.models.policy import Policy
 from tuningfork.models.support import check_config, check_modules
-from tuningfork.train.kernel_check import KernelCheck
-from tuningfork.train.self_check import check_packed_equals_alone
+from tuningfork.train.checks.kernel_check import KernelCheck
+from tuningfork.train.checks.self_check import check_packed_equals_alone
 
 WINDOW = 24
 SHAPES = [(60, (70, 33)), (9, (140, 3)), (250, (40, 90))]

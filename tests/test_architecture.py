@@ -14,8 +14,8 @@ from typing import get_type_hints
 import pytest
 
 import tuningfork
-from tuningfork.config import RunConfig
 from tuningfork.objective.kinds import OBJECTIVES
+from tuningfork.run_config import RunConfig
 
 ROOT = Path(tuningfork.__file__).parent
 LINES = 400
@@ -26,6 +26,7 @@ EVERYONE = {
     "files",
     "json_files",
 }  # may be imported by all, and import nothing of the house but each other
+RECORDS = {"run_config"}  # the settings of all rooms, which any room may read
 COMPOSERS = {"config", "cli", "commands", "__main__"}  # may import all
 ROOMS = {
     "data": set(),
@@ -34,8 +35,9 @@ ROOMS = {
     "models": {"kernels"},
     "objective": set(),
     "reference": set(),
-    "train": {"data", "models", "objective", "reference", "report"},
-    "lab": {"train", "data", "kernels", "models", "objective", "reference", "report"},
+    "distributed": {"models"},
+    "train": {"data", "distributed", "models", "objective", "reference", "report"},
+    "lab": {"train", "data", "distributed", "kernels", "models", "objective", "reference", "report"},
 }
 
 
@@ -89,13 +91,13 @@ def test_the_reader_of_imports_sees_what_is_there():
 
 
 def test_every_module_lives_in_a_known_room():
-    known = {*ROOMS, *EVERYONE, *COMPOSERS, "recipe", "dialect", "hints", ""}
+    known = {*ROOMS, *EVERYONE, *RECORDS, *COMPOSERS, "recipe", "dialect", "hints", ""}
     assert {room(module) for module in modules()} <= known
 
 
 @pytest.mark.parametrize("name", ROOMS)
 def test_a_room_imports_only_from_rooms_that_the_table_allows(name):
-    allowed = ROOMS[name] | EVERYONE | {name}
+    allowed = ROOMS[name] | EVERYONE | RECORDS | {name}
     wrong = {
         f"{module} imports {other}"
         for module in modules()
@@ -114,6 +116,8 @@ def test_what_everyone_imports_imports_nothing_else():
 def test_recipe_knows_its_dialect_and_hints_only_and_is_known_to_config_and_cli_only():
     assert imports("recipe") == {"dialect", "errors", "files", "hints"}
     assert imports("dialect") == {"errors"}
+    rooms = {module for module in imports("run_config") if not module.endswith(".config")}
+    assert rooms == {"dialect"}, "the record of all settings knows the rooms' settings, and nothing of the rooms"
     assert imports("hints") == frozenset()
     assert {module for module in modules() if "recipe" in imports(module)} <= {"config", "cli"}
 

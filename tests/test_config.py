@@ -10,21 +10,11 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter
 
 from tuningfork import config as config_module
-from tuningfork.config import (
-    PATHS,
-    REQUIRED,
-    SETTINGS,
-    RunConfig,
-    check,
-    differing_settings,
-    from_yaml,
-    load_run_config,
-    settings,
-    to_yaml,
-)
+from tuningfork.config import PATHS, REQUIRED, SETTINGS, check, from_yaml, load_run_config
 from tuningfork.dialect import parse_scalar, to_text
 from tuningfork.errors import ConfigError, DataError
 from tuningfork.recipe import split_flags
+from tuningfork.run_config import RunConfig
 
 BOTH = ["--model.path", "m", "--data.train", "d.jsonl"]
 
@@ -94,21 +84,21 @@ OTHER = {  # not any text will do
 @pytest.mark.parametrize("key", SETTINGS)
 def test_every_setting_can_be_given_in_a_recipe_and_as_a_flag_which_wins(key: str) -> None:
     section, _, name = key.partition(".")
-    before = settings(load(None, *NEEDS.get(key, [])))[key]
+    before = load(None, *NEEDS.get(key, [])).values()[key]
     value = OTHER.get(key) or another(SETTINGS[key], RunConfig().__dict__[section].__dict__[name])
     text = value if isinstance(value, str) else yaml.safe_dump(value, default_flow_style=True).split("\n")[0]
 
     by_flag = load(None, f"--{key}", text, *NEEDS.get(key, []))
-    assert settings(by_flag)[key] == value != before
-    assert type(settings(by_flag)[key]) is type(value)
+    assert by_flag.values()[key] == value != before
+    assert type(by_flag.values()[key]) is type(value)
 
     Path("r.yaml").write_text(to_text({section: {name: value}}))
     if key not in REQUIRED:
         by_recipe = load_run_config(Path("r.yaml"), [*BOTH, *NEEDS.get(key, [])], "tuningfork train")
-        assert differing_settings(by_recipe, load(None, *BOTH, *NEEDS.get(key, []))).keys() == {key}
+        assert by_recipe.differing(load(None, *BOTH, *NEEDS.get(key, []))).keys() == {key}
         flag = before if isinstance(before, str) else yaml.safe_dump(before).split("\n")[0]
         back = load_run_config(Path("r.yaml"), [*BOTH, f"--{key}={flag}", *NEEDS.get(key, [])], "tuningfork train")
-        assert settings(back)[key] == before
+        assert back.values()[key] == before
 
 
 @pytest.mark.parametrize(
@@ -133,7 +123,7 @@ def test_precisions_that_contradict_each_other_are_refused(flags: str, words: tu
 def test_the_settings_are_sections_of_plain_values_whose_defaults_are_valid() -> None:
     for section in fields(RunConfig):
         assert is_dataclass(getattr(RunConfig(), section.name))
-    for key, default in settings(RunConfig()).items():
+    for key, default in RunConfig().values().items():
         if key not in REQUIRED:
             value = TypeAdapter(SETTINGS[key], config=ConfigDict(strict=True)).validate_python(default)
             assert (value, type(value)) == (default, type(default)), key
@@ -162,7 +152,7 @@ def test_the_settings_are_sections_of_plain_values_whose_defaults_are_valid() ->
 def test_a_value_reads_the_same_in_a_recipe_and_as_a_flag(key: str, text: str, value: Any) -> None:
     section, _, name = key.partition(".")
     for loaded in (load(f"{section}:\n  {name}: {text}\n"), load(None, f"--{key}", text)):
-        assert (settings(loaded)[key], type(settings(loaded)[key])) == (value, type(value))
+        assert (loaded.values()[key], type(loaded.values()[key])) == (value, type(value))
 
 
 @pytest.mark.parametrize("text", ["7", "1e5", "true", "on", "2024-01-01", "a: b", "[x", "#1", "-x", "ü b"])
@@ -178,7 +168,7 @@ def test_sources_may_be_a_list_in_a_recipe_and_as_a_flag() -> None:
     flags = ["--model.path=m", "--data.train", "[a.jsonl, 'b c.json']", "--data.shares=[3, 0.5]"]
     for loaded in (load_run_config(Path("list.yaml"), [], "train"), load_run_config(None, flags, "train")):
         assert (loaded.data.train, loaded.data.shares) == (["a.jsonl", "b c.json"], [3, 0.5])
-        assert from_yaml(to_yaml(loaded), "again") == loaded
+        assert from_yaml(loaded.to_yaml(), "again") == loaded
 
 
 @pytest.mark.parametrize(
@@ -422,7 +412,7 @@ def test_settings_that_go_together(flags: str) -> None:
 def test_any_text_survives_saving(text: str) -> None:
     config = load()
     config.output.dir = text
-    saved = to_yaml(config)
+    saved = config.to_yaml()
     assert from_yaml(saved, "saved") == config
     assert yaml.safe_load(saved)["output"]["dir"] == text  # and any other reader of YAML sees the same
 
@@ -431,7 +421,7 @@ def test_any_text_survives_saving(text: str) -> None:
 def test_floats_survive_saving_to_the_last_bit(number: float) -> None:
     config = load()
     config.train.learning_rate = number
-    loaded = from_yaml(to_yaml(config), "saved")
+    loaded = from_yaml(config.to_yaml(), "saved")
     assert loaded == config
     assert loaded.train.learning_rate.hex() == number.hex()
     assert parse_scalar(repr(number)) == number
@@ -439,16 +429,16 @@ def test_floats_survive_saving_to_the_last_bit(number: float) -> None:
 
 def test_a_saved_config_loads_as_a_recipe() -> None:
     config = load("train: {learning_rate: 5e-7, max_grad_norm: null}\nmodel: {compile: on}\n", "--train.seed", "3")
-    Path("config.yaml").write_text(to_yaml(config))
+    Path("config.yaml").write_text(config.to_yaml())
     assert load_run_config(Path("config.yaml"), [], "tuningfork train") == config
-    assert list(yaml.safe_load(to_yaml(config))) == [field.name for field in fields(RunConfig)]
+    assert list(yaml.safe_load(config.to_yaml())) == [field.name for field in fields(RunConfig)]
 
 
 def test_differing_settings() -> None:
     a = load("train: {seed: 3}")
     b = load("train: {max_grad_norm: null}")
-    assert differing_settings(a, b) == {"train.seed": (3, 0), "train.max_grad_norm": (1.0, None)}
-    assert differing_settings(a, a) == {}
+    assert a.differing(b) == {"train.seed": (3, 0), "train.max_grad_norm": (1.0, None)}
+    assert a.differing(a) == {}
 
 
 def test_split_parts_the_commands_own_arguments_from_settings() -> None:
@@ -542,7 +532,7 @@ def test_a_tilde_is_the_home_of_the_user_in_every_path(monkeypatch: pytest.Monke
         section, _, name = key.partition(".")
         tree.setdefault(section, {})[name] = value
     Path("r.yaml").write_text(to_text(tree))
-    found = settings(load_run_config(Path("r.yaml"), [], "tuningfork train"))
+    found = load_run_config(Path("r.yaml"), [], "tuningfork train").values()
     assert {key: found[key] for key in given} == {
         "model.path": "/home/me/model",
         "data.train": ["/home/me/a.jsonl", "hub:x/~y", "b.jsonl"],

@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 from tuningfork import __version__
-from tuningfork.config import RunConfig, check, differing_settings, from_yaml, to_yaml
-from tuningfork.config import settings as settings_of
+from tuningfork.config import check, from_yaml
 from tuningfork.data.audit import check_names_used, dataset_digest
 from tuningfork.data.hub import commit_in, newest_commit, pinned
 from tuningfork.data.loader import EpochOrder
@@ -32,27 +31,16 @@ from tuningfork.report import data_files, eval_files
 from tuningfork.report.console import Console, score, table
 from tuningfork.report.data_terminal import draw_report
 from tuningfork.report.writer import Scores
-from tuningfork.train import checkpoint, optimizer
-from tuningfork.train import folder as run_folder
+from tuningfork.run_config import RunConfig
+from tuningfork.train import checkpoint, optimizer, run_folder
 from tuningfork.train.evaluate import evaluate as evaluate_packs
 from tuningfork.train.exported import MODEL
-from tuningfork.train.loop import RunResult, run
-from tuningfork.train.setup import (
-    Data,
-    Start,
-    check_one_process,
-    choose_compile,
-    choose_device,
-    device_name,
-    dtype_name,
-    model_digest,
-    open_reference,
-    read_data,
-    read_sources,
-    settle_activations,
-    start_model,
-    starting_weights,
-)
+from tuningfork.train.run import RunResult, run
+from tuningfork.train.session import Data, Session
+from tuningfork.train.setup.data import read_data, read_sources
+from tuningfork.train.setup.device import check_one_process, choose_compile, choose_device, device_name, dtype_name
+from tuningfork.train.setup.model import choose_activations, start_model
+from tuningfork.train.setup.reference import model_digest, open_reference, starting_weights
 
 READING_MODEL = "reading the model's config and tokenizer"
 
@@ -78,22 +66,21 @@ def _train(config: RunConfig, resume: bool, folder: Path, console: Console) -> i
         before = _run_in(folder)
         config = _as_before(config, before)
         if before is not None:
-            run_folder.check_settings(folder, differing_settings(before, config), settings_of(RunConfig()))
+            run_folder.check_settings(folder, before.differing(config), RunConfig().values())
         optimizer.check(config.train)  # before minutes of reading and scoring
         last = checkpoint.newest(folder / "checkpoints")
         if before is not None and last is None:
             console.print(f"{folder}: the run had not come to its first checkpoint; it begins at its first step")
         config, text = _located(config, console)
-        data, start = _prepare(config, console)
-        settle_activations(start, config.train, data.limits, last, console)
-        length = None if before is None else before.train
-        result = run(data, start, text, config.pack, config.reference, config.train, config.output, console, length)
+        data, session = _prepare(config, console)
+        choose_activations(session, config.train, data.limits, last, console)
+        result = run(config, session, data, console, kept=text, before=None if before is None else before.train)
     if not result.finished:
         return 130
     if last == checkpoint.at(folder / "checkpoints", result.steps_done):
         steps = counted(result.steps_done, "step")
         console.print(f"nothing left to train: all {steps} are done; raise train.epochs or train.max_steps to go on")
-    console.print("", *summary(result, data, start.objective).split("\n"))
+    console.print("", *summary(result, data, session.objective).split("\n"))
     return 0
 
 
@@ -160,9 +147,8 @@ def reference(config: RunConfig, console: Console | None = None) -> int:
     if not config.objective.build().needs_reference:
         raise ConfigError(f"objective.name {config.objective.name} has no reference; there is nothing to score.")
     config, _ = _located(config, console)
-    data, start = _prepare(config, console)
-    cache, share = config.reference.cache, config.pack.share_prompt
-    store = open_reference(start, share, cache, data.train, data.limits, console, data.held_out)
+    data, session = _prepare(config, console)
+    store = open_reference(config, session, data.train, data.limits, console, data.held_out)
     covered = counted(len(data.train) + len(data.held_out), "example")
     console.print(f"{store.folder}: {counted(len(store), 'answer')} cached, all of {covered} covered")
     return 0
@@ -180,24 +166,24 @@ def evaluate(config: RunConfig, policy: str | None, console: Console | None = No
     folder = Path(config.output.dir) / eval_files.FOLDER
     eval_files.check(folder)  # before minutes of scoring
     config, _ = _located(_dated_as_its_run(config), console)
-    data, start = _prepare(config, console, train_too=False)
-    weights, share, cache = starting_weights(start.policy, console), config.pack.share_prompt, config.reference.cache
-    starting, store = model_digest(start.policy, weights), None
-    if start.objective.needs_reference:
-        store = open_reference(start, share, cache, data.held_out, data.limits, console, weights=weights)
-    _take_weights(start, path, config.model, console)
-    with console.phase("evaluating", len(data.held_out), start.objective.unit) as phase:
-        result = evaluate_packs(start, start.packs(data.held_out, data.limits), store, phase.advance)
+    data, session = _prepare(config, console, train_too=False)
+    weights = starting_weights(session.policy, console)
+    starting, store = model_digest(session.policy, weights), None
+    if session.objective.needs_reference:
+        store = open_reference(config, session, data.held_out, data.limits, console, weights=weights)
+    _take_weights(session, path, config.model, console)
+    with console.phase("evaluating", len(data.held_out), session.objective.unit) as phase:
+        result = evaluate_packs(session, session.packs(data.held_out, data.limits), store, phase.advance)
     console.print(
-        *table(f"{path} on {config.data.eval}", _evaluation_rows({"": result.as_dict()}, start.objective)).split("\n")
+        *table(f"{path} on {config.data.eval}", _evaluation_rows({"": result.as_dict()}, session.objective)).split("\n")
     )
     facts = {
-        "policy": model_digest(start.policy, starting_weights(start.policy, console)),
+        "policy": model_digest(session.policy, starting_weights(session.policy, console)),
         "reference": None if store is None else starting,
         "data": dataset_digest(data.held_out),
         "objective": asdict(config.objective),
-        "dtype": dtype_name(start.policy.dtype),
-        "device": device_name(start.policy.device),
+        "dtype": dtype_name(session.policy.dtype),
+        "device": device_name(session.policy.device),
     }
     report = data.held_out_report
     assert report is not None
@@ -297,10 +283,10 @@ def _located(config: RunConfig, console: Console, weights: bool = True) -> tuple
     config = replace(config, data=data)
     name = hub_name(config.model.path)
     if name is None:
-        return config, to_yaml(config)
+        return config, config.to_yaml()
     folder, fixed = _fetched(name, console, weights)
     kept = replace(config, model=replace(config.model, path=f"{HUB}{fixed}"))
-    return replace(config, model=replace(config.model, path=folder)), to_yaml(kept)
+    return replace(config, model=replace(config.model, path=folder)), kept.to_yaml()
 
 
 def _fetched(name: HubName, console: Console, weights: bool) -> tuple[str, HubName]:
@@ -324,7 +310,7 @@ def _dated_as_its_run(config: RunConfig) -> RunConfig:
         ) from error
 
 
-def _prepare(config: RunConfig, console: Console, train_too: bool = True) -> tuple[Data, Start]:
+def _prepare(config: RunConfig, console: Console, train_too: bool = True) -> tuple[Data, Session]:
     """Data and model of a run whose data has a date; without `train_too`, the held-out data alone."""
     device = choose_device(config.train.device)
     compiled = choose_compile(config.model.compile, device)
@@ -339,20 +325,19 @@ def _prepare(config: RunConfig, console: Console, train_too: bool = True) -> tup
         )
     with console.startup.time("data"):
         data = read_data(config.model, settings, config.pack, objective, tokenizer, compiled, console, train_too)
-    start = start_model(config.model, config.objective, config.pack, config.train, device, console)
-    return data, start
+    return data, start_model(config, device, console)
 
 
-def _take_weights(start: Start, path: str, starting: ModelConfig, console: Console) -> None:
+def _take_weights(session: Session, path: str, starting: ModelConfig, console: Console) -> None:
     """Load another model's weights into the starting model, if the two are alike in all but weights."""
-    ours, theirs = comparable(start.policy.config), comparable(load_config(path))
+    ours, theirs = comparable(session.policy.config), comparable(load_config(path))
     other = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
     if other:
         raise ModelError(
             f"{path} is not a model of the same architecture as {starting.path}: their config.json differ in "
             f"{', '.join(other)}."
         )
-    for note in replace_weights(start.policy.model, path):
+    for note in replace_weights(session.policy.model, path):
         console.print(f"{path}: {note}")
 
 

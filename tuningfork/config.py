@@ -1,4 +1,4 @@
-"""The whole recipe of a run: composes the rooms' own settings. Only cross-room checks live here."""
+"""From a recipe and flags to the checked settings of a run. Only checks across rooms live here."""
 
 from __future__ import annotations
 
@@ -8,38 +8,20 @@ import os
 import shutil
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, make_dataclass
+from dataclasses import asdict, field, fields, make_dataclass
 from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
-from tuningfork import dialect
 from tuningfork import recipe as recipes
 from tuningfork.data.columns import check_columns
 from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.own_template import read_template
 from tuningfork.data.roles import check_roles
 from tuningfork.errors import ConfigError, counted
-from tuningfork.models.config import ModelConfig
-from tuningfork.objective.config import ObjectiveConfig
-from tuningfork.reference.config import ReferenceConfig
-from tuningfork.train.config import OutputConfig, TrainConfig
-
-
-@dataclass
-class RunConfig:
-    """Settings of a run. Each stands in the recipe (train: {seed: 3}) or is a flag (--train.seed 3); a flag wins.
-    Relative paths start at the current directory, wherever the recipe lies."""
-
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    pack: PackConfig = field(default_factory=PackConfig)
-    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    output: OutputConfig = field(default_factory=OutputConfig)
-
+from tuningfork.run_config import RunConfig
+from tuningfork.train.config import TrainConfig
 
 SETTINGS = recipes.settings_of(RunConfig)
 """Dotted key -> type, for every setting there is."""
@@ -94,14 +76,14 @@ def check(config: RunConfig, required: Mapping[str, str] = REQUIRED) -> None:
     """Refuse settings that are missing, contradict each other, or that nothing would read. Raises ConfigError."""
     name, defaults = config.objective.name, RunConfig()
 
-    missing = [key for key in required if not settings(config)[key]]
+    missing = [key for key in required if not config.values()[key]]
     if missing:
         flags = " ".join(f"--{key} {required[key]}" for key in missing)
         raise ConfigError(
             f"{' and '.join(missing)} must be set, in the recipe or by flag; for example: {flags}"
             f"{_of_a_run(config.output.dir)}"
         )
-    _check_paths(settings(config))
+    _check_paths(config.values())
     _check_mix(config.data)
     _check_date(config.data.date)
     check_columns(config.data.columns or {})
@@ -217,25 +199,9 @@ def _check_date(day: str | None) -> None:
         raise ConfigError(f"data.date {day!r} is no day. Write it as 2026-01-31.")
 
 
-def settings(config: RunConfig) -> dict[str, Any]:
-    """Dotted key -> value, in the order of the recipe."""
-    return {f"{section}.{name}": value for section, room in asdict(config).items() for name, value in room.items()}
-
-
-def to_yaml(config: RunConfig) -> str:
-    """Every setting as a recipe; loading it gives an equal config."""
-    return dialect.to_text(asdict(config))
-
-
 def from_yaml(text: str, name: str) -> RunConfig:
     """The settings that a recipe's text gives, not yet checked across rooms. `name` stands for it in errors."""
     return _build(recipes.parse(text, name, SETTINGS))
-
-
-def differing_settings(a: RunConfig, b: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Dotted key -> (value in a, value in b), for the settings in which they differ."""
-    of_a, of_b = settings(a), settings(b)
-    return {key: (of_a[key], of_b[key]) for key in of_a if of_a[key] != of_b[key]}
 
 
 def print_help(

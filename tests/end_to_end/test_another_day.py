@@ -13,7 +13,7 @@ from tests.data.tiny_tokenizers import CHATML
 from tests.end_to_end.workbench import Job, make_model, make_tokenizer
 from tuningfork.config import from_yaml
 from tuningfork.data import config
-from tuningfork.train import loop
+from tuningfork.train import steps
 
 
 class Crash(BaseException):
@@ -45,15 +45,15 @@ def day_of(job: Job) -> str | None:
 
 
 def crash_in_fourth_step(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, count = loop.train_step, iter(range(1, 100))
+    step, count = steps.train_step, iter(range(1, 100))
 
-    def crashing(*args: Any) -> Any:
+    def crashing(*args: Any, **named: Any) -> Any:
         if next(count) == 4:
             raise Crash
-        return step(*args)
+        return step(*args, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "train_step", crashing)
+        patch.setattr(steps, "train_step", crashing)
         with pytest.raises(Crash):
             job("train")
 

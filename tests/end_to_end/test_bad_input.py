@@ -26,7 +26,8 @@ from tuningfork.kernels.attention.plain import PlainAttention
 from tuningfork.kernels.select import plain
 from tuningfork.models import policy
 from tuningfork.models.scorer import Scorer
-from tuningfork.train import loop, setup
+from tuningfork.train import steps
+from tuningfork.train.setup import model
 
 ROOT = Path(tuningfork.__file__).parents[1]
 PAIR = {"prompt": "bread", "chosen": "gladly", "rejected": "no"}
@@ -306,10 +307,10 @@ def test_model_folder_without_tokenizer(job: Job, shelf: Path) -> None:
 
 def poisoned(monkeypatch: pytest.MonkeyPatch, at_step: int) -> None:
     """From a step on, the first logit row's log-prob is NaN."""
-    train_step, steps = loop.train_step, iter(range(1, 1000))
+    train_step, count = steps.train_step, iter(range(1, 1000))
 
-    def poisoning(scorer: Any, *rest: Any) -> Any:
-        if next(steps) >= at_step:
+    def poisoning(scorer: Any, *rest: Any, **named: Any) -> Any:
+        if next(count) >= at_step:
             real = scorer.head.kernels.row_logps
 
             def row_logps(*args: Any) -> Any:
@@ -319,9 +320,9 @@ def poisoned(monkeypatch: pytest.MonkeyPatch, at_step: int) -> None:
 
             head = replace(scorer.head, kernels=replace(scorer.head.kernels, row_logps=row_logps))
             scorer = replace(scorer, head=head)
-        return train_step(scorer, *rest)
+        return train_step(scorer, *rest, **named)
 
-    monkeypatch.setattr(loop, "train_step", poisoning)
+    monkeypatch.setattr(steps, "train_step", poisoning)
 
 
 def test_a_loss_that_becomes_nan_names_step_and_example(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,7 +354,7 @@ def test_weights_that_overflow_in_the_last_step_are_not_exported(job: Job) -> No
     assert not (job.run / "model").exists() or all(weight.isfinite().all() for weight in job.exported().values())
 
 
-def allocate_too_much(*args: Any) -> Any:
+def allocate_too_much(*args: Any, **named: Any) -> Any:
     """As if a tensor did not fit: what torch itself then says, and does not say where."""
     return torch.empty(2**50, dtype=torch.uint8)
 
@@ -397,9 +398,11 @@ def test_a_run_with_a_broken_kernel_trains_nothing(job: Job, monkeypatch: pytest
 def test_too_little_memory_for_a_step(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step, what torch said, the ways out; --resume with the one that changes no log-prob goes on."""
     job = job.but({"output.save_every": 1})
-    train_step, steps = loop.train_step, iter(range(1, 1000))
+    train_step, count = steps.train_step, iter(range(1, 1000))
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "train_step", lambda *args: (allocate_too_much if next(steps) == 3 else train_step)(*args))
+        patch.setattr(
+            steps, "train_step", lambda *a, **k: (allocate_too_much if next(count) == 3 else train_step)(*a, **k)
+        )
         message = job.refused()
     assert "step 3, with packs of up to " in message and "1125899906842624 bytes" in message
     for key in ("pack.tokens", "objective.head_chunk_rows", "train.activation_memory"):
@@ -476,6 +479,6 @@ def test_what_an_optimizer_needs_is_asked_for_before_anything_is_read(
 def test_a_budget_without_a_compiler_is_refused_before_anything_is_read(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(setup, "load", lambda *_: pytest.fail("read the weights"))
+    monkeypatch.setattr(model, "load", lambda *_: pytest.fail("read the weights"))
     message = job.but({"train.activation_memory": "budget:0.5"}).refused()
     assert "train.activation_memory is budget:0.5" in message and "model.compile" in message

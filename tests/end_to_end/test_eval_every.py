@@ -239,9 +239,9 @@ def interrupt_evaluating(number: int) -> None:
             type(start).packs = interrupted
         return score(start, data, reference, console, name, *rest)
 
-    from tuningfork.train import loop
+    from tuningfork.train import run
 
-    loop.score_held_out = scoring  # type: ignore[assignment]
+    run.score_held_out = scoring  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -15,7 +15,7 @@ import pytest
 from tests.end_to_end.test_resume import crash, die_in, in_child
 from tests.end_to_end.workbench import Child, Job, job_in, make_pairs, state_of, unequal, write_rows
 from tuningfork.config import from_yaml
-from tuningfork.train import loop
+from tuningfork.train import steps
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.optimizer import learning_rate
 
@@ -93,13 +93,13 @@ def test_an_epoch_whose_last_step_was_short_is_not_cut_short_by_the_next(
     write_rows(job.folder / "pairs.jsonl", make_pairs(13))
     job = job.but({"data.train": job.folder / "pairs.jsonl", "output.save_every": 1})
     seen: list[list[str]] = []
-    train_step = loop.train_step
+    train_step = steps.train_step
 
-    def noting(scorer: Any, objective: Any, optimizer: Any, batch: Any, *rest: Any) -> Any:
+    def noting(scorer: Any, objective: Any, optimizer: Any, batch: Any, *rest: Any, **named: Any) -> Any:
         seen.append([example.id for example in batch.examples])
-        return train_step(scorer, objective, optimizer, batch, *rest)
+        return train_step(scorer, objective, optimizer, batch, *rest, **named)
 
-    monkeypatch.setattr(loop, "train_step", noting)
+    monkeypatch.setattr(steps, "train_step", noting)
     job.done()
     job.but({"train.epochs": 2}).done("train", "--resume")
     crash(job.but({"train.epochs": 3}), step=3, options=("--resume",))

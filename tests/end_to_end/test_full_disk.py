@@ -20,7 +20,7 @@ from tuningfork.models import export
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.board import Board
 from tuningfork.report.writer import RunWriter
-from tuningfork.train import checkpoint, loop
+from tuningfork.train import checkpoint, run
 
 MIB = 2**20
 
@@ -60,7 +60,7 @@ def make_room(disk: Path) -> None:
 PLACES: dict[str, tuple[Any, str, int, str]] = {
     "the reference": (ReferenceStore, "flush", 1, "/rows-"),
     "a later checkpoint": (checkpoint, "save", 3, "checkpoints/step-6"),
-    "the summary": (loop, "write_json", 2, "summary.json"),
+    "the summary": (run, "write_json", 2, "summary.json"),
     "the export": (export, "save", 1, "run/model"),
 }
 

@@ -16,9 +16,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.end_to_end.workbench import CHATML, Job, make_model, make_pairs, state_of, write_rows
-from tuningfork.config import RunConfig, differing_settings, from_yaml, load_run_config
+from tuningfork.config import from_yaml, load_run_config
 from tuningfork.objective.pairs import DPO
 from tuningfork.report.metrics import training_definitions
+from tuningfork.run_config import RunConfig
 
 
 def sequences(row: dict[str, str]) -> tuple[str, str, str]:
@@ -41,7 +42,7 @@ def test_config_yaml_reloads_to_the_same_settings(finished: Job, tmp_path: Path)
     kept = from_yaml(path.read_text(), "here")
     assert load_run_config(path, [], "tuningfork train") == kept != RunConfig()
     from_flags = load_run_config(None, finished.arguments("train")[1:], "tuningfork train")
-    assert differing_settings(from_flags, kept) == {"data.date": (None, kept.data.date)}
+    assert from_flags.differing(kept) == {"data.date": (None, kept.data.date)}
     assert date.fromisoformat(str(kept.data.date)) <= date.today()
 
 

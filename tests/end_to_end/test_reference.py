@@ -176,7 +176,7 @@ def test_the_step_0_check_sees_what_re_scoring_passed_over(job: Job, monkeypatch
         scored.extend(parts[part][int(place)].content for part, places in chosen for place in places)
         return chosen
 
-    monkeypatch.setattr("tuningfork.train.setup.to_rescore", choosing)
+    monkeypatch.setattr("tuningfork.train.setup.reference.to_rescore", choosing)
     job.done("reference")
     assert len(scored) == 1
     rows[next(key for key in rows if key[0] != scored[0])] += 1e-6

@@ -30,7 +30,8 @@ from tests.end_to_end.workbench import (
 )
 from tuningfork.models import export
 from tuningfork.report.writer import RunWriter
-from tuningfork.train import checkpoint, held_out, loop, setup
+from tuningfork.train import checkpoint, held_out, steps
+from tuningfork.train.setup import model as model_setup
 
 STEPS = 20
 
@@ -72,15 +73,15 @@ def assert_same_end(job: Job, whole: Job) -> None:
 
 def crash(job: Job, step: int, options: tuple[str, ...] = ()) -> None:
     """Train until the process dies in a step, counted from the first that this call makes."""
-    train_step, count = loop.train_step, iter(range(1, 1000))
+    train_step, count = steps.train_step, iter(range(1, 1000))
 
-    def crashing(*args: Any) -> Any:
+    def crashing(*args: Any, **named: Any) -> Any:
         if next(count) == step:
             raise Crash
-        return train_step(*args)
+        return train_step(*args, **named)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "train_step", crashing)
+        patch.setattr(steps, "train_step", crashing)
         with pytest.raises(Crash):
             job("train", *options)
 
@@ -133,14 +134,14 @@ def interrupt_after(step: int, number: int = signal.SIGINT) -> None:
 
 def die_in(step: int) -> None:
     """kill -9 oneself in a step."""
-    train_step, count = loop.train_step, iter(range(1, 1000))
+    train_step, count = steps.train_step, iter(range(1, 1000))
 
-    def dying(*args: Any) -> Any:
+    def dying(*args: Any, **named: Any) -> Any:
         if next(count) == step:
             os.kill(os.getpid(), signal.SIGKILL)
-        return train_step(*args)
+        return train_step(*args, **named)
 
-    loop.train_step = dying  # type: ignore[assignment]
+    steps.train_step = dying  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("step, number", [(10, signal.SIGINT), (14, signal.SIGINT), (14, signal.SIGTERM)])
@@ -266,15 +267,15 @@ def test_the_order_of_examples_after_a_resume_is_that_of_the_same_epoch(
 ) -> None:
     """Stopped in the second epoch: the ids that follow are those of an unbroken run, and each epoch has all of them."""
     seen: list[str] = []
-    train_step = loop.train_step
+    train_step = steps.train_step
 
-    def noting(scorer: Any, objective: Any, optimizer: Any, batch: Any, *rest: Any) -> Any:
+    def noting(scorer: Any, objective: Any, optimizer: Any, batch: Any, *rest: Any, **named: Any) -> Any:
         if len(seen) == 13 * 4:
             raise Crash
         seen.extend(sorted(example.id for example in batch.examples))
-        return train_step(scorer, objective, optimizer, batch, *rest)
+        return train_step(scorer, objective, optimizer, batch, *rest, **named)
 
-    monkeypatch.setattr(loop, "train_step", noting)
+    monkeypatch.setattr(steps, "train_step", noting)
     again = again.but({"output.save_every": 1, "data.eval": None})
     with pytest.raises(Crash):
         again()
@@ -518,7 +519,7 @@ def test_resume_in_another_dtype_is_refused(job: Job, monkeypatch: pytest.Monkey
     job = job.but({"objective.name": "simpo", "reference.cache": None, "output.save_every": 1})
     crash(job, step=3)
     with monkeypatch.context() as patch:
-        patch.setattr(setup, "choose_dtype", lambda model, device: torch.bfloat16)
+        patch.setattr(model_setup, "choose_dtype", lambda model, device: torch.bfloat16)
         message = job.refused("train", "--resume")
     assert "step-2 was computed in float32, this run would go on in bfloat16. Set model.dtype to float32" in message
     job.but({"model.dtype": "float32"}).done("train", "--resume")
@@ -536,14 +537,14 @@ def test_activation_memory_may_change_on_resume_and_auto_stays_what_it_was(job: 
 def test_chance_in_a_step_depends_on_seed_and_step_alone(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounding by chance draws on the GPU, whose generator no checkpoint holds."""
     seeds: list[int] = []
-    train_step = loop.train_step
+    train_step = steps.train_step
 
-    def watched(*args: Any) -> Any:
+    def watched(*args: Any, **named: Any) -> Any:
         seeds.append(torch.initial_seed())
-        return train_step(*args)
+        return train_step(*args, **named)
 
     job = job.but({"output.save_every": 1})
-    monkeypatch.setattr(loop, "train_step", watched)
+    monkeypatch.setattr(steps, "train_step", watched)
     job.done()
     whole, cut = list(seeds), job.elsewhere("cut")
     crash(cut, step=4)

@@ -30,13 +30,13 @@ from tuningfork.models.policy import Policy, picked
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.records import TokenAnswer, TokenExample
 from tuningfork.report.console import Console
-from tuningfork.train import fit
 from tuningfork.train import step as step_module
 from tuningfork.train.batch import StepBatch
+from tuningfork.train.checks.head_check import check_head
+from tuningfork.train.checks.kernel_check import KernelCheck
 from tuningfork.train.config import TrainConfig
-from tuningfork.train.head_check import check_head
-from tuningfork.train.kernel_check import KernelCheck
 from tuningfork.train.optimizer import build_optimizer, hold_gradients, optimizer_bytes, step
+from tuningfork.train.setup import activation_memory
 from tuningfork.train.step import train_step
 
 pytestmark = pytest.mark.gpu
@@ -384,19 +384,21 @@ def test_auto_takes_what_fits(monkeypatch):
     scorer = scorer_of(policy, 1024)
 
     def settle():
-        fit.settle(scorer, limits, partial(optimizer_bytes, config=config), Console(out))
+        activation_memory.choose_activation_memory(
+            scorer, limits, partial(optimizer_bytes, config=config), Console(out)
+        )
         assert all(p.grad is None for p in policy.model.parameters())
         return policy.activation_memory
 
     assert settle() == "none"
-    dry = fit.DryRun(scorer, limits, fit._cuda_peak)
+    dry = activation_memory.DryRun(scorer, limits, activation_memory._cuda_peak)
     states = optimizer_bytes(policy.model, config)
     most, block = (dry.peak(mode, 8192) + states for mode in ("none", "block"))
-    monkeypatch.setattr(fit, "_usable", lambda device: (most + block) // 2)
+    monkeypatch.setattr(activation_memory, "_usable", lambda device: (most + block) // 2)
     assert settle().startswith("budget:")
-    monkeypatch.setattr(fit, "_usable", lambda device: int(1.01 * block))
+    monkeypatch.setattr(activation_memory, "_usable", lambda device: int(1.01 * block))
     assert settle() in ("block", "budget:0.2")
-    monkeypatch.setattr(fit, "_usable", lambda device: states)
+    monkeypatch.setattr(activation_memory, "_usable", lambda device: states)
     with pytest.raises(ConfigError, match=r"Lower pack\.tokens"):
         settle()
     assert "GiB needed: none" in out.getvalue()

@@ -17,8 +17,8 @@ from tuningfork.models import attention
 from tuningfork.models.load import load, load_config
 from tuningfork.models.policy import Policy
 from tuningfork.models.support import check_config, check_modules, positions
-from tuningfork.train import self_check
-from tuningfork.train.self_check import check_packed_equals_alone
+from tuningfork.train.checks import self_check
+from tuningfork.train.checks.self_check import check_packed_equals_alone
 
 TINY = {
     "vocab_size": 64,

@@ -19,8 +19,11 @@ from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.records import PackedBatch
 from tuningfork.reference import code
 from tuningfork.reference.code import model_code_digest, scoring_digest, scoring_files, statements
+from tuningfork.reference.config import ReferenceConfig
 from tuningfork.report.console import Console
-from tuningfork.train.setup import Start, open_reference
+from tuningfork.run_config import RunConfig
+from tuningfork.train.session import Session
+from tuningfork.train.setup.reference import open_reference
 
 # From token ids and a model folder to a log-prob.
 STEPS = ("data.pack", "data.layout", "models.load", "models.policy", "kernels.select", "models.head", "models.scorer")
@@ -72,7 +75,7 @@ def test_every_file_that_runs_for_a_log_prob_is_digested(mode: str) -> None:
     try:
         policy = Policy.fast(model, torch.float32)
         policy.keep_activations(mode)
-        scorer_of(policy).score(one_pack(random_pairs(3), share_prompt=True))
+        scorer_of(policy).score(one_pack(random_pairs(3)))
     finally:
         sys.setprofile(before)
     files = {Path(name) for name in ran if Path(name).is_relative_to(ROOT)}
@@ -83,16 +86,18 @@ def test_start_scores_by_nothing_else(tmp_path: Path, monkeypatch: pytest.Monkey
     """What comes into the cache is what the scorer says of the policy, so train/setup.py decides no bit."""
     policy, examples = tiny_policy("llama", torch.float32), random_pairs(5)
     objective, loaded = ObjectiveConfig().build(), Loaded(policy.model, torch.float32)
-    start = Start(scorer_of(policy), objective, loaded, compiled=False)
+    session = Session(scorer_of(policy), objective, loaded, compiled=False)
     scored: list[PackedBatch] = []
 
     def noted(scorer: Scorer, pack: PackedBatch) -> torch.Tensor:
-        assert scorer is start.scorer
+        assert scorer is session.scorer
         scored.append(pack)
         return torch.tensor([-1.0 - len(answer.ids) for e in pack.examples for answer in e.answers]).double()
 
     monkeypatch.setattr(Scorer, "score", noted)
-    store = open_reference(start, True, str(tmp_path), examples, limits_of(), Console(io.StringIO()))
+    store = open_reference(
+        RunConfig(reference=ReferenceConfig(str(tmp_path))), session, examples, limits_of(), Console(io.StringIO())
+    )
     assert store.lookup(examples).tolist() == [-1.0 - len(answer.ids) for e in examples for answer in e.answers]
     assert sorted(e.id for pack in scored for e in pack.examples) == sorted(e.id for e in examples)
 

@@ -19,8 +19,8 @@ from tuningfork.files import checksum
 from tuningfork.report.metrics import Evaluation, Means
 from tuningfork.train.checkpoint import Progress, newest, progress, restore, save
 from tuningfork.train.config import TrainConfig
-from tuningfork.train.loop import _check_same_run
 from tuningfork.train.optimizer import build_optimizer, set_learning_rate, step
+from tuningfork.train.run import _check_same_run
 
 _BEFORE = Evaluation(2, "pairs", 0.1, Means({"rewards/chosen": 0.5}, {"rewards/chosen": 2}))
 PROGRESS = Progress(3, 12, "data", "model", "float32", "none", "held out", _BEFORE)

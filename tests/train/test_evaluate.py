@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.tiny import FAMILIES, limits_of, random_examples, random_pairs, score_alone, scorer_of, tiny_policy
+from tuningfork.data.config import PackConfig
 from tuningfork.data.loader import EpochOrder, PackLoader, build_packs
 from tuningfork.data.pack import PackLimits
 from tuningfork.errors import ReferenceMismatch
@@ -26,15 +27,18 @@ from tuningfork.models.policy import Policy
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.records import Source, TokenExample
 from tuningfork.reference.build import fill
+from tuningfork.reference.config import ReferenceConfig
 from tuningfork.reference.fingerprint import differing_facts
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.console import Console
+from tuningfork.run_config import RunConfig
 from tuningfork.train.batch import StepBatch
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.evaluate import check_start, evaluate
-from tuningfork.train.loop import training_steps
 from tuningfork.train.optimizer import build_optimizer
-from tuningfork.train.setup import Start, open_reference
+from tuningfork.train.run import training_steps
+from tuningfork.train.session import Session
+from tuningfork.train.setup.reference import open_reference
 
 
 @cache
@@ -47,16 +51,20 @@ def _in(dtype: torch.dtype, policy: Policy) -> Policy:
     return Policy(policy.model, policy.kernels, dtype)
 
 
-def start_of(policy: Policy, objective: str = "dpo", chunk_rows: int = 8192) -> Start:
+def run_of(cache: str, share_prompt: bool = True) -> RunConfig:
+    return RunConfig(pack=PackConfig(share_prompt=share_prompt), reference=ReferenceConfig(cache))
+
+
+def session_of(policy: Policy, objective: str = "dpo", chunk_rows: int = 8192) -> Session:
     objective_ = ObjectiveConfig(objective).build()
-    return Start(scorer_of(policy, chunk_rows), objective_, Loaded(policy.model, torch.float32), False)
+    return Session(scorer_of(policy, chunk_rows), objective_, Loaded(policy.model, torch.float32), False)
 
 
 def test_what_a_step_needs_from_the_host_is_looked_up_in_the_loaders_thread(tmp_path, monkeypatch):
     """Nothing of it stands between one step's numbers and the next step's first kernel."""
     examples = pairs(8)
-    start = start_of(Policy.plain(copy.deepcopy(tiny_policy("llama", torch.float32).model), torch.float32))
-    store = reference_of(start, build_packs(examples, limits_of()), tmp_path)
+    session = session_of(Policy.plain(copy.deepcopy(tiny_policy("llama", torch.float32).model), torch.float32))
+    store = reference_of(session, build_packs(examples, limits_of()), tmp_path)
     threads, lookup, of = [], ReferenceStore.lookup, StepBatch.of
 
     def noting(function):
@@ -70,7 +78,7 @@ def test_what_a_step_needs_from_the_host_is_looked_up_in_the_loaders_thread(tmp_
     monkeypatch.setattr(StepBatch, "of", noting(of))
     loader = PackLoader(examples, EpochOrder.plan(8, 4, 0, 1, None), limits_of())
     config = TrainConfig()
-    steps = list(training_steps(loader, start, build_optimizer(start.policy.model, config), store, config, 0))
+    steps = list(training_steps(loader, session, build_optimizer(session.policy.model, config), store, config, 0))
     assert [step.examples for step in steps] == [4, 4]
     assert len(threads) == 4 and threading.main_thread() not in threads
 
@@ -79,9 +87,9 @@ def quiet() -> Console:
     return Console(io.StringIO())
 
 
-def reference_of(start: Start, packs, folder: Path) -> ReferenceStore:
+def reference_of(session: Session, packs, folder: Path) -> ReferenceStore:
     store = ReferenceStore(folder, {"any": "facts"})
-    fill(store, packs, start.scorer.score)
+    fill(store, packs, session.scorer.score)
     return store
 
 
@@ -92,10 +100,10 @@ def pairs(n: int = 12) -> list[TokenExample]:
     return random_examples(shapes, seed=5)
 
 
-def margins(start: Start, packs, store: ReferenceStore) -> np.ndarray:
+def margins(session: Session, packs, store: ReferenceStore) -> np.ndarray:
     parts = []
     for pack in packs:
-        log_ratios = start.scorer.score(pack).numpy() - store.lookup(pack.examples)
+        log_ratios = session.scorer.score(pack).numpy() - store.lookup(pack.examples)
         parts.append(log_ratios[0::2] - log_ratios[1::2])
     return np.concatenate(parts)
 
@@ -123,13 +131,13 @@ def test_a_reference_built_in_any_other_way_has_the_same_bits(tmp_path, dtype, h
     tokens = way.get("tokens", 256)
     limits = PackLimits.plan(tokens, True, compiled="compiled" in way)
     packs = [p for e in order for p in build_packs([e], limits)] if "alone" in way else build_packs(order, limits)
-    store = reference_of(start_of(policy, chunk_rows=way.get("chunk_rows", 8192)), packs, tmp_path)
+    store = reference_of(session_of(policy, chunk_rows=way.get("chunk_rows", 8192)), packs, tmp_path)
 
-    start = start_of(policy)
+    session = session_of(policy)
     ours = build_packs(examples, limits_of(256))
-    assert check_start(start, ours, store) == 12
-    assert (margins(start, ours, store) == 0).all()
-    evaluation = evaluate(start, ours, store)
+    assert check_start(session, ours, store) == 12
+    assert (margins(session, ours, store) == 0).all()
+    evaluation = evaluate(session, ours, store)
     assert evaluation.loss == math.log(2)
     assert evaluation.as_dict()["rewards/margin"] == 0.0
     assert evaluation.as_dict()["rewards/accuracy"] == 0.5
@@ -139,36 +147,36 @@ def test_a_reference_built_in_any_other_way_has_the_same_bits(tmp_path, dtype, h
 def test_step_zero_is_exact_in_every_family(tmp_path, family):
     examples = pairs()
     policy = _policy(family, torch.float32)
-    start = start_of(policy)
+    session = session_of(policy)
     reversed_small = build_packs(examples[::-1], limits_of(96))
-    store = reference_of(start, reversed_small, tmp_path)
+    store = reference_of(session, reversed_small, tmp_path)
     packs = build_packs(examples, limits_of(512))
-    assert check_start(start, packs, store) == 12
+    assert check_start(session, packs, store) == 12
 
 
 def test_step_zero_is_exact_for_one_token_answers_too(tmp_path):
     """Judge data: a long prompt, answers of one token. Alone in its pack, such a pair has two logit rows."""
     examples = random_examples([(100, (1, 1)) for _ in range(4)])
-    start = start_of(_policy("llama", torch.float32))
+    session = session_of(_policy("llama", torch.float32))
     together = build_packs(examples, limits_of(512))
     apart = build_packs(examples, limits_of(128))
     assert (len(together), len(apart)) == (1, 4)
-    store = reference_of(start, together, tmp_path)
-    check_start(start, apart, store)
+    store = reference_of(session, together, tmp_path)
+    check_start(session, apart, store)
 
 
 def test_the_check_runs_as_training_will_with_gradients_on(tmp_path, monkeypatch):
     examples = pairs(3)
-    start = start_of(_policy("llama", torch.float32))
+    session = session_of(_policy("llama", torch.float32))
     packs = build_packs(examples, limits_of())
-    store = reference_of(start, packs, tmp_path)
+    store = reference_of(session, packs, tmp_path)
     modes: list[bool] = []
     forward = Policy.hidden_rows
     monkeypatch.setattr(
         Policy, "hidden_rows", lambda self, batch: (modes.append(torch.is_grad_enabled()), forward(self, batch))[1]
     )
     with torch.no_grad():
-        check_start(start, packs, store)
+        check_start(session, packs, store)
     assert modes == [True] * len(packs)
 
 
@@ -180,13 +188,13 @@ def tampered(folder: Path, examples, logps: np.ndarray) -> ReferenceStore:
 
 def test_a_single_last_bit_is_found_and_its_answer_named(tmp_path):
     examples = pairs(4)
-    start = start_of(_policy("llama", torch.float32))
+    session = session_of(_policy("llama", torch.float32))
     packs = build_packs(examples, limits_of())
-    logps = np.concatenate([start.scorer.score(p).numpy() for p in packs])
-    assert check_start(start, packs, tampered(tmp_path / "right", examples, logps)) == 4
+    logps = np.concatenate([session.scorer.score(p).numpy() for p in packs])
+    assert check_start(session, packs, tampered(tmp_path / "right", examples, logps)) == 4
     logps[5] = np.nextafter(logps[5], 0.0)
     with pytest.raises(ReferenceMismatch) as caught:
-        check_start(start, packs, tampered(tmp_path / "wrong", examples, logps))
+        check_start(session, packs, tampered(tmp_path / "wrong", examples, logps))
     message = str(caught.value)
     assert "1 of 8 log-probs" in message
     assert "random:3, answer 1" in message
@@ -195,22 +203,22 @@ def test_a_single_last_bit_is_found_and_its_answer_named(tmp_path):
 
 def test_the_worst_of_many_is_shown_with_both_values(tmp_path):
     examples = pairs(4)
-    start = start_of(_policy("llama", torch.float32))
+    session = session_of(_policy("llama", torch.float32))
     packs = build_packs(examples, limits_of())
-    logps = np.concatenate([start.scorer.score(p).numpy() for p in packs])
+    logps = np.concatenate([session.scorer.score(p).numpy() for p in packs])
     true = logps[2]
     logps += 1e-3
     logps[2] += 1.0
     with pytest.raises(ReferenceMismatch, match=r"8 of 8 log-probs .* worst random:2, answer 0") as caught:
-        check_start(start, packs, tampered(tmp_path, examples, logps))
+        check_start(session, packs, tampered(tmp_path, examples, logps))
     assert f"model {true:.6f}, cache {logps[2]:.6f}" in str(caught.value)
 
 
 def test_wrong_log_probs_of_a_step_are_refused_by_file(tmp_path):
     """What else the cache holds need not be scored again, whether this process wrote it or one before."""
     examples = pairs(9)
-    start = start_of(_policy("llama", torch.float32))
-    right = [np.concatenate([start.scorer.score(p).numpy() for p in build_packs([e], limits_of())]) for e in examples]
+    session = session_of(_policy("llama", torch.float32))
+    right = [np.concatenate([session.scorer.score(p).numpy() for p in build_packs([e], limits_of())]) for e in examples]
     files: list[Path] = []
     for first, off in ((0, 0.0), (3, 1.0), (6, 0.0)):
         store = ReferenceStore(tmp_path, {"any": "facts"})
@@ -220,7 +228,7 @@ def test_wrong_log_probs_of_a_step_are_refused_by_file(tmp_path):
         files += set(tmp_path.glob("rows-*")) - before
     for opened in (store, ReferenceStore(tmp_path, {"any": "facts"})):
         with pytest.raises(ReferenceMismatch, match="6 of 18 log-probs") as caught:
-            check_start(start, build_packs(examples, limits_of()), opened)
+            check_start(session, build_packs(examples, limits_of()), opened)
         message = str(caught.value)
         assert f"  {files[1]}: 6 log-probs, worst random:" in message and "Remove these files" in message
         assert str(files[0]) not in message and str(files[2]) not in message and "folder" not in message
@@ -228,7 +236,7 @@ def test_wrong_log_probs_of_a_step_are_refused_by_file(tmp_path):
         own = ReferenceStore(tmp_path / "own", {"any": "facts"})
         own.add(examples[:1], right[0] + 1.0)
         own.flush()
-        check_start(start, build_packs(examples[:1], limits_of()), own)
+        check_start(session, build_packs(examples[:1], limits_of()), own)
     [file] = (tmp_path / "own").glob("rows-*")
     assert f"  {file}: 2 log-probs" in str(caught.value)
 
@@ -237,75 +245,75 @@ def test_a_policy_that_has_moved_is_not_the_reference(tmp_path):
     """open-instruct's dpo_tune_cache: a cache must never be compared with, or built from, a trained policy."""
     examples = pairs(4)
     policy = copy.deepcopy(_policy("llama", torch.float32))
-    start = start_of(policy)
+    session = session_of(policy)
     packs = build_packs(examples, limits_of())
-    store = reference_of(start, packs, tmp_path)
+    store = reference_of(session, packs, tmp_path)
     with torch.no_grad():
         policy.model.model.layers[0].mlp.up_proj.weight.mul_(1.0001)
     with pytest.raises(ReferenceMismatch, match="step-0 check"):
-        check_start(start, packs, store)
+        check_start(session, packs, store)
 
 
 def test_a_policy_that_gives_no_number_fails_the_check(tmp_path):
     examples = pairs(3)
     policy = copy.deepcopy(_policy("llama", torch.float32))
-    start = start_of(policy)
+    session = session_of(policy)
     packs = build_packs(examples, limits_of())
-    store = reference_of(start, packs, tmp_path)
+    store = reference_of(session, packs, tmp_path)
     with torch.no_grad():
         policy.model.model.norm.weight[0] = float("nan")
     with pytest.raises(ReferenceMismatch, match="6 of 6"):
-        check_start(start, packs, store)
+        check_start(session, packs, store)
 
 
 def test_a_hole_in_the_reference_is_counted_not_filled(tmp_path):
     examples = pairs(4)
-    start = start_of(_policy("llama", torch.float32))
+    session = session_of(_policy("llama", torch.float32))
     packs = build_packs(examples, limits_of())
-    store = reference_of(start, build_packs(examples[:3], limits_of()), tmp_path)
+    store = reference_of(session, build_packs(examples[:3], limits_of()), tmp_path)
     for call in (check_start, evaluate):
         with pytest.raises(ReferenceMismatch, match="1 of 4 examples are not in the cache, first random:4"):
-            call(start, packs, store)
+            call(session, packs, store)
 
 
 def test_a_reference_with_shared_prompts_is_not_that_of_a_run_without(tmp_path):
     """Another layout is another order of arithmetic, and has an entry of its own in the cache."""
     examples = pairs(4)
-    start = start_of(_policy("llama", torch.float32))
+    session = session_of(_policy("llama", torch.float32))
     cache = str(tmp_path / "cache")
     shared, unshared = limits_of(share_prompt=True), limits_of(share_prompt=False)
-    store = open_reference(start, True, cache, examples, shared, quiet())
+    store = open_reference(run_of(cache), session, examples, shared, quiet())
     assert len(store) == 8
-    other = open_reference(start, False, cache, examples, unshared, quiet())
+    other = open_reference(run_of(cache, share_prompt=False), session, examples, unshared, quiet())
     assert other.folder != store.folder and other.inherited(examples) == []
 
 
 def test_the_fingerprint_of_a_run_names_all_that_decides_a_bit(tmp_path):
     examples = pairs(2)
-    start = start_of(_policy("llama", torch.float32))
-    store = open_reference(start, True, str(tmp_path), examples, limits_of(), quiet())
+    session = session_of(_policy("llama", torch.float32))
+    store = open_reference(run_of(str(tmp_path)), session, examples, limits_of(), quiet())
     facts = json.loads((store.folder / "fingerprint.json").read_text())
     assert {"weights", "config", "dtype", "attention kernel", "row_logps kernel", "compiled", "share_prompt"} < set(
         facts
     )
     assert {"device", "torch", "transformers", "layout"} < set(facts)
 
-    def differs(other: Start, fact: str) -> None:
-        theirs = open_reference(other, True, str(tmp_path), examples, limits_of(), quiet())
+    def differs(other: Session, fact: str) -> None:
+        theirs = open_reference(run_of(str(tmp_path)), other, examples, limits_of(), quiet())
         assert theirs.folder != store.folder
         assert fact in [found for found, *_ in differing_facts(facts, theirs.fingerprint)]
 
-    moved = copy.deepcopy(start.policy)
+    moved = copy.deepcopy(session.policy)
     with torch.no_grad():
         moved.model.model.norm.weight[0] += 2**-20
-    differs(start_of(moved), "weights")
-    differs(start_of(_in(torch.bfloat16, start.policy)), "dtype")
-    differs(replace(start, compiled=True), "compiled")
-    other_kernels = replace(start.policy.kernels, names={"attention": "fork", "row_logps": "plain"})
-    differs(start_of(Policy(start.policy.model, other_kernels, torch.float32)), "attention kernel")
-    scaled = copy.deepcopy(start.policy)
+    differs(session_of(moved), "weights")
+    differs(session_of(_in(torch.bfloat16, session.policy)), "dtype")
+    differs(replace(session, compiled=True), "compiled")
+    other_kernels = replace(session.policy.kernels, names={"attention": "fork", "row_logps": "plain"})
+    differs(session_of(Policy(session.policy.model, other_kernels, torch.float32)), "attention kernel")
+    scaled = copy.deepcopy(session.policy)
     scaled.model.config.rms_norm_eps = 1e-3  # no weight, but every number changes
-    differs(start_of(scaled), "config")
+    differs(session_of(scaled), "config")
 
 
 class _Counting(Head):
@@ -318,21 +326,21 @@ class _Counting(Head):
         return super().score(hidden, weight, batch, bias)
 
 
-def counting(start: Start) -> Start:
+def counting(session: Session) -> Session:
     _Counting.scored.clear()
-    head = start.scorer.head
+    head = session.scorer.head
     counting_head = _Counting(head.kernels, head.transform, head.chunk_rows)
-    return replace(start, scorer=replace(start.scorer, head=counting_head))
+    return replace(session, scorer=replace(session.scorer, head=counting_head))
 
 
 def test_a_second_start_scores_a_few_again_and_nothing_else(tmp_path, monkeypatch):
     """trl PR#6206: a cache that never hit."""
     monkeypatch.setattr("tuningfork.reference.build.RESCORED", 4)
     examples, held_out = pairs(9), random_pairs(3, seed=1)
-    start = start_of(_policy("llama", torch.float32))
-    first = open_reference(start, True, str(tmp_path), examples, limits_of(), quiet(), held_out)
-    again = counting(start_of(tiny_policy("llama", torch.float32)))  # the same weights, made anew
-    second = open_reference(again, True, str(tmp_path), examples, limits_of(512), quiet(), held_out)
+    session = session_of(_policy("llama", torch.float32))
+    first = open_reference(run_of(str(tmp_path)), session, examples, limits_of(), quiet(), held_out)
+    again = counting(session_of(tiny_policy("llama", torch.float32)))  # the same weights, made anew
+    second = open_reference(run_of(str(tmp_path)), again, examples, limits_of(512), quiet(), held_out)
     assert (second.lookup(examples) == first.lookup(examples)).all()
     ids = {e.id for e in examples} - {e.id for e in held_out}
     assert len(_Counting.scored) == 4 == len(set(_Counting.scored)) and set(_Counting.scored) & ids
@@ -342,11 +350,11 @@ def test_every_older_shard_has_rows_scored_again(tmp_path, monkeypatch):
     """Also where there are more of them than examples wanted; what this run scores itself is not among them."""
     monkeypatch.setattr("tuningfork.reference.build.RESCORED", 2)
     examples = pairs(12)
-    start = start_of(_policy("llama", torch.float32))
+    session = session_of(_policy("llama", torch.float32))
     for n in range(0, 10, 2):
-        open_reference(start, True, str(tmp_path), examples[n : n + 2], limits_of(), quiet())
-    again = counting(start)
-    open_reference(again, True, str(tmp_path), examples, limits_of(), quiet())
+        open_reference(run_of(str(tmp_path)), session, examples[n : n + 2], limits_of(), quiet())
+    again = counting(session)
+    open_reference(run_of(str(tmp_path)), again, examples, limits_of(), quiet())
     old = [name for name in _Counting.scored if name not in {e.id for e in examples[10:]}]
     assert {[e.id for e in examples].index(name) // 2 for name in old} == set(range(5)) and len(old) == 5
 
@@ -355,39 +363,41 @@ def test_every_older_shard_has_rows_scored_again(tmp_path, monkeypatch):
 def test_wrong_rows_of_the_right_fingerprint_are_refused_by_shard(tmp_path, spoiled):
     """Scored by code that differs in what no digest sees: attention with another scale, put in its place by hand."""
     examples, held_out = pairs(24), random_pairs(4, seed=1)
-    start = start_of(_policy("llama", torch.float32))
+    session = session_of(_policy("llama", torch.float32))
     by_shard = {"old": examples[:12], "new": examples[12:], "held out": held_out}
     paths: dict[str, Path] = {}
     for name, some in by_shard.items():
-        open_reference(start, True, str(tmp_path), some[:1], limits_of(), quiet())  # the folder with its fingerprint
+        open_reference(
+            run_of(str(tmp_path)), session, some[:1], limits_of(), quiet()
+        )  # the folder with its fingerprint
         [entry] = tmp_path.iterdir()
         store = ReferenceStore(entry, json.loads((entry / "fingerprint.json").read_text()))
-        logps = np.concatenate([start.scorer.score(p).numpy() for p in build_packs(some[1:], limits_of())])
+        logps = np.concatenate([session.scorer.score(p).numpy() for p in build_packs(some[1:], limits_of())])
         store.add([e for p in build_packs(some[1:], limits_of()) for e in p.examples], logps * (1 + (name == spoiled)))
         before = set(entry.iterdir())
         store.flush()
         [paths[name]] = set(entry.iterdir()) - before
     with pytest.raises(ReferenceMismatch) as caught:
-        open_reference(start, True, str(tmp_path), examples, limits_of(), quiet(), held_out)
+        open_reference(run_of(str(tmp_path)), session, examples, limits_of(), quiet(), held_out)
     message = str(caught.value)
     assert f"{paths[spoiled]}: " in message and "Remove these files" in message
     assert not [name for name in paths if name != spoiled and str(paths[name]) in message]
     paths[spoiled].unlink()
-    store = open_reference(start, True, str(tmp_path), examples, limits_of(), quiet(), held_out)
+    store = open_reference(run_of(str(tmp_path)), session, examples, limits_of(), quiet(), held_out)
     everything = build_packs([*examples, *held_out], limits_of())
-    assert all((start.scorer.score(p).numpy() == store.lookup(p.examples)).all() for p in everything)
+    assert all((session.scorer.score(p).numpy() == store.lookup(p.examples)).all() for p in everything)
 
 
 @pytest.mark.parametrize("name", ["dpo", "ipo", "simpo"])
 def test_evaluation_equals_plain_scores_and_the_papers_formula(tmp_path, name):
     policy = tiny_policy("olmo3")  # float64
-    start = start_of(policy, name)
+    session = session_of(policy, name)
     examples = random_pairs(7)
     known = {e.id: [-3.0 * len(a.ids) for a in e.answers] for e in examples}
     store = ReferenceStore(tmp_path, {"any": "facts"})
     store.add(examples, [x for e in examples for x in known[e.id]])
     told: list[int] = []
-    result = evaluate(start, build_packs(examples, limits_of(96)), store if name != "simpo" else None, told.append)
+    result = evaluate(session, build_packs(examples, limits_of(96)), store if name != "simpo" else None, told.append)
 
     losses, rewards, correct = [], [], []
     for example in examples:
@@ -416,15 +426,15 @@ def test_evaluation_equals_plain_scores_and_the_papers_formula(tmp_path, name):
 
 
 def test_evaluation_trains_nothing_and_keeps_no_graph(tmp_path):
-    start = start_of(copy.deepcopy(_policy("llama", torch.float32)))
+    session = session_of(copy.deepcopy(_policy("llama", torch.float32)))
     examples = pairs(3)
     packs = build_packs(examples, limits_of())
-    store = reference_of(start, packs, tmp_path)
-    before = {key: t.clone() for key, t in start.policy.model.state_dict().items()}
-    evaluate(start, packs, store)
-    check_start(start, packs, store)
-    assert all(torch.equal(t, before[key]) for key, t in start.policy.model.state_dict().items())
-    assert all(p.grad is None for p in start.policy.model.parameters())
+    store = reference_of(session, packs, tmp_path)
+    before = {key: t.clone() for key, t in session.policy.model.state_dict().items()}
+    evaluate(session, packs, store)
+    check_start(session, packs, store)
+    assert all(torch.equal(t, before[key]) for key, t in session.policy.model.state_dict().items())
+    assert all(p.grad is None for p in session.policy.model.parameters())
 
 
 def test_an_answer_that_is_chosen_here_and_rejected_there_keeps_its_own_bits(tmp_path):
@@ -434,6 +444,6 @@ def test_an_answer_that_is_chosen_here_and_rejected_there_keeps_its_own_bits(tmp
         TokenExample(Source("ranking", row), ranking.prompt_ids, (ranking.answers[i], ranking.answers[j]))
         for row, (i, j) in enumerate([(0, 1), (1, 0), (1, 2), (2, 0), (3, 1), (0, 3)], start=1)
     ]
-    start = start_of(_policy("llama", torch.float32))
-    store = reference_of(start, build_packs(examples[::-1], limits_of(512)), tmp_path)
-    assert check_start(start, build_packs(examples, limits_of(128)), store) == 6
+    session = session_of(_policy("llama", torch.float32))
+    store = reference_of(session, build_packs(examples[::-1], limits_of(512)), tmp_path)
+    assert check_start(session, build_packs(examples, limits_of(128)), store) == 6

@@ -27,7 +27,7 @@ from tuningfork.train.batch import StepBatch
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.evaluate import evaluate
 from tuningfork.train.optimizer import build_optimizer, hold_gradients
-from tuningfork.train.setup import Start
+from tuningfork.train.session import Session
 from tuningfork.train.step import StepOutcome, train_step
 
 NAMES = ["dpo", "dpo_norm", "ipo", "ipo_sum", "simpo"]
@@ -422,9 +422,9 @@ def test_rows_that_the_objective_refuses_have_no_loss(answers):
     packs = build_packs(random_examples([(5, answers), (7, answers)]), limits_of())
     with pytest.raises(DataError, match=r"random:1: has \d answers?, objective dpo compares two"):
         StepBatch.of(packs, objective, np.full(2 * len(answers), -20.0))
-    start = Start(scorer_of(policy), objective, Loaded(policy.model, torch.float32), False)
+    session = Session(scorer_of(policy), objective, Loaded(policy.model, torch.float32), False)
     with pytest.raises(DataError, match="random:1: has"):
-        evaluate(start, packs, None)
+        evaluate(session, packs, None)
 
 
 def test_a_log_prob_above_zero_is_refused():

@@ -96,9 +96,17 @@ class PackLoader:
         self.limits = limits
         self.pin_memory = pin_memory
 
+    def examples_of(self, step: int) -> list[TokenExample]:
+        """The examples of one step, of all ranks."""
+        return [self.examples[i] for i in self.order.indices(step)]
+
+    def packs(self, examples: Sequence[TokenExample]) -> list[PackedBatch]:
+        """These examples of a step in packs."""
+        return build_packs(examples, self.limits, self.pin_memory)
+
     def step(self, step: int) -> list[PackedBatch]:
-        """The packs of one step."""
-        return build_packs([self.examples[i] for i in self.order.indices(step)], self.limits, self.pin_memory)
+        """The packs of one step, of a run in one process."""
+        return self.packs(self.examples_of(step))
 
     def steps(self, first: int) -> Iterator[tuple[int, list[PackedBatch]]]:
         return ((step, self.step(step)) for step in range(first, self.order.total_steps))

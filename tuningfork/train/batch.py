@@ -33,12 +33,14 @@ class StepBatch:
         packs: Sequence[PackedBatch],
         objective: Objective,
         reference: np.ndarray | None,
+        totals: BatchTotals | None = None,
         pin_memory: bool = False,
     ) -> StepBatch:
-        """Of packs that are pinned already where `pin_memory` is set.
+        """The batch of these packs, which are pinned already where `pin_memory` is set.
 
         Args:
             reference: cached log-probs of all answers in the order of the packs, float64; None without a reference.
+            totals: of the examples of all ranks; None where these are all.
 
         Raises:
             DataError: the objective refuses an example.
@@ -51,7 +53,7 @@ class StepBatch:
             packs=packs,
             examples=examples,
             answers=answers.pinned() if pin_memory else answers,
-            totals=objective.totals(examples),
+            totals=totals or objective.totals(examples),
             tokens=int(column(examples, "plain_tokens").sum()),
             unique_tokens=sum(pack.unique_rows for pack in packs),
             answer_tokens=sum(lengths),

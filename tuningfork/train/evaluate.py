@@ -11,11 +11,11 @@ from tuningfork.records import PackedBatch
 from tuningfork.reference.build import by_file, wrongly_cached
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.metrics import Evaluation, Means
-from tuningfork.train.setup import Start
+from tuningfork.train.session import Session
 
 
 def evaluate(
-    start: Start,
+    session: Session,
     packs: Iterable[PackedBatch],
     reference: ReferenceStore | None,
     scored: Callable[[int], None] = lambda count: None,
@@ -28,13 +28,13 @@ def evaluate(
     Raises:
         DataError: the objective refuses an example.
     """
-    objective, means, loss, examples = start.objective, Means(), 0.0, 0
+    objective, means, loss, examples = session.objective, Means(), 0.0, 0
     begun = time.perf_counter()
     for pack in packs:
         objective.check(pack.examples)  # first of all, for what it refuses may be no pairs
         cached = None if reference is None else reference.lookup(pack.examples)
         answers = Answers.of(pack.examples, pack.answer_lengths, cached)
-        logps = start.scorer.score(pack).cpu()
+        logps = session.scorer.score(pack).cpu()
         means += Means.of(objective.statistics(logps, answers))
         loss += float(objective.example_losses(logps, answers).sum())
         examples += len(pack.examples)
@@ -42,7 +42,7 @@ def evaluate(
     return Evaluation(examples, objective.unit, loss / max(examples, 1), means, time.perf_counter() - begun)
 
 
-def check_start(start: Start, packs: Sequence[PackedBatch], reference: ReferenceStore) -> int:
+def check_start(session: Session, packs: Sequence[PackedBatch], reference: ReferenceStore) -> int:
     """The policy at its start *is* the reference: every log-prob must have the very bits of the cached one.
 
     Any other layout, batch, kernel or rounding between policy and reference shows here, and so does a cache with wrong
@@ -54,7 +54,7 @@ def check_start(start: Start, packs: Sequence[PackedBatch], reference: Reference
     Raises:
         ReferenceMismatch: some log-prob differs. It names the files of the cache that have such, and the worst.
     """
-    wrong = wrongly_cached(reference, packs, start.scorer.score)
+    wrong = wrongly_cached(reference, packs, session.scorer.score)
     examples = sum(len(pack.examples) for pack in packs)
     answers = sum(len(pack.answer_lengths) for pack in packs)
     if wrong:

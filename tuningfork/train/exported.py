@@ -16,14 +16,15 @@ from tuningfork.report.console import Console
 from tuningfork.report.writer import write_json
 from tuningfork.train import checkpoint
 from tuningfork.train.config import OutputConfig
-from tuningfork.train.setup import Start, dtype_name
+from tuningfork.train.session import Session
+from tuningfork.train.setup.device import dtype_name
 
 MODEL = "model"
 RECORD = "export.json"  # written before the model, so that it is true of any model that is there
 
 
 def export_model(
-    start: Start, folder: Path, output: OutputConfig, step: int, weights_at: Path | None, console: Console
+    session: Session, folder: Path, output: OutputConfig, step: int, weights_at: Path | None, console: Console
 ) -> None:
     """Write the model after `step` steps into the run folder, as a Hugging Face folder.
 
@@ -37,7 +38,7 @@ def export_model(
     """
     path = folder / MODEL
     asked = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(output.export_dtype)
-    dtype = asked or start.loaded.stored_dtype
+    dtype = asked or session.loaded.stored_dtype
     there = _step_of(folder) if path.exists() else None
     if there == step:
         digests.check(str(path), weights=True)  # the small files are compared when the config is read
@@ -48,14 +49,14 @@ def export_model(
             )
         return
     if weights_at is not None:
-        checkpoint.restore_weights(weights_at, start.policy.model)
+        checkpoint.restore_weights(weights_at, session.policy.model)
     if there is not None:
         _set_aside(path, folder / f"{MODEL}-step-{there}", console)
     write_json(folder / RECORD, {"step": step})
     rounding = ", which rounds small updates away; output.export_dtype: float32 keeps all digits"
     console.print(f"exporting the model in {dtype_name(dtype)}{rounding if dtype != torch.float32 else ''}")
     with whole_folder(path) as aside:
-        export.save(start.loaded, aside, asked)
+        export.save(session.loaded, aside, asked)
 
 
 def _step_of(folder: Path) -> int:

@@ -14,7 +14,7 @@ from tuningfork.report.writer import RunWriter, Scores
 from tuningfork.train import checkpoint
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.evaluate import evaluate
-from tuningfork.train.setup import Data, Start
+from tuningfork.train.session import Data, Session
 
 _MEASURES = {"loss": ("loss", -1), "accuracy": ("rewards/accuracy", 1), "margin": ("rewards/margin", 1)}
 """train.best_by -> the number of an evaluation, and whether more of it is better."""
@@ -33,7 +33,7 @@ class _Stopped(Exception):
 
 
 def score_held_out(
-    start: Start,
+    session: Session,
     data: Data,
     reference: ReferenceStore | None,
     console: Console,
@@ -44,7 +44,7 @@ def score_held_out(
     is. None where there are no such pairs, or where the user asked to stop meanwhile."""
     if not data.held_out:
         return None
-    with console.phase(name, len(data.held_out), start.objective.unit) as phase:
+    with console.phase(name, len(data.held_out), session.objective.unit) as phase:
 
         def scored(count: int) -> None:
             phase.advance(count)
@@ -52,7 +52,7 @@ def score_held_out(
                 raise _Stopped
 
         try:
-            return evaluate(start, start.packs(data.held_out, data.limits), reference, scored)
+            return evaluate(session, session.packs(data.held_out, data.limits), reference, scored)
         except _Stopped:
             return None
 

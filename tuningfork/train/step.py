@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
 from tuningfork.errors import NonFiniteError, ReferenceMismatch
 from tuningfork.models.scorer import Scorer
 from tuningfork.objective.base import Objective
@@ -34,12 +35,14 @@ def train_step(
     batch: StepBatch,
     max_grad_norm: float | None,
     starting: bool = False,
+    ranks: Ranks = ONE_PROCESS,
 ) -> StepOutcome:
     """Train on one batch.
 
     Args:
         max_grad_norm: a longer gradient is scaled down to this length; None scales none.
         starting: the weights are still those that the reference was scored with.
+        ranks: the processes that share the batch.
 
     Raises:
         NonFiniteError: a log-prob or the gradient is not finite. The weights have not moved.
@@ -57,7 +60,7 @@ def train_step(
         logps.append(pack_logps)
 
     norm = gradient_norm(optimizer)
-    outcome = _read(torch.stack(losses).sum(), norm, torch.cat(logps), objective, batch)
+    outcome = _read(ranks.sum(torch.stack(losses).sum()), norm, torch.cat(logps), objective, batch)
     _check_finite(outcome, batch)
     if starting:
         _check_starting(outcome, batch)

@@ -14,7 +14,7 @@ from tuningfork.models.head import Head
 from tuningfork.models.policy import Policy, picked
 from tuningfork.models.scorer import Scorer
 from tuningfork.records import PackedBatch
-from tuningfork.train.self_check import probe_pack, probes
+from tuningfork.train.checks.self_check import probe_pack, probes
 
 NOTHING_IS_TRAINED = (
     "So they are wrong on this device, with these versions of PyTorch, Triton and the driver, and nothing is trained."

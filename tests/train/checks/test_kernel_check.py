@@ -24,12 +24,14 @@ from tuningfork.models.load import Loaded
 from tuningfork.models.policy import Policy
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.report.console import Console
-from tuningfork.train import checkpoint, kernel_check
+from tuningfork.train import checkpoint
+from tuningfork.train.checks import kernel_check
+from tuningfork.train.checks.kernel_check import KernelCheck
+from tuningfork.train.checks.self_check import probes, window_not_reached
 from tuningfork.train.config import TrainConfig
-from tuningfork.train.kernel_check import KernelCheck
 from tuningfork.train.optimizer import hold_gradients
-from tuningfork.train.self_check import probes, window_not_reached
-from tuningfork.train.setup import Start, settle_activations
+from tuningfork.train.session import Session
+from tuningfork.train.setup.model import choose_activations
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -260,13 +262,13 @@ def test_blocks_are_compared_in_the_mode_that_auto_has_found(monkeypatch, tmp_pa
     """A budget has the compiler make other graphs for the backward pass than those of the start."""
     policy, check = begun(attention_of(finely))
     objective = ObjectiveConfig().build()
-    start = Start(scorer_of(policy), objective, Loaded(policy.model, torch.float32), False, check)
+    session = Session(scorer_of(policy), objective, Loaded(policy.model, torch.float32), False, check)
     monkeypatch.setattr(checkpoint, "progress", lambda last: SimpleNamespace(activation_memory="none"))
 
     def settled():
         policy.keep_activations("block")
         last = tmp_path if resumed else None
-        settle_activations(start, TrainConfig(activation_memory="auto"), limits_of(), last, Console(io.StringIO()))
+        choose_activations(session, TrainConfig(activation_memory="auto"), limits_of(), last, Console(io.StringIO()))
 
     settled()
     assert policy.activation_memory == "none"

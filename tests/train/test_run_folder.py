@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tuningfork.config import RunConfig, from_yaml, settings, to_yaml
+from tuningfork.config import from_yaml
 from tuningfork.errors import RunFolderError
-from tuningfork.train.folder import (
+from tuningfork.run_config import RunConfig
+from tuningfork.train.run_folder import (
     CONFIG,
     FILES,
     FOLDERS,
@@ -23,7 +24,7 @@ from tuningfork.train.folder import (
     with_checksum,
 )
 
-SETTINGS = with_checksum(to_yaml(RunConfig()))
+SETTINGS = with_checksum(RunConfig().to_yaml())
 
 
 @pytest.fixture
@@ -113,7 +114,7 @@ def test_other_settings_are_named_with_the_command_that_repeats_them_all(tmp_pat
         "train.eval_every": (5, None),
     }
     with pytest.raises(RunFolderError) as caught:
-        check_settings(folder, changes, settings(RunConfig()))
+        check_settings(folder, changes, RunConfig().values())
     lines = str(caught.value).splitlines()
     assert lines[1:3] == [
         "  train.seed: the run has 3, now 0, the default",

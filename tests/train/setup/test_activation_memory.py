@@ -14,10 +14,10 @@ from tuningfork.errors import ConfigError
 from tuningfork.models.activations import budget_of
 from tuningfork.models.policy import Policy
 from tuningfork.report.console import Console
-from tuningfork.train import fit
 from tuningfork.train.config import TrainConfig
-from tuningfork.train.fit import Choice, DryRun, choose, settle
 from tuningfork.train.optimizer import build_optimizer, optimizer_bytes
+from tuningfork.train.setup import activation_memory
+from tuningfork.train.setup.activation_memory import Choice, DryRun, choose_activation_memory, fastest_that_fits
 
 ROWS = 1000
 
@@ -38,7 +38,7 @@ class Card:
         return taken if taken <= self.size else None
 
     def choose(self, room: float | None = None, compiled: bool = True) -> Choice:
-        return choose(self.peak, ROWS, 128, int(room or self.size), compiled)
+        return fastest_that_fits(self.peak, ROWS, 128, int(room or self.size), compiled)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_a_dry_runs_sequences_stay_within_the_models_positions(positions, share_
 def test_on_a_cpu_auto_is_none():
     policy, out = tiny_policy("llama", torch.float32), io.StringIO()
     policy.keep_activations("block")
-    settle(scorer_of(policy), limits_of(), lambda model: 0, Console(out))
+    choose_activation_memory(scorer_of(policy), limits_of(), lambda model: 0, Console(out))
     assert policy.activation_memory == "none"
     assert "auto is none on a CPU" in out.getvalue()
 
@@ -175,13 +175,17 @@ def test_the_mode_that_fits_beside_the_optimizer_is_kept(monkeypatch, room, mode
 
     gpu = copy.copy(policy)
     gpu.__class__ = OnAGpu
-    monkeypatch.setattr(fit.DryRun, "peak", lambda self, mode, rows: self.policy.keep_activations(mode) or taken[mode])
-    monkeypatch.setattr(fit, "_usable", lambda device: room)
+    monkeypatch.setattr(
+        activation_memory.DryRun,
+        "peak",
+        lambda self, mode, rows: self.scorer.policy.keep_activations(mode) or taken[mode],
+    )
+    monkeypatch.setattr(activation_memory, "_usable", lambda device: room)
     if mode is None:
         with pytest.raises(ConfigError, match=r"no mode fits a pack of pack\.tokens 512"):
-            settle(scorer_of(gpu), limits_of(512), lambda model: 5, Console(out))
+            choose_activation_memory(scorer_of(gpu), limits_of(512), lambda model: 5, Console(out))
         return
-    settle(scorer_of(gpu), limits_of(512), lambda model: 5, Console(out))
+    choose_activation_memory(scorer_of(gpu), limits_of(512), lambda model: 5, Console(out))
     assert gpu.activation_memory == mode and words in out.getvalue()
 
 
@@ -210,4 +214,8 @@ def test_8_bit_moments_take_a_byte_and_a_scale_for_each_block(uncompiled):
 
 
 def test_gib():
-    assert (fit._gib(None), fit._gib(2**30), fit._gib(2**30, 2**29)) == ("more than there is", "1.0", "1.5")
+    assert tuple(map(activation_memory._gib, (None, 2**30, 2**30), (0, 0, 2**29))) == (
+        "more than there is",
+        "1.0",
+        "1.5",
+    )

@@ -38,7 +38,7 @@ class Choice:
     peaks: dict[str, int | None] = field(default_factory=dict)
 
 
-def choose(peak: Peak, rows: int, smallest: int, room: int, compiled: bool) -> Choice:
+def fastest_that_fits(peak: Peak, rows: int, smallest: int, room: int, compiled: bool) -> Choice:
     """The fastest mode whose peak with a pack of `rows` rows is at most `room` bytes.
 
     `none` comes first. Where it does not fit, `block` bounds the memory of every budget from below and tells the budget
@@ -149,7 +149,7 @@ def _pairs(rows: int, vocabulary: int, positions: int) -> Iterator[TokenExample]
         yield TokenExample(Source("dry run", row), ids(unit), answers)
 
 
-def settle(
+def choose_activation_memory(
     scorer: Scorer, limits: PackLimits, optimizer_bytes: Callable[[torch.nn.Module], int], console: Console
 ) -> None:
     """Let the policy keep its activations by the fastest mode that fits its GPU, and say which; on a CPU, by `none`.
@@ -168,7 +168,7 @@ def settle(
     console.print("activation memory: auto, trying full packs by one mode after the other, the fastest first")
     usable, states = _usable(policy.device), optimizer_bytes(policy.model)
     dry = DryRun(scorer, limits, _cuda_peak)
-    choice = choose(dry.peak, limits.rows(limits.tokens), limits.smallest, usable - states, policy.compiled)
+    choice = fastest_that_fits(dry.peak, limits.rows(limits.tokens), limits.smallest, usable - states, policy.compiled)
     tried = ", ".join(f"{mode} {_gib(taken, states)}" for mode, taken in choice.peaks.items())
     if choice.mode is None:
         raise ConfigError(

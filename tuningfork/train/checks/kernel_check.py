@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from tuningfork.errors import LOADING, ModelError, enough_memory
 from tuningfork.models.policy import Policy
 from tuningfork.records import ForkLayout, PackedBatch
-from tuningfork.train.head_check import NOTHING_IS_TRAINED
-from tuningfork.train.self_check import in_float32, probe_pack, probes
+from tuningfork.train.checks.head_check import NOTHING_IS_TRAINED
+from tuningfork.train.checks.self_check import in_float32, probe_pack, probes
 
 # The plain kernels' own error, taken over all rows at once: there two errors of a kind are closer than that.
 _TIMES = 3.0

@@ -16,7 +16,7 @@ from tuningfork.kernels.select import plain
 from tuningfork.models import head as head_module
 from tuningfork.models import policy as policy_module
 from tuningfork.models.policy import Policy
-from tuningfork.train.head_check import check_head
+from tuningfork.train.checks.head_check import check_head
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bench.lengths import QUANTILES, draw
 from tests.data.rows import read_examples
 from tests.data.test_real_files import DPO_EN, HH
-from tuningfork.data.balance import balance
+from tuningfork.distributed.balance import balance
 
 RANKS = [2**n for n in range(1, 11)]
 COSTS = st.lists(st.integers(0, 50) | st.integers(0, 10**15), max_size=60)

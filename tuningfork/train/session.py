@@ -1,0 +1,55 @@
+"""The session: what a run works with, from its start to its end, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tuningfork.data.loader import packs_in_windows
+from tuningfork.data.pack import PackLimits
+from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
+from tuningfork.models.load import Loaded
+from tuningfork.models.policy import Policy
+from tuningfork.models.scorer import Scorer
+from tuningfork.objective.base import Objective
+from tuningfork.records import DataReport, PackedBatch, TokenExample
+from tuningfork.train.checks.kernel_check import KernelCheck
+
+
+@dataclass(frozen=True)
+class Data:
+    """Examples to train on and held-out ones, each with the account of its file. The objective takes all of them.
+
+    Without training data, as to evaluate, its account is empty.
+    """
+
+    train: Sequence[TokenExample]
+    train_report: DataReport
+    held_out: Sequence[TokenExample]
+    held_out_report: DataReport | None
+    limits: PackLimits
+
+
+@dataclass(frozen=True)
+class Session:
+    """The model, ready to score and to train, and the objective that it is trained by."""
+
+    scorer: Scorer
+    objective: Objective
+    loaded: Loaded
+    compiled: bool
+    check: KernelCheck | None = None  # where blocks are compiled, or kernels are not the plain ones
+    ranks: Ranks = ONE_PROCESS
+
+    @property
+    def policy(self) -> Policy:
+        return self.scorer.policy
+
+    @property
+    def pin_memory(self) -> bool:
+        """Whether packs are kept in page-locked memory, from which a GPU copies without blocking the host."""
+        return self.scorer.device.type == "cuda"
+
+    def packs(self, examples: Sequence[TokenExample], limits: PackLimits) -> Iterator[PackedBatch]:
+        """All examples in packs, for scoring: each is built, and pinned for a GPU, while the one before is scored."""
+        return packs_in_windows(examples, limits, pin_memory=self.pin_memory)

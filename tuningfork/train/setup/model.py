@@ -1,0 +1,118 @@
+"""From a model folder to a session: loaded, checked on this device, kernels and compiler under it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from tuningfork.data.pack import PackLimits
+from tuningfork.distributed.parallelize import parallelize
+from tuningfork.distributed.ranks import ONE_PROCESS
+from tuningfork.models import activations, export
+from tuningfork.models.config import ModelConfig
+from tuningfork.models.load import Loaded, load
+from tuningfork.models.policy import Policy
+from tuningfork.models.scorer import Scorer
+from tuningfork.report.console import Console
+from tuningfork.run_config import RunConfig
+from tuningfork.train import checkpoint
+from tuningfork.train.checks.head_check import check_head
+from tuningfork.train.checks.kernel_check import KernelCheck
+from tuningfork.train.checks.self_check import check_packed_equals_alone, window_not_reached
+from tuningfork.train.config import TrainConfig
+from tuningfork.train.optimizer import hold_gradients, optimizer_bytes
+from tuningfork.train.session import Session
+from tuningfork.train.setup.activation_memory import choose_activation_memory
+from tuningfork.train.setup.device import DTYPES, choose_compile, choose_dtype, device_name, dtype_name
+
+
+def start_model(config: RunConfig, device: torch.device, console: Console) -> Session:
+    """Load the starting model, check that packing it is exact, put kernels and compiler under it, and check these.
+
+    It keeps activations as `train.activation_memory` says; where that is auto, as little of them as scoring allows,
+    until `choose_activations`.
+
+    Raises:
+        ConfigError: something that the settings ask for cannot be had here.
+        ModelError: the model cannot be loaded, packing it is not exact, or its kernels are wrong on this device.
+    """
+    model = config.model
+    train = config.train
+    dtype = choose_dtype(model, device)
+    compiled = choose_compile(model.compile, device)
+    # What cannot be had is said now, before minutes of reading and scoring.
+    activations.check(train.activation_memory, compiled)
+    with console.stage("device", f"setting up {device_name(device)}"):
+        torch.zeros(1, device=device)  # the first use of a GPU sets it up, which is no part of what follows
+    with console.startup.time("weights"):
+        loaded = _load(model, device, console)
+    with console.stage("self-check", "checking that packed examples equal the same ones alone"):
+        check_packed_equals_alone(loaded.model, model.path)
+        export.check(loaded, model.path)
+    hold_gradients(loaded.model, train)
+    policy = Policy.fast(loaded.model, dtype)
+    scorer = Scorer.of(policy, config.objective.head_chunk_rows)
+    with console.stage("head check", "checking the head"):
+        check_head(scorer, model.path)
+    check = None
+    if compiled or not policy.has_plain_kernels:
+        with console.stage("kernel check", "computing what kernels and compiled blocks are checked against"):
+            check = KernelCheck.begin(policy, model.path, config.pack.share_prompt, compiled)
+    console.print(
+        f"{model.path}: {sum(p.numel() for p in loaded.model.parameters()):,} parameters on {device_name(device)}, "
+        f"kept in {model.weights}, computing in {dtype_name(dtype)}, "
+        + ", ".join(f"{kind} kernel {name}" for kind, name in policy.kernels.names.items())
+        + (", blocks compiled" if compiled else "")
+    )
+    if model.weights == "bfloat16" and train.gradient_dtype == "weights":
+        console.print(
+            "gradients are added up in bfloat16 where their weights are, so how a batch is cut into packs changes the "
+            "rounding of a step; train.gradient_dtype: float32 costs 2 more bytes a weight and does not round"
+        )
+    parallelize(
+        policy, "block" if train.activation_memory == "auto" else train.activation_memory, compiled, ONE_PROCESS
+    )
+    if check is not None:
+        with console.stage("kernel check", "compiling and checking kernels and blocks"):
+            check.compare(policy)
+    if window := window_not_reached(policy):
+        console.print(f"checks at the start: not beyond the layers' window of {window:,}, which is too long for that")
+    return Session(scorer, config.objective.build(), loaded, compiled, check)
+
+
+def choose_activations(
+    session: Session, train: TrainConfig, limits: PackLimits, last: Path | None, console: Console
+) -> None:
+    """Carry out `train.activation_memory: auto` before anything is scored: the fastest mode that fits.
+
+    A run that goes on from its checkpoint `last` keeps the mode that it began with, whatever else is on the GPU now:
+    gradients are rounded differently in another.
+
+    Raises:
+        ConfigError: no mode fits.
+        ModelError: the blocks, compiled anew for that mode, are wrong on this device.
+    """
+    if train.activation_memory != "auto":
+        return
+    if last is not None:
+        mode = checkpoint.progress(last).activation_memory
+        session.policy.keep_activations(mode)
+        console.print(f"activation memory: {mode}, as chosen when the run began")
+    else:
+        with console.startup.time("activation memory"):
+            choose_activation_memory(session.scorer, limits, partial(optimizer_bytes, config=train), console)
+    if session.check is not None and session.policy.activation_memory != "block":  # which `start_model` has compared
+        with console.stage("kernel check", "compiling and checking kernels and blocks"):
+            session.check.compare(session.policy)
+
+
+def _load(model: ModelConfig, device: torch.device, console: Console) -> Loaded:
+    with console.bytes_phase("reading weights") as progress:
+        loaded = load(model.path, device, DTYPES[model.weights], progress)
+    for note in loaded.notes:
+        console.print(f"{model.path}: {note}")
+    if not loaded.stored_bytes:
+        console.print(f"{model.path}: the weights are in older files than safetensors; slower to read for large ones")
+    return loaded

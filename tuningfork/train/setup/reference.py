@@ -1,0 +1,80 @@
+"""The reference of a run: which model it is, by content, and its log-probs of every example that the run uses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import transformers
+
+from tuningfork.data.pack import PackLimits
+from tuningfork.data.store import Selection
+from tuningfork.models.load import comparable
+from tuningfork.models.policy import Policy
+from tuningfork.records import TokenExample
+from tuningfork.reference.build import check_rescored, fill, to_rescore
+from tuningfork.reference.code import model_code_digest
+from tuningfork.reference.entries import open_entry
+from tuningfork.reference.fingerprint import fingerprint, tensors_of, text_digest, weights_digest
+from tuningfork.reference.store import ReferenceStore
+from tuningfork.report.console import Console
+from tuningfork.run_config import RunConfig
+from tuningfork.train.session import Session
+from tuningfork.train.setup.device import device_name, dtype_name
+
+
+def open_reference(
+    config: RunConfig,
+    session: Session,
+    examples: Sequence[TokenExample],
+    limits: PackLimits,
+    console: Console,
+    held_out: Sequence[TokenExample] = (),
+    weights: str | None = None,
+) -> ReferenceStore:
+    """The entry of the reference cache that is the *starting* model's, filled for these examples and the held-out ones.
+
+    `weights` is the hash of its weights, where that is known already. Some of what the entry had before is scored
+    again, and must come to the same bits. Raises ReferenceMismatch.
+    """
+    policy = session.policy
+    facts = fingerprint(
+        weights or starting_weights(policy, console),
+        config=_config_digest(policy),
+        dtype=dtype_name(policy.dtype),
+        **{f"{kind} kernel": name for kind, name in policy.kernels.names.items()},
+        compiled=str(session.compiled),
+        share_prompt=str(config.pack.share_prompt),
+        device=device_name(policy.device),
+        threads=str(torch.get_num_threads() if policy.device.type == "cpu" else "any"),
+        transformers=transformers.__version__,
+        **{"model code": model_code_digest(policy.model)},
+    )
+    with console.startup.time("reference"):
+        store = open_entry(Path(config.reference.cache), facts, console.print)
+        parts = [Selection([examples]), Selection([held_out])]
+        again = Selection([parts[part].take(places) for part, places in to_rescore(store, parts)])
+        if again:
+            with console.phase("checking the reference cache", total=len(again), unit="examples") as phase:
+                check_rescored(store, session.packs(again, limits), session.scorer.score, phase.advance)
+        missing = store.missing(Selection(parts))
+        if missing:
+            with console.phase("scoring the reference", total=len(missing), unit="examples") as phase:
+                fill(store, session.packs(missing, limits), session.scorer.score, phase.advance)
+    return store
+
+
+def starting_weights(policy: Policy, console: Console) -> str:
+    """The hash of the weights as they are: to be asked for before they move."""
+    with console.stage("weights digest", "hashing the weights"):
+        return weights_digest(tensors_of(policy.model))
+
+
+def model_digest(policy: Policy, weights: str) -> str:
+    """A content hash of a model: of its weights, by their own hash, and of what its config decides of its numbers."""
+    return text_digest(f"{weights} {_config_digest(policy)}")
+
+
+def _config_digest(policy: Policy) -> str:
+    return text_digest(repr(sorted(comparable(policy.config).items())))
