@@ -418,7 +418,7 @@ def test_evaluation_equals_plain_scores_and_the_papers_formula(tmp_path, name):
         rewards.append(reward)
         correct.append(margin > 0)
     values = result.as_dict()
-    assert result.pairs == sum(told) == 7
+    assert result.examples == sum(told) == 7
     assert result.loss == pytest.approx(np.mean(losses), rel=1e-6)
     assert values["rewards/chosen"] == pytest.approx(np.mean([r[0] for r in rewards]), rel=1e-6)
     assert values["rewards/rejected"] == pytest.approx(np.mean([r[1] for r in rewards]), rel=1e-6)
