@@ -30,11 +30,11 @@ import torch
 from bench import shapes
 from bench.lengths import QUANTILES, draw, examples_of
 from bench.output import emit, environment, parser, table
-from tuningfork.data.audit import prepare
 from tuningfork.data.balance import balance
 from tuningfork.data.config import DataConfig
 from tuningfork.data.pack import PackLimits, pack, pack_stream, split_fitting
-from tuningfork.data.store import rows_of_each
+from tuningfork.data.prepare import prepare
+from tuningfork.data.token_table import rows_of_each
 from tuningfork.models.load import load_tokenizer
 from tuningfork.models.policy import Policy
 from tuningfork.records import TokenExample

@@ -78,8 +78,8 @@ def write_conversations(source: str, path: Path, rows: int) -> None:
 
 
 def ours(path: str, tokenizer: str, workers: int, cache: str) -> dict[str, Any]:
-    from tuningfork.data.audit import prepare
     from tuningfork.data.pack import PackLimits, pack, split_fitting
+    from tuningfork.data.prepare import prepare
     from tuningfork.models.load import load_tokenizer
 
     loaded, config = load_tokenizer(tokenizer), DataConfig(max_length=MAX_LENGTH, workers=workers)

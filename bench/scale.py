@@ -25,10 +25,10 @@ import torch
 
 from bench.lengths import QUANTILES, draw
 from bench.output import emit, environment, parser, rounded, table
-from tuningfork.data.audit import dataset_digest
 from tuningfork.data.loader import EpochOrder, build_packs, packs_in_windows
 from tuningfork.data.pack import PackLimits, split_fitting
-from tuningfork.data.store import TYPES, Selection, TokenTable
+from tuningfork.data.prepare import dataset_digest
+from tuningfork.data.token_table import TYPES, Selection, TokenTable
 from tuningfork.models.flops import FlopCounter
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.objective.objectives import PreferenceObjective

@@ -29,8 +29,8 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from tests.data.tiny_tokenizers import CHATML, INST, REWRITING, byte_bpe
-from tuningfork.data.audit import prepare
 from tuningfork.data.config import DataConfig
+from tuningfork.data.prepare import prepare
 from tuningfork.errors import DataError, TuningforkError
 
 VOCAB = 260

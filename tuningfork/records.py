@@ -183,8 +183,8 @@ _COLUMNS: dict[str, tuple[str, Callable[[TokenExample], Any]]] = {
 def column(examples: Sequence[TokenExample], name: str) -> np.ndarray:
     """One fact of each of many examples, [n], by the name that TokenExample has for it; `answers` are counted.
 
-    A label or margin that is not there is -1 or NaN. A sequence that keeps columns (data/store.py) makes no example
-    for it: a million of them would take half a minute.
+    A label or margin that is not there is -1 or NaN. A sequence that keeps columns (data/token_table.py) makes no
+    example for it: a million of them would take half a minute.
     """
     kept = getattr(examples, "column", None)
     if kept is not None:

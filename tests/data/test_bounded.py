@@ -17,9 +17,9 @@ import pytest
 from tests.bounds import within, without_much_memory
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
 from tuningfork.data import bounded as bounds
-from tuningfork.data.audit import prepare
 from tuningfork.data.bounded import OutOfTime, bounded, renew
 from tuningfork.data.config import DataConfig
+from tuningfork.data.prepare import prepare
 from tuningfork.data.printing import message_fields
 from tuningfork.data.template import check_template, render
 from tuningfork.data.values import Unusable

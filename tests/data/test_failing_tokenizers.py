@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerFast
 from tests.bounds import within
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
 from tuningfork.data import seams
-from tuningfork.data.audit import prepare
 from tuningfork.data.config import DataConfig
-from tuningfork.data.store import TokenTable, columns_of
+from tuningfork.data.prepare import prepare
+from tuningfork.data.token_table import TokenTable, columns_of
 from tuningfork.data.tokenize import check_ids, check_vocabulary
 from tuningfork.errors import DataError
 from tuningfork.records import Source, TokenAnswer, TokenExample

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.test_audit import NONE, pair, write
+from tests.data.test_prepare import NONE, pair, write
 from tests.data.tiny_tokenizers import byte_bpe
-from tuningfork.data.audit import prepare
 from tuningfork.data.overlap import overlap
+from tuningfork.data.prepare import prepare
 
 TRAIN = [pair("one", "ab", "cd"), pair("two", "ab", "cd"), pair("two", "x", "y")]
 

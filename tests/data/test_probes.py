@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.data.rows import assistant, user, write
 from tests.data.tiny_tokenizers import CHATML, INST, byte_bpe
-from tuningfork.data.audit import prepare
 from tuningfork.data.config import DataConfig
 from tuningfork.data.layout import build
+from tuningfork.data.prepare import prepare
 from tuningfork.data.shorten import OverLength
 from tuningfork.data.tokenize import MERGES
 from tuningfork.records import DataReport, PackedBatch, Source, TokenExample

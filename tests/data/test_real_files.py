@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from tests.data.rows import read_examples
 from tests.data.tiny_tokenizers import CHATML, INST, byte_bpe
 from tests.real_tokenizers import Unavailable, real_tokenizer
-from tuningfork.data.audit import prepare
 from tuningfork.data.config import DataConfig
+from tuningfork.data.prepare import prepare
 from tuningfork.errors import DataError
 from tuningfork.records import Example
 

@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 
-from tests.data.test_store import told
-from tests.data.test_tables import CONFIG, ROWS, Opened, write
+from tests.data.test_token_cache import CONFIG, ROWS, Opened, write
+from tests.data.test_token_table import told
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
-from tuningfork.data import tables, workers
+from tuningfork.data import token_cache, workers
 from tuningfork.data.chunks import Chunk, ChunkEncoder
 from tuningfork.data.examples import RowReader
-from tuningfork.data.tables import TableReader
+from tuningfork.data.token_cache import TableReader
 from tuningfork.data.workers import Workers
 from tuningfork.errors import DataError, RunFolderError
 
@@ -169,7 +169,7 @@ from concurrent.futures import wait
 from pathlib import Path
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
 from tuningfork.data import workers
-from tuningfork.data.audit import prepare
+from tuningfork.data.prepare import prepare
 from tuningfork.data.config import DataConfig
 
 workers.ROWS_A_PROCESS = 1
@@ -211,7 +211,7 @@ def _at_work(table: str) -> Iterator[None]:
     """Begin to encode in two processes."""
     workers.ROWS_A_PROCESS = 1  # in a process of its own
     with TableReader(byte_bpe(chat_template=CHATML), replace(CONFIG, workers=2), None, print) as reader:
-        _, columns = tables._make(table, reader.workers, reader.config, None)
+        _, columns = token_cache._make(table, reader.workers, reader.config, None)
         next(columns)
         yield
 

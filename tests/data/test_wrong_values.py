@@ -12,8 +12,8 @@ import pytest
 
 from tests.data.rows import assistant, user, write
 from tests.data.tiny_tokenizers import byte_bpe
-from tuningfork.data.audit import prepare
 from tuningfork.data.config import DataConfig
+from tuningfork.data.prepare import prepare
 from tuningfork.records import DroppedRow
 
 Row = dict[str, Any]

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tiny import random_examples, random_pairs
-from tuningfork.data.store import Selection, TokenTable, columns_of
+from tuningfork.data.token_table import Selection, TokenTable, columns_of
 from tuningfork.errors import ReferenceMismatch, RunFolderError
 from tuningfork.records import Source, TokenAnswer, TokenExample
 from tuningfork.reference import entries, shards

@@ -16,8 +16,8 @@ from tuningfork.data.json_rows import Row
 from tuningfork.data.printing import message_fields
 from tuningfork.data.roles import MessageNames, roles_for
 from tuningfork.data.shorten import shorten, size_of
-from tuningfork.data.store import Columns, columns_of
 from tuningfork.data.template import RenderedExample, render
+from tuningfork.data.token_table import Columns, columns_of
 from tuningfork.data.tokenize import Encoded, Encoder
 from tuningfork.data.values import Unusable
 from tuningfork.records import Example, Size, TokenExample

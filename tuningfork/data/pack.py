@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tuningfork.data.bins import best_fit, even_fit, members_of, stream_fit
-from tuningfork.data.store import Selection, rows_of_each
+from tuningfork.data.token_table import Selection, rows_of_each
 from tuningfork.errors import DataError
 from tuningfork.records import DroppedRow, TokenExample, taken
 

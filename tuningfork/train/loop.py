@@ -12,10 +12,10 @@ from types import FrameType
 
 import torch
 
-from tuningfork.data.audit import dataset_digest, report_dict
 from tuningfork.data.config import PackConfig
 from tuningfork.data.loader import PackLoader, ahead
-from tuningfork.data.store import Selection
+from tuningfork.data.prepare import dataset_digest, report_dict
+from tuningfork.data.token_table import Selection
 from tuningfork.errors import NonFiniteError, RunFolderError, counted, enough_memory
 from tuningfork.files import clear_abandoned
 from tuningfork.models.policy import graphs_compiled

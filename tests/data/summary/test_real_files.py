@@ -14,11 +14,11 @@ from types import SimpleNamespace
 import pytest
 
 from tests.data.test_real_files import DATA, DPO_EN, HH, HH_DROPS, smollm2
-from tuningfork.data.audit import prepare
 from tuningfork.data.bins import best_fit
 from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.loader import EpochOrder
 from tuningfork.data.pack import PackLimits
+from tuningfork.data.prepare import prepare
 from tuningfork.data.summary.sets import SetData
 from tuningfork.data.summary.summarize import DataSummary, summarize
 from tuningfork.data.tokenize import MERGES

@@ -11,10 +11,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from tests.data.tiny_tokenizers import byte_bpe
-from tuningfork.data.audit import prepare
 from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.loader import EpochOrder
 from tuningfork.data.pack import PackLimits
+from tuningfork.data.prepare import prepare
 from tuningfork.data.shorten import size_of
 from tuningfork.data.sources import Use
 from tuningfork.data.summary.sets import SetData

@@ -13,8 +13,8 @@ import numpy as np
 
 from tuningfork.data.loader import EpochOrder
 from tuningfork.data.pack import PackLimits, pack_evenly
-from tuningfork.data.store import rows_of_each
 from tuningfork.data.summary.sizes import Sizes
+from tuningfork.data.token_table import rows_of_each
 from tuningfork.records import TokenExample
 
 PLAIN_BATCH = 8

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from tuningfork.data.audit import NOTED, ON_PURPOSE, report_dict
 from tuningfork.data.config import DataConfig
 from tuningfork.data.control import RENDERED, WRITTEN
+from tuningfork.data.prepare import NOTED, ON_PURPOSE, report_dict
 from tuningfork.data.shorten import size_of
 from tuningfork.data.summary.lengths import LengthBias, Lengths, Truncation, length_bias, lengths, preview_truncation
 from tuningfork.data.summary.repeats import Repeats, find_repeats

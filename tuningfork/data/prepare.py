@@ -16,8 +16,8 @@ from tuningfork.data.columns import check_used
 from tuningfork.data.config import DataConfig
 from tuningfork.data.shorten import size_of
 from tuningfork.data.sources import Use, expand_all, mix
-from tuningfork.data.store import Selection
-from tuningfork.data.tables import Notice, Progress, TableAccount, TableReader
+from tuningfork.data.token_cache import Notice, Progress, TableAccount, TableReader
+from tuningfork.data.token_table import Selection
 from tuningfork.data.tokenize import check_ids, check_vocabulary
 from tuningfork.errors import DataError, OutOfMemory, counted, first_line
 from tuningfork.records import DataReport, DroppedRow, Source, TokenExample, column

@@ -21,15 +21,15 @@ from pydantic import TypeAdapter
 from transformers import PreTrainedTokenizerBase
 
 from tuningfork import records
-from tuningfork.data import store
+from tuningfork.data import token_table
 from tuningfork.data.chunks import ChunkEncoder
 from tuningfork.data.config import DataConfig
 from tuningfork.data.dated import at_date
 from tuningfork.data.examples import fields_not_read
 from tuningfork.data.forms import FORMS
 from tuningfork.data.read import digest_of
-from tuningfork.data.store import Columns, TokenTable
 from tuningfork.data.survey import open_table
+from tuningfork.data.token_table import Columns, TokenTable
 from tuningfork.data.workers import Workers, check_started
 from tuningfork.errors import DataError, RunFolderError
 from tuningfork.files import (
@@ -134,7 +134,7 @@ class TableReader:
         """
         if self.folder is None:
             account, blocks = _make(table, self.workers, self.config, progress)
-            return TokenTable(table, store.joined(blocks)), account
+            return TokenTable(table, token_table.joined(blocks)), account
         before = digest_of(table)
         entry = self.folder / xxhash.xxh3_128_hexdigest(f"{before} {self.origin}".encode())
         found = self._kept(entry, table, progress)
@@ -165,7 +165,7 @@ class TableReader:
                 remove(entry)
         with whole_folder(entry, CURE) as aside:
             account, blocks = _make(table, self.workers, self.config, progress)
-            store.write(aside, blocks)
+            token_table.write(aside, blocks)
             (aside / ACCOUNT).write_text(account.as_json())
             seal(aside)
             if digest_of(table) != before:
@@ -180,12 +180,12 @@ def _read(entry: Path) -> tuple[Columns, TableAccount] | None:
     """What an entry of the cache holds; None where there is no whole one. Raises RunFolderError."""
     check_plain(entry, folder=True)
     try:
-        check_sealed(entry, (*store.TYPES, ACCOUNT))
+        check_sealed(entry, (*token_table.TYPES, ACCOUNT))
         columns, account = (
-            store.mapped(entry),
+            token_table.mapped(entry),
             TableAccount.from_json(read_plain(entry / ACCOUNT, _LARGEST_ACCOUNT).decode()),
         )
-        store.check(columns)
+        token_table.check(columns)
         if account.form not in FORMS or account.rows_read != len(columns["row"]) + len(account.dropped):
             raise ValueError(f"{ACCOUNT} is damaged")
         return columns, account
@@ -197,7 +197,7 @@ def _read(entry: Path) -> tuple[Columns, TableAccount] | None:
 
 def _check_ours(entry: Path) -> None:
     """Raise RunFolderError where a damaged entry holds what no entry does: it is removed with all that is in it."""
-    if others := sorted({path.name for path in entry.iterdir()} - {*store.TYPES, ACCOUNT, DIGESTS}):
+    if others := sorted({path.name for path in entry.iterdir()} - {*token_table.TYPES, ACCOUNT, DIGESTS}):
         raise RunFolderError(f"{entry} holds {others[0]!r}, which is not ours to remove. Move it away; or {ELSEWHERE}")
 
 
@@ -254,5 +254,5 @@ def _origin(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str:
 @cache
 def _source_digest() -> str:
     """A hash of the source that turns rows into tokens."""
-    files = [Path(records.__file__), *sorted(Path(__file__).parent.glob("*.py"))]
+    files = [Path(records.__file__), *sorted(Path(__file__).parent.rglob("*.py"))]
     return xxhash.xxh3_128_hexdigest(b"\0".join(file.read_bytes() for file in files))

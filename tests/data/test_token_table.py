@@ -12,8 +12,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuningfork.data import store
-from tuningfork.data.store import Selection, TokenTable, columns_of, joined, mapped, rows_of_each, write
+from tuningfork.data import token_table
+from tuningfork.data.token_table import Selection, TokenTable, columns_of, joined, mapped, rows_of_each, write
 from tuningfork.records import Source, TokenAnswer, TokenExample, column
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=5)
@@ -183,12 +183,12 @@ def test_columns_that_no_examples_make_are_told(name: str) -> None:
         "counts": [0, 0, 1, 1, 0, 0, 1, 0, 1],
     }
 
-    def columns(values: dict[str, Any]) -> store.Columns:
-        types = store.TYPES | {"counts": np.dtype(np.uint8)}
+    def columns(values: dict[str, Any]) -> token_table.Columns:
+        types = token_table.TYPES | {"counts": np.dtype(np.uint8)}
         raw = {name: np.array(value, types[name]) for name, value in values.items()}
         return raw | {"counts": raw["counts"].view(bool)}
 
-    store.check(columns(good))
-    store.check(columns({name: [] for name in good}))
+    token_table.check(columns(good))
+    token_table.check(columns({name: [] for name in good}))
     with pytest.raises(ValueError, match=r"columns|example|id|weight|answer"):
-        store.check(columns(good | HOSTILE[name]))
+        token_table.check(columns(good | HOSTILE[name]))

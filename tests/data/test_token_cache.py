@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from tests.data.test_store import told
+from tests.data.test_token_table import told
 from tests.data.tiny_tokenizers import CHATML, INST, byte_bpe
-from tuningfork.data import config, store, survey, tables
+from tuningfork.data import config, survey, token_cache, token_table
 from tuningfork.data.config import DataConfig
-from tuningfork.data.tables import TableReader
+from tuningfork.data.token_cache import TableReader
 from tuningfork.data.workers import Workers
 from tuningfork.errors import DataError, RunFolderError
 from tuningfork.files import DIGESTS, seal
@@ -43,13 +43,13 @@ class Opened:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, cache: Path | None) -> None:
         self.cache, self.said, self.made = cache, [], 0
-        make = tables._make
+        make = token_cache._make
 
         def counted(*args: Any) -> Any:
             self.made += 1
             return make(*args)
 
-        monkeypatch.setattr(tables, "_make", counted)
+        monkeypatch.setattr(token_cache, "_make", counted)
 
     def __call__(self, table: str, tokenizer: Any = None, config: DataConfig = CONFIG) -> Any:
         tokenizer = tokenizer or byte_bpe(chat_template=CHATML)
@@ -113,9 +113,9 @@ def test_whatever_decides_a_token_makes_another_entry(
     opened(table)
     opened(table, config=replace(CONFIG, workers=1, cache="elsewhere", mix_seed=3))  # decide no token
     assert opened.made == len(others) + 1
-    monkeypatch.setattr(tables, "version", lambda name: "0")
+    monkeypatch.setattr(token_cache, "version", lambda name: "0")
     opened(table)
-    monkeypatch.setattr(tables, "_source_digest", lambda: "changed")
+    monkeypatch.setattr(token_cache, "_source_digest", lambda: "changed")
     opened(table)
     assert opened.made == len(others) + 3
 
@@ -153,7 +153,7 @@ def test_a_damaged_entry_is_made_again_and_said(opened: Opened, tmp_path: Path, 
     table = write(tmp_path, ROWS)
     first = opened(table)
     (entry,) = (tmp_path / "cache").iterdir()
-    ids, account, digests = entry / "ids", entry / tables.ACCOUNT, entry / DIGESTS
+    ids, account, digests = entry / "ids", entry / token_cache.ACCOUNT, entry / DIGESTS
     if damage.startswith("a bit"):
         file = account if "account" in damage else ids
         content = bytearray(file.read_bytes())
@@ -269,7 +269,7 @@ def test_a_cache_that_cannot_be_written_says_so(
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(store, "write", full)
+    monkeypatch.setattr(token_table, "write", full)
     with pytest.raises(RunFolderError, match=r"cannot be written: No space left.*data.cache"):
         opened(write(tmp_path, ROWS))
     assert not (tmp_path / "cache").exists()
@@ -286,7 +286,7 @@ def test_an_entry_that_may_not_be_read_is_no_damage(
         raise PermissionError(errno.EACCES, "Permission denied")
 
     with monkeypatch.context() as patch:
-        patch.setattr(tables, "check_sealed", closed)
+        patch.setattr(token_cache, "check_sealed", closed)
         with pytest.raises(RunFolderError, match=r"cannot be read: Permission denied.*data.cache"):
             opened(table)
     assert opened(table) == first and opened.made == 1
@@ -330,11 +330,11 @@ def test_two_processes_make_a_table_once(tmp_path: Path) -> None:
         ("answers", b"\0" * 8),
         ("prompt", b"\xff" * 8),
         ("ids", b""),
-        (tables.ACCOUNT, b"[1]"),
-        (tables.ACCOUNT, b"[" * 100_000),
-        (tables.ACCOUNT, b'["pairs", 9, [], [], {}, []]'),
-        (tables.ACCOUNT, b'["none", 2, [], [], {}, []]'),
-        (tables.ACCOUNT, b'["pairs", 3, [], [[1]], {}, []]'),
+        (token_cache.ACCOUNT, b"[1]"),
+        (token_cache.ACCOUNT, b"[" * 100_000),
+        (token_cache.ACCOUNT, b'["pairs", 9, [], [], {}, []]'),
+        (token_cache.ACCOUNT, b'["none", 2, [], [], {}, []]'),
+        (token_cache.ACCOUNT, b'["pairs", 3, [], [[1]], {}, []]'),
     ],
 )
 def test_what_somebody_else_wrote_with_its_checksums_is_made_again(
