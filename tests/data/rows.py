@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tuningfork.data import examples, read, survey
+from tuningfork.data import examples, survey
 from tuningfork.data.roles import MessageNames
+from tuningfork.data.tables import read
 from tuningfork.data.values import Unusable
 from tuningfork.records import DroppedRow, Example, Message, Source
 

@@ -8,8 +8,8 @@ import datasets
 import pytest
 
 from tuningfork.data.hub import commit_in, newest_commit, pinned
-from tuningfork.data.read import read_rows
 from tuningfork.data.sources import check_sources
+from tuningfork.data.tables.read import read_rows
 from tuningfork.errors import DataError
 
 ONE, TWO = "1" * 40, "2" * 40

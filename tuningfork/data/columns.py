@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from tuningfork.data.examples import ASKED, READ
 from tuningfork.data.forms import FORMS
-from tuningfork.data.json_rows import Row
 from tuningfork.data.roles import SHAREGPT
+from tuningfork.data.tables.json_rows import Row
 from tuningfork.errors import ConfigError, DataError
 
 Names = Mapping[str, str]

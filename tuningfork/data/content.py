@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tuningfork.data.json_rows import kind_of
+from tuningfork.data.tables.json_rows import kind_of
 from tuningfork.data.tools import THOUGHTS, spoken_call
 from tuningfork.data.values import SHOWN, Unusable, filled, string
 from tuningfork.records import same

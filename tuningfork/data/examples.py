@@ -13,8 +13,8 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 from tuningfork.data.forms import FORMS, Form, Named, Parts, form_of
-from tuningfork.data.json_rows import Row, kind_of
 from tuningfork.data.roles import MessageNames
+from tuningfork.data.tables.json_rows import Row, kind_of
 from tuningfork.data.tools import holds_null, template_arguments
 from tuningfork.data.turns import (
     OPENING,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from tuningfork.data.json_rows import Row, kind_of
+from tuningfork.data.tables.json_rows import Row, kind_of
 from tuningfork.data.values import Unusable, fields, filled, number, parsed, string
 
 Named = tuple[str, Any]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import huggingface_hub
 
-from tuningfork.data.read import HUB, HUB_NAME, SUFFIXES, suffix_of
+from tuningfork.data.tables.read import HUB, HUB_NAME, SUFFIXES, suffix_of
 
 Sources = str | list[str]
 Commit = Callable[[str, str | None], str | None]

@@ -21,7 +21,7 @@ from typing import Literal
 
 import numpy as np
 
-from tuningfork.data.read import (
+from tuningfork.data.tables.read import (
     HUB,
     SUFFIXES,
     check_hub_name,

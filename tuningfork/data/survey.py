@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tuningfork.data.columns import names_of, renamed, turned, within
-from tuningfork.data.delimited import with_numbers
 from tuningfork.data.examples import RowReader
 from tuningfork.data.forms import FORMS, first_form, form_of
-from tuningfork.data.json_rows import Row
-from tuningfork.data.read import Rows, is_delimited, read_rows
 from tuningfork.data.roles import MessageNames
+from tuningfork.data.tables.delimited import with_numbers
+from tuningfork.data.tables.json_rows import Row
+from tuningfork.data.tables.read import Rows, is_delimited, read_rows
 from tuningfork.data.turns import PLAIN
 from tuningfork.data.values import Unusable, filled
 from tuningfork.errors import DataError

@@ -27,8 +27,8 @@ from tuningfork.data.config import DataConfig
 from tuningfork.data.dated import at_date
 from tuningfork.data.examples import fields_not_read
 from tuningfork.data.forms import FORMS
-from tuningfork.data.read import digest_of
 from tuningfork.data.survey import open_table
+from tuningfork.data.tables.read import digest_of
 from tuningfork.data.token_table import Columns, TokenTable
 from tuningfork.data.workers import Workers, check_started
 from tuningfork.errors import DataError, RunFolderError

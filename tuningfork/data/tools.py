@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from tuningfork.data.json_rows import Row, kind_of
+from tuningfork.data.tables.json_rows import Row, kind_of
 from tuningfork.data.values import Unusable, filled, given, parsed, string
 from tuningfork.records import same
 

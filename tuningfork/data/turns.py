@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from tuningfork.data.content import content_of
-from tuningfork.data.json_rows import Row, kind_of
 from tuningfork.data.roles import CALL, SHAREGPT, MessageNames, Roles, is_assistant, is_tool, named_role
+from tuningfork.data.tables.json_rows import Row, kind_of
 from tuningfork.data.tools import THOUGHTS, call_list, sound, spoken_call, thought
 from tuningfork.data.values import SHOWN, Unusable, fields, filled, number, string
 from tuningfork.records import Message, Turns

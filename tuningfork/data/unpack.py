@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tuningfork.data.forms import Named, Parts
-from tuningfork.data.json_rows import kind_of
 from tuningfork.data.roles import ROLES, Roles
+from tuningfork.data.tables.json_rows import kind_of
 from tuningfork.data.turns import NAMED_BY, before_last_said
 from tuningfork.data.values import Unusable, fields, filled, given
 from tuningfork.records import same

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from tuningfork.data.json_rows import Row, kind_of
+from tuningfork.data.tables.json_rows import Row, kind_of
 
 # Fields that change what is trained on and that no part of this house knows. Ignoring one would train on something else
 # than the file says, so a row that fills it is dropped. Other extra fields (scores, ids) are noted as not read.

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from tests.bounds import within
 from tests.data.rows import PAIR, read_examples, read_rows, write
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
-from tuningfork.data import read
 from tuningfork.data.config import DataConfig
 from tuningfork.data.prepare import prepare
-from tuningfork.data.read import BATCH
+from tuningfork.data.tables import read
+from tuningfork.data.tables.read import BATCH
 from tuningfork.errors import DataError, OutOfMemory, RunFolderError
 from tuningfork.records import Message
 

@@ -12,8 +12,8 @@ import pyarrow.parquet
 import pytest
 
 from tests.bounds import within, without_much_memory
-from tuningfork.data import json_rows, read
-from tuningfork.data.read import read_rows
+from tuningfork.data.tables import json_rows, read
+from tuningfork.data.tables.read import read_rows
 from tuningfork.errors import DataError
 
 ROW = {"prompt": "q", "chosen": "a", "rejected": "b"}

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.payload import Payload
-from tuningfork.data.read import hub_splits, read_rows
+from tuningfork.data.tables.read import hub_splits, read_rows
 from tuningfork.errors import DataError
 
 ROWS = [{"prompt": "q", "chosen": "a", "rejected": "b"}]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tuningfork.data.delimited import DELIMITERS
-from tuningfork.data.json_rows import pieces
+from tuningfork.data.tables.delimited import DELIMITERS
+from tuningfork.data.tables.json_rows import pieces
 from tuningfork.errors import DataError
 
 HEAD = 1000  # bytes that tell

@@ -12,7 +12,7 @@ import pytest
 
 from tests.bounds import within
 from tests.data.rows import read_examples
-from tuningfork.data.read import read_rows
+from tuningfork.data.tables.read import read_rows
 from tuningfork.errors import DataError
 from tuningfork.records import Message
 

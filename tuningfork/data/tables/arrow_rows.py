@@ -13,7 +13,7 @@ from typing import Any
 import datasets
 import pyarrow as pa
 
-from tuningfork.data.json_rows import Row
+from tuningfork.data.tables.json_rows import Row
 from tuningfork.data.values import Broken
 
 _JSON = getattr(datasets, "Json", ())  # older versions do not know it
