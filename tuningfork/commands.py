@@ -12,12 +12,12 @@ import torch
 from tuningfork import __version__
 from tuningfork.config import RunConfig, check, differing_settings, from_yaml, to_yaml
 from tuningfork.config import settings as settings_of
-from tuningfork.data.hub import commit_in, newest_commit, pinned
 from tuningfork.data.loader import EpochOrder
 from tuningfork.data.own_template import with_template
 from tuningfork.data.pack import PackLimits
 from tuningfork.data.prepare import check_names_used, dataset_digest
-from tuningfork.data.sources import Use, check_sources
+from tuningfork.data.sources.expand import Use, check_sources
+from tuningfork.data.sources.hub import commit_in, newest_commit, pinned
 from tuningfork.data.summary.sets import SetData
 from tuningfork.data.summary.summarize import summarize
 from tuningfork.errors import ConfigError, ModelError, RunFolderError, counted, visible

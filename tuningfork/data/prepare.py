@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from tuningfork.data.columns import check_used
 from tuningfork.data.config import DataConfig
 from tuningfork.data.shorten import size_of
-from tuningfork.data.sources import Use, expand_all, mix
+from tuningfork.data.sources.expand import Use, expand_all, mix
 from tuningfork.data.token_cache import Notice, Progress, TableAccount, TableReader
 from tuningfork.data.token_table import Selection
 from tuningfork.data.tokenize import check_ids, check_vocabulary

@@ -16,7 +16,7 @@ from tuningfork.data.loader import EpochOrder
 from tuningfork.data.pack import PackLimits
 from tuningfork.data.prepare import prepare
 from tuningfork.data.shorten import size_of
-from tuningfork.data.sources import Use
+from tuningfork.data.sources.expand import Use
 from tuningfork.data.summary.sets import SetData
 from tuningfork.data.summary.sizes import Sizes
 from tuningfork.data.summary.summarize import DataSummary, summarize

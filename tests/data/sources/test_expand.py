@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.rows import PAIR, read_examples, read_rows, write
-from tuningfork.data.sources import Tables, expand, expand_all, mix
+from tuningfork.data.sources.expand import Tables, expand, expand_all, mix
 from tuningfork.data.tables.read import digest_of
 from tuningfork.errors import DataError
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import datasets
 import pytest
 
-from tuningfork.data.hub import commit_in, newest_commit, pinned
-from tuningfork.data.sources import check_sources
+from tuningfork.data.sources.expand import check_sources
+from tuningfork.data.sources.hub import commit_in, newest_commit, pinned
 from tuningfork.data.tables.read import read_rows
 from tuningfork.errors import DataError
 
