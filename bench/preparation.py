@@ -34,8 +34,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from tuningfork.data.config import DataConfig
-from tuningfork.data.survey import open_table
-from tuningfork.data.values import Unusable
+from tuningfork.data.examples.infer_format import open_table
+from tuningfork.data.examples.values import Unusable
 from tuningfork.records import Example, Message
 
 # More is imported where it is needed: processes that make tokens import this file again, and PyTorch takes seconds.

@@ -16,10 +16,10 @@ from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 from tuningfork import dialect
 from tuningfork import recipe as recipes
-from tuningfork.data.columns import check_columns
 from tuningfork.data.config import DataConfig, PackConfig
+from tuningfork.data.examples.field_names import check_columns
+from tuningfork.data.examples.roles import check_roles
 from tuningfork.data.own_template import read_template
-from tuningfork.data.roles import check_roles
 from tuningfork.errors import ConfigError, counted
 from tuningfork.models.config import ModelConfig
 from tuningfork.objective.config import ObjectiveConfig

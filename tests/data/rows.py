@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tuningfork.data import examples, survey
-from tuningfork.data.roles import MessageNames
+from tuningfork.data.examples import infer_format, row_reader
+from tuningfork.data.examples.roles import MessageNames
+from tuningfork.data.examples.values import Unusable
 from tuningfork.data.tables import read
-from tuningfork.data.values import Unusable
 from tuningfork.records import DroppedRow, Example, Message, Source
 
 
@@ -32,7 +32,7 @@ def read_examples(
     columns: dict[str, str | None] | None = None,
     names: MessageNames | None = None,
 ) -> Read:
-    rows, whole, reader = survey.open_table(path, as_text, form, columns, names or MessageNames())
+    rows, whole, reader = infer_format.open_table(path, as_text, form, columns, names or MessageNames())
     found = Read(reader.form, whole.rows, [], [], {})
     not_read: dict[str, list[Source]] = {}
     for number, row in rows:
@@ -49,7 +49,7 @@ def read_examples(
             not_read.setdefault(name, []).append(source)
     if not_read:
         places = {source.row: source for sources in not_read.values() for source in sources}
-        found.notes[examples.fields_not_read(list(not_read))] = [places[row] for row in sorted(places)]
+        found.notes[row_reader.fields_not_read(list(not_read))] = [places[row] for row in sorted(places)]
     return found
 
 

@@ -23,9 +23,9 @@ from tests.data.rows import one as read_one
 from tests.data.tiny_tokenizers import byte_bpe
 from tests.real_tokenizers import DEEPSEEK_V3, GEMMA3, GPT_OSS, LLAMA3, QWEN3, TRL, Unavailable, template, vocabulary
 from tests.real_tokenizers import Package as Vocabulary
+from tuningfork.data.examples.values import Unusable
 from tuningfork.data.template import LEAVES_OUT, REFUSES, RenderedExample, render
 from tuningfork.data.tokenize import Encoder
-from tuningfork.data.values import Unusable
 from tuningfork.records import Example, Message, Source, Turns
 
 

@@ -14,9 +14,9 @@ from tests.data.tiny_tokenizers import CHATML, SPECIAL, byte_bpe, sentence_piece
 from tests.real_tokenizers import Unavailable, real_tokenizer
 from tuningfork.data.as_text import AsText
 from tuningfork.data.control import ControlTokens
+from tuningfork.data.examples.values import Unusable
 from tuningfork.data.template import RenderedExample, render
 from tuningfork.data.tokenize import Encoder
-from tuningfork.data.values import Unusable
 from tuningfork.records import Example, Message, Source, TokenExample, Turns
 
 # One name for each vocabulary.

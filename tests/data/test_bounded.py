@@ -19,10 +19,10 @@ from tests.data.tiny_tokenizers import CHATML, byte_bpe
 from tuningfork.data import bounded as bounds
 from tuningfork.data.bounded import OutOfTime, bounded, renew
 from tuningfork.data.config import DataConfig
+from tuningfork.data.examples.values import Unusable
 from tuningfork.data.prepare import prepare
 from tuningfork.data.printing import message_fields
 from tuningfork.data.template import check_template, render
-from tuningfork.data.values import Unusable
 from tuningfork.errors import DataError
 from tuningfork.records import Example, Message, Source
 

@@ -15,8 +15,8 @@ from tests.data.tiny_tokenizers import CHATML, INST, byte_bpe, word_level
 from tests.real_tokenizers import Unavailable, real_tokenizer
 from tuningfork.data.config import DataConfig
 from tuningfork.data.control import AS_TEXT, CUT, KEPT, ONE_END, RENDERED, WRITTEN, ControlTokens, changed
+from tuningfork.data.examples.values import Unusable
 from tuningfork.data.prepare import prepare
-from tuningfork.data.values import Unusable
 from tuningfork.records import DataReport, Example, Message, Source, TokenExample
 
 END, START = "<|im_end|>", "<|im_start|>"

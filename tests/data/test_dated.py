@@ -9,8 +9,8 @@ import pytest
 from tests.data.test_template import SOURCE, answer, turns
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
 from tuningfork.data.dated import at_date, prints_the_date
+from tuningfork.data.examples.values import Unusable
 from tuningfork.data.template import render
-from tuningfork.data.values import Unusable
 from tuningfork.records import Example
 
 SAYS = "{% for m in messages %}{{ m['content'] }};{% endfor %}"

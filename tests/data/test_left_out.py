@@ -7,8 +7,8 @@ import pytest
 from tests.data.test_template import BY_NULL, CALL, REOPENING, SOURCE, answer, render_text, rendered, turns
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
 from tests.real_tokenizers import REAL, Unavailable, real_tokenizer
+from tuningfork.data.examples.values import Unusable
 from tuningfork.data.template import render
-from tuningfork.data.values import Unusable
 from tuningfork.records import Example, Message
 
 KNOWN = (

@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerBase
 from tests.data.joint import Style, border, differences, encoded, printed, refused, whole
 from tests.real_tokenizers import DEEPSEEK_V4, REAL, Unavailable, real_tokenizer, vocabulary
 from tuningfork.data.dated import at_date, prints_the_date
+from tuningfork.data.examples.values import Unusable
 from tuningfork.data.template import render
 from tuningfork.data.tokenize import Encoder
-from tuningfork.data.values import Unusable
 from tuningfork.records import Example, Message, Source, TokenExample, Turns
 
 CHATML = Style("<|im_start|>assistant\n", "<|im_end|>")

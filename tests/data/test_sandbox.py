@@ -9,8 +9,8 @@ import pytest
 
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
 from tuningfork.data.control import ControlTokens
+from tuningfork.data.examples.values import Unusable
 from tuningfork.data.printing import REFUSES, Printer
-from tuningfork.data.values import Unusable
 from tuningfork.records import Message
 
 REACHING_OUT = [

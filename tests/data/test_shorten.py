@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tuningfork.data.examples.values import Unusable
 from tuningfork.data.shorten import CUT_ANSWERS, CUT_ONE_SIDE, CUT_PROMPT, OverLength, shorten
-from tuningfork.data.values import Unusable
 from tuningfork.records import Source, TokenAnswer, TokenExample
 
 BOS = 1

@@ -6,6 +6,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from tests.data.tiny_tokenizers import CHATML, INST, REWRITING, byte_bpe
+from tuningfork.data.examples.values import Unusable
 from tuningfork.data.template import (
     REOPENS,
     REWRITES,
@@ -13,7 +14,6 @@ from tuningfork.data.template import (
     check_template,
     render,
 )
-from tuningfork.data.values import Unusable
 from tuningfork.errors import DataError
 from tuningfork.records import Example, Message, Source
 

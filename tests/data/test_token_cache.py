@@ -17,8 +17,9 @@ import pytest
 
 from tests.data.test_token_table import told
 from tests.data.tiny_tokenizers import CHATML, INST, byte_bpe
-from tuningfork.data import config, survey, token_cache, token_table
+from tuningfork.data import config, token_cache, token_table
 from tuningfork.data.config import DataConfig
+from tuningfork.data.examples import infer_format
 from tuningfork.data.token_cache import TableReader
 from tuningfork.data.workers import Workers
 from tuningfork.errors import DataError, RunFolderError
@@ -198,14 +199,14 @@ def test_a_row_that_is_gone_in_a_later_pass_is_noticed(
     opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A table is gone through for its form, then for its rows; without a cache nobody hashes it."""
-    table, look = write(tmp_path, ROWS), survey.survey
+    table, look = write(tmp_path, ROWS), infer_format.infer_format
 
     def then_cut(*args: Any) -> Any:
         found = look(*args)
         write(tmp_path, ROWS[:3])
         return found
 
-    monkeypatch.setattr(survey, "survey", then_cut)
+    monkeypatch.setattr(infer_format, "infer_format", then_cut)
     for reader in (Opened(monkeypatch, None), opened):
         write(tmp_path, ROWS)
         with pytest.raises(DataError, match="changed while it was read"):

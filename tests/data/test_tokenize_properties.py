@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.data.joint import Style, border, byte_spans, differences, encoded, refused, whole
 from tests.data.tiny_tokenizers import CHATML, INST, REWRITING, SPECIAL, byte_bpe, sentence_piece
+from tuningfork.data.examples.values import Unusable
 from tuningfork.data.template import render
 from tuningfork.data.tokenize import Encoder
-from tuningfork.data.values import Unusable
 from tuningfork.records import Example, Message, Source, TokenExample, Turns
 
 BOS, EOS = 0, 1

@@ -23,7 +23,7 @@ from tests.data.test_token_table import told
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
 from tuningfork.data import token_cache, workers
 from tuningfork.data.chunks import Chunk, ChunkEncoder
-from tuningfork.data.examples import RowReader
+from tuningfork.data.examples.row_reader import RowReader
 from tuningfork.data.token_cache import TableReader
 from tuningfork.data.workers import Workers
 from tuningfork.errors import DataError, RunFolderError

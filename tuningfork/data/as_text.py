@@ -22,9 +22,9 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from tuningfork.data.control import WRITTEN, ControlTokens, changed
+from tuningfork.data.examples.values import Unusable
 from tuningfork.data.template import RenderedExample, Span
 from tuningfork.data.tokenize import FAILS, naming
-from tuningfork.data.values import Unusable
 from tuningfork.errors import DataError, is_panic
 from tuningfork.records import Example
 

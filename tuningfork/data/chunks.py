@@ -11,15 +11,15 @@ from transformers import PreTrainedTokenizerBase
 from tuningfork.data import control
 from tuningfork.data.as_text import AsText
 from tuningfork.data.config import DataConfig
-from tuningfork.data.examples import RowReader
+from tuningfork.data.examples.roles import MessageNames, roles_for
+from tuningfork.data.examples.row_reader import RowReader
+from tuningfork.data.examples.values import Unusable
 from tuningfork.data.printing import message_fields
-from tuningfork.data.roles import MessageNames, roles_for
 from tuningfork.data.shorten import shorten, size_of
 from tuningfork.data.tables.json_rows import Row
 from tuningfork.data.template import RenderedExample, render
 from tuningfork.data.token_table import Columns, columns_of
 from tuningfork.data.tokenize import Encoded, Encoder
-from tuningfork.data.values import Unusable
 from tuningfork.records import Example, Size, TokenExample
 
 Chunk = list[tuple[int, Row]]

@@ -18,9 +18,9 @@ from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
+from tuningfork.data.examples.conversations import says_something
+from tuningfork.data.examples.values import Unusable
 from tuningfork.data.printing import Printer, at_work
-from tuningfork.data.turns import says_something
-from tuningfork.data.values import Unusable
 from tuningfork.records import Example, Message, Turns
 
 WRITTEN = "control token written as text"

@@ -9,9 +9,9 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 
+from tuningfork.data.examples.values import Unusable
 from tuningfork.data.marks import CALL, END_OF_THOUGHTS, WITHIN, Mark, Marks, content_parts
 from tuningfork.data.printing import Printer
-from tuningfork.data.values import Unusable
 from tuningfork.records import Message, Turns
 
 LEAVES_OUT = "the chat template leaves out a field"

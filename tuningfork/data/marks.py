@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-from tuningfork.data.tools import with_object_arguments
+from tuningfork.data.examples.tools import with_object_arguments
 from tuningfork.records import Message, Turns
 
 END_OF_THOUGHTS = "</think>"  # in the content of a turn

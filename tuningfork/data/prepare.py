@@ -12,8 +12,8 @@ import numpy as np
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from tuningfork.data.columns import check_used
 from tuningfork.data.config import DataConfig
+from tuningfork.data.examples.field_names import check_used
 from tuningfork.data.shorten import size_of
 from tuningfork.data.sources.expand import Use, expand_all, mix
 from tuningfork.data.token_cache import Notice, Progress, TableAccount, TableReader

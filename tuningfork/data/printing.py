@@ -18,8 +18,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from tuningfork.data import bounded as bounds
 from tuningfork.data.bounded import OutOfTime, Result, bounded, renew
 from tuningfork.data.dated import lines_in_front
-from tuningfork.data.tools import THOUGHTS, with_object_arguments, with_text_arguments
-from tuningfork.data.values import Unusable, string
+from tuningfork.data.examples.tools import THOUGHTS, with_object_arguments, with_text_arguments
+from tuningfork.data.examples.values import Unusable, string
 from tuningfork.errors import DataError, first_line
 from tuningfork.records import Message, Source, Turns
 

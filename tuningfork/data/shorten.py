@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from tuningfork.data.values import Unusable
+from tuningfork.data.examples.values import Unusable
 from tuningfork.records import Size, TokenAnswer, TokenExample
 
 OverLength = Literal["drop", "truncate_answers", "truncate_prompt_left"]

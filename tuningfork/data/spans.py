@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from tuningfork.data.examples.conversations import OPENING
+from tuningfork.data.examples.values import Unusable
 from tuningfork.data.marks import Marks
 from tuningfork.data.printing import Printer, common, common_end
-from tuningfork.data.turns import OPENING
-from tuningfork.data.values import Unusable
 from tuningfork.records import Turns
 
 Span = tuple[int, int]

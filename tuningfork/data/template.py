@@ -14,10 +14,10 @@ from typing import Literal, cast
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
+from tuningfork.data.examples.values import Unusable
 from tuningfork.data.left_out import LEAVES_OUT, check_left_out
 from tuningfork.data.printing import LONGEST, MEND, REFUSES, TOO_LONG, Printer, at_work, common
 from tuningfork.data.spans import REOPENS, REWRITES, Finder, Located, Span, evened
-from tuningfork.data.values import Unusable
 from tuningfork.errors import DataError
 from tuningfork.records import Example, Message, Source, Turns
 

@@ -25,9 +25,9 @@ from tuningfork.data import token_table
 from tuningfork.data.chunks import ChunkEncoder
 from tuningfork.data.config import DataConfig
 from tuningfork.data.dated import at_date
-from tuningfork.data.examples import fields_not_read
-from tuningfork.data.forms import FORMS
-from tuningfork.data.survey import open_table
+from tuningfork.data.examples.formats import FORMS
+from tuningfork.data.examples.infer_format import open_table
+from tuningfork.data.examples.row_reader import fields_not_read
 from tuningfork.data.tables.read import digest_of
 from tuningfork.data.token_table import Columns, TokenTable
 from tuningfork.data.workers import Workers, check_started

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from tuningfork.data.examples.values import Unusable
 from tuningfork.data.seams import Seams
 from tuningfork.data.template import RenderedExample, Span, check_template
 from tuningfork.data.token_table import TokenTable
-from tuningfork.data.values import Unusable
 from tuningfork.errors import DataError, first_line, is_panic
 from tuningfork.records import TokenAnswer, TokenExample
 

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.data.rows import PAIR, read_examples, write
-from tuningfork.data.examples import NO_SCORE, UPSIDE_DOWN
+from tuningfork.data.examples.row_reader import NO_SCORE, UPSIDE_DOWN
 from tuningfork.records import Source
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.data.rows import PAIR, assistant, read_examples, turns, user, write
 from tuningfork.data.config import DataConfig
-from tuningfork.data.forms import FORMS
+from tuningfork.data.examples.formats import FORMS
 from tuningfork.errors import DataError
 from tuningfork.records import Example, Message
 

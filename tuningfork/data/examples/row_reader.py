@@ -12,11 +12,7 @@ from decimal import Decimal
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from tuningfork.data.forms import FORMS, Form, Named, Parts, form_of
-from tuningfork.data.roles import MessageNames
-from tuningfork.data.tables.json_rows import Row, kind_of
-from tuningfork.data.tools import holds_null, template_arguments
-from tuningfork.data.turns import (
+from tuningfork.data.examples.conversations import (
     OPENING,
     after_prompt,
     fork,
@@ -29,7 +25,10 @@ from tuningfork.data.turns import (
     turns,
     unread,
 )
-from tuningfork.data.unpack import (
+from tuningfork.data.examples.formats import FORMS, Form, Named, Parts, form_of
+from tuningfork.data.examples.roles import MessageNames
+from tuningfork.data.examples.tools import holds_null, template_arguments
+from tuningfork.data.examples.unpack import (
     JSON_AS_TEXT,
     SOME_AS_JSON,
     Unpacked,
@@ -37,7 +36,8 @@ from tuningfork.data.unpack import (
     unpacked_parts,
     without_repeated_prompt,
 )
-from tuningfork.data.values import SHOWN, Unusable, filled, given, number, string, whole
+from tuningfork.data.examples.values import SHOWN, Unusable, filled, given, number, string, whole
+from tuningfork.data.tables.json_rows import Row, kind_of
 from tuningfork.errors import DataError
 from tuningfork.records import Example, Message, Source, Turns
 

@@ -6,9 +6,9 @@ import difflib
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from tuningfork.data.examples import ASKED, READ
-from tuningfork.data.forms import FORMS
-from tuningfork.data.roles import SHAREGPT
+from tuningfork.data.examples.formats import FORMS
+from tuningfork.data.examples.roles import SHAREGPT
+from tuningfork.data.examples.row_reader import ASKED, READ
 from tuningfork.data.tables.json_rows import Row
 from tuningfork.errors import ConfigError, DataError
 

@@ -2,7 +2,7 @@
 
 A file has one of the forms below, told apart by the fields that its rows fill, the most specific first; `data.format`
 names one instead. A form only says which field is what; what prompts and answers may look like is the same for all of
-them (`data/examples.py`).
+them (`data/examples/row_reader.py`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from tuningfork.data.examples.values import Unusable, fields, filled, number, parsed, string
 from tuningfork.data.tables.json_rows import Row, kind_of
-from tuningfork.data.values import Unusable, fields, filled, number, parsed, string
 
 Named = tuple[str, Any]
 """A field's name, as messages call it, and its value."""

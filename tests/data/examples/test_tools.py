@@ -12,15 +12,15 @@ import pyarrow.parquet
 import pytest
 
 from tests.data.rows import PAIR, drop, one, read_examples, user, write
-from tuningfork.data.examples import NULLS
-from tuningfork.data.tools import (
+from tuningfork.data.examples.row_reader import NULLS
+from tuningfork.data.examples.tools import (
     call_list,
     template_arguments,
     tool_list,
     with_object_arguments,
     with_text_arguments,
 )
-from tuningfork.data.values import Unusable
+from tuningfork.data.examples.values import Unusable
 from tuningfork.records import Message
 
 BARE = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}

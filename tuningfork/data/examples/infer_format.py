@@ -10,15 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from tuningfork.data.columns import names_of, renamed, turned, within
-from tuningfork.data.examples import RowReader
-from tuningfork.data.forms import FORMS, first_form, form_of
-from tuningfork.data.roles import MessageNames
+from tuningfork.data.examples.conversations import PLAIN
+from tuningfork.data.examples.field_names import names_of, renamed, turned, within
+from tuningfork.data.examples.formats import FORMS, first_form, form_of
+from tuningfork.data.examples.roles import MessageNames
+from tuningfork.data.examples.row_reader import RowReader
+from tuningfork.data.examples.values import Unusable, filled
 from tuningfork.data.tables.delimited import with_numbers
 from tuningfork.data.tables.json_rows import Row
 from tuningfork.data.tables.read import Rows, is_delimited, read_rows
-from tuningfork.data.turns import PLAIN
-from tuningfork.data.values import Unusable, filled
 from tuningfork.errors import DataError
 
 PLAINEST = "pairs"
@@ -98,7 +98,7 @@ def open_table(
 
     Args:
         form: a name of FORMS, or auto.
-        columns: fields of the file -> ours (data/columns.py).
+        columns: fields of the file -> ours (data/examples/field_names.py).
         names: roles and fields in its messages.
 
     Raises DataError where the whole table is unusable.

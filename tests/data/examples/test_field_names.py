@@ -9,11 +9,11 @@ import pytest
 
 from tests.data.rows import PAIR, assistant, read_examples, user, write
 from tests.data.tiny_tokenizers import word_level
-from tuningfork.data.columns import check_columns, check_used
 from tuningfork.data.config import DataConfig
+from tuningfork.data.examples.field_names import check_columns, check_used
+from tuningfork.data.examples.roles import MessageNames, check_roles
 from tuningfork.data.prepare import check_names_used, prepare
 from tuningfork.data.printing import message_fields
-from tuningfork.data.roles import MessageNames, check_roles
 from tuningfork.errors import ConfigError, DataError
 from tuningfork.records import Message
 

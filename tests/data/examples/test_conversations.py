@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.data.rows import HH, PAIR, assistant, drop, one, read_examples, turns, user, write
-from tuningfork.data.examples import BEGIN_ALIKE, CUT_REPEATED
-from tuningfork.data.roles import MessageNames, roles_for
-from tuningfork.data.turns import turns as message_turns
-from tuningfork.data.unpack import ANSWERS_AS_JSON, JSON_AS_TEXT, PROMPT_AS_JSON, SOME_AS_JSON
+from tuningfork.data.examples.conversations import turns as message_turns
+from tuningfork.data.examples.roles import MessageNames, roles_for
+from tuningfork.data.examples.row_reader import BEGIN_ALIKE, CUT_REPEATED
+from tuningfork.data.examples.unpack import ANSWERS_AS_JSON, JSON_AS_TEXT, PROMPT_AS_JSON, SOME_AS_JSON
 from tuningfork.records import Message
 
 SYSTEM = {"role": "system", "content": "s"}
