@@ -32,8 +32,8 @@ from torch import Tensor
 from bench.output import device, emit, environment, failure, parser, rounded, table
 from bench.shapes import random_pairs, yardstick
 from bench.timing import free_memory, median_ms
-from tuningfork.data.layout import build
-from tuningfork.data.pack import PackLimits, pack
+from tuningfork.data.packing.layout import build
+from tuningfork.data.packing.pack import PackLimits, pack
 from tuningfork.kernels import attention as kernel_room
 from tuningfork.models.flops import FlopCounter
 from tuningfork.records import ForkLayout, PackedBatch, TokenExample

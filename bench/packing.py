@@ -30,9 +30,9 @@ import torch
 from bench import shapes
 from bench.lengths import QUANTILES, draw, examples_of
 from bench.output import emit, environment, parser, table
-from tuningfork.data.balance import balance
 from tuningfork.data.config import DataConfig
-from tuningfork.data.pack import PackLimits, pack, pack_stream, split_fitting
+from tuningfork.data.packing.balance import balance
+from tuningfork.data.packing.pack import PackLimits, pack, pack_stream, split_fitting
 from tuningfork.data.prepare import prepare
 from tuningfork.data.token_table import rows_of_each
 from tuningfork.models.load import load_tokenizer

@@ -78,7 +78,7 @@ def write_conversations(source: str, path: Path, rows: int) -> None:
 
 
 def ours(path: str, tokenizer: str, workers: int, cache: str) -> dict[str, Any]:
-    from tuningfork.data.pack import PackLimits, pack, split_fitting
+    from tuningfork.data.packing.pack import PackLimits, pack, split_fitting
     from tuningfork.data.prepare import prepare
     from tuningfork.models.load import load_tokenizer
 

@@ -25,8 +25,8 @@ import torch
 
 from bench.lengths import QUANTILES, draw
 from bench.output import emit, environment, parser, rounded, table
-from tuningfork.data.loader import EpochOrder, build_packs, packs_in_windows
-from tuningfork.data.pack import PackLimits, split_fitting
+from tuningfork.data.packing.loader import EpochOrder, build_packs, packs_in_windows
+from tuningfork.data.packing.pack import PackLimits, split_fitting
 from tuningfork.data.prepare import dataset_digest
 from tuningfork.data.token_table import TYPES, Selection, TokenTable
 from tuningfork.models.flops import FlopCounter

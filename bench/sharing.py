@@ -38,7 +38,7 @@ from bench.attention import RATIOS, visible_pairs
 from bench.device_time import DeviceProfile
 from bench.output import device, emit, environment, parser, rounded, table
 from bench.timing import free_memory
-from tuningfork.data.layout import build
+from tuningfork.data.packing.layout import build
 from tuningfork.models.policy import Policy
 from tuningfork.records import PackedBatch, TokenExample
 

@@ -31,7 +31,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.tiny import head_of, random_examples, score_alone
-from tuningfork.data.layout import build
+from tuningfork.data.packing.layout import build
 from tuningfork.errors import ModelError
 from tuningfork.models import attention
 from tuningfork.models.policy import Policy

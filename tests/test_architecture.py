@@ -38,7 +38,7 @@ ROOMS = {
 
 
 def name_of(path: Path) -> str:
-    """``tuningfork/data/pack.py`` -> ``data.pack``; a package is its folder, the house itself the empty name."""
+    """``tuningfork/data/config.py`` -> ``data.config``; a package is its folder, the house itself the empty name."""
     parts = list(path.relative_to(ROOT).with_suffix("").parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -78,7 +78,7 @@ def imports(module: str) -> frozenset[str]:
 
 def test_the_reader_of_imports_sees_what_is_there():
     """Guards the guard: a few imports of each kind that are known to exist."""
-    assert "data.pack" in imports("data.loader")
+    assert "data.packing.pack" in imports("data.packing.loader")
     assert "kernels.attention.fork" in imports("kernels.select")  # inside a function
     assert "models.attention" in imports("models.load")  # a module imported from its package
     assert {"config", "recipe", "commands"} <= imports("cli")
@@ -312,7 +312,7 @@ def test_a_process_that_makes_tokens_imports_no_more_than_it_needs() -> None:
     """Each would take seconds and hundreds of megabytes for it."""
     imported = "[name for name in ('torch', 'datasets', 'pandas', 'pyarrow') if name in sys.modules]"
     told = subprocess.run(
-        [sys.executable, "-c", f"import sys, tuningfork.cli, tuningfork.data.workers; print({imported})"],
+        [sys.executable, "-c", f"import sys, tuningfork.cli, tuningfork.data.tokens.workers; print({imported})"],
         capture_output=True,
         text=True,
         check=True,

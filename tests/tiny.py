@@ -10,8 +10,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from tuningfork.data.layout import build
-from tuningfork.data.pack import PackLimits
+from tuningfork.data.packing.layout import build
+from tuningfork.data.packing.pack import PackLimits
 from tuningfork.kernels.select import Kernels, plain
 from tuningfork.models import attention
 from tuningfork.models.policy import Policy

@@ -12,14 +12,14 @@ import torch
 from tuningfork import __version__
 from tuningfork.config import RunConfig, check, differing_settings, from_yaml, to_yaml
 from tuningfork.config import settings as settings_of
-from tuningfork.data.loader import EpochOrder
-from tuningfork.data.own_template import with_template
-from tuningfork.data.pack import PackLimits
+from tuningfork.data.packing.loader import EpochOrder
+from tuningfork.data.packing.pack import PackLimits
 from tuningfork.data.prepare import check_names_used, dataset_digest
 from tuningfork.data.sources.expand import Use, check_sources
 from tuningfork.data.sources.hub import commit_in, newest_commit, pinned
 from tuningfork.data.summary.sets import SetData
 from tuningfork.data.summary.summarize import summarize
+from tuningfork.data.template_file import with_template
 from tuningfork.errors import ConfigError, ModelError, RunFolderError, counted, visible
 from tuningfork.files import exclusive
 from tuningfork.models.config import ModelConfig

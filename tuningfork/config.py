@@ -19,7 +19,7 @@ from tuningfork import recipe as recipes
 from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.examples.field_names import check_columns
 from tuningfork.data.examples.roles import check_roles
-from tuningfork.data.own_template import read_template
+from tuningfork.data.template_file import read_template
 from tuningfork.errors import ConfigError, counted
 from tuningfork.models.config import ModelConfig
 from tuningfork.objective.config import ObjectiveConfig

@@ -30,7 +30,7 @@ from bench import (
 )
 from bench.device_time import DeviceProfile, category
 from bench.output import table
-from tuningfork.data import layout
+from tuningfork.data.packing import layout
 from tuningfork.kernels.attention.plain import PlainAttention
 from tuningfork.models.flops import FlopCounter
 from tuningfork.models.policy import Policy

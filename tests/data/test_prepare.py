@@ -13,10 +13,10 @@ import pytest
 from tests.data.tiny_tokenizers import CHATML, INST, REWRITING, byte_bpe
 from tuningfork.data.config import DataConfig
 from tuningfork.data.prepare import dataset_digest, prepare, report_dict
-from tuningfork.data.shorten import CUT_ANSWERS, CUT_ONE_SIDE, CUT_PROMPT
-from tuningfork.data.template import REWRITES
 from tuningfork.data.token_table import Selection, TokenTable, columns_of
-from tuningfork.data.workers import CHUNK
+from tuningfork.data.tokens.template import REWRITES
+from tuningfork.data.tokens.truncate import CUT_ANSWERS, CUT_ONE_SIDE, CUT_PROMPT
+from tuningfork.data.tokens.workers import CHUNK
 from tuningfork.errors import DataError
 from tuningfork.records import DataReport, Size, Source, TokenAnswer, TokenExample
 

@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerFast
 from tests.data.rows import assistant, user, write
 from tests.data.tiny_tokenizers import CHATML, INST, byte_bpe
 from tuningfork.data.config import DataConfig
-from tuningfork.data.layout import build
+from tuningfork.data.packing.layout import build
 from tuningfork.data.prepare import prepare
-from tuningfork.data.shorten import OverLength
-from tuningfork.data.tokenize import MERGES
+from tuningfork.data.tokens.tokenize import MERGES
+from tuningfork.data.tokens.truncate import OverLength
 from tuningfork.records import DataReport, PackedBatch, Source, TokenExample
 
 BOS, EOS, START, END = 0, 1, 2, 3  # ids of byte_bpe's special tokens

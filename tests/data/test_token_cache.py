@@ -21,7 +21,7 @@ from tuningfork.data import config, token_cache, token_table
 from tuningfork.data.config import DataConfig
 from tuningfork.data.examples import infer_format
 from tuningfork.data.token_cache import TableReader
-from tuningfork.data.workers import Workers
+from tuningfork.data.tokens.workers import Workers
 from tuningfork.errors import DataError, RunFolderError
 from tuningfork.files import DIGESTS, seal
 

@@ -18,7 +18,7 @@ import xxhash
 
 from tests.end_to_end.workbench import Child, Job, make_model, make_pairs, make_tokenizer, write_rows
 from tuningfork.config import load_run_config
-from tuningfork.data.loader import EpochOrder
+from tuningfork.data.packing.loader import EpochOrder
 from tuningfork.data.prepare import prepare
 from tuningfork.models.load import load_tokenizer
 from tuningfork.records import TokenExample

@@ -12,8 +12,8 @@ import torch
 import transformers
 
 from tests.tiny import FAMILIES, head_of, one_pack, random_examples, random_pairs, score_alone, tiny_gpt_oss, tiny_model
-from tuningfork.data.loader import build_packs
-from tuningfork.data.pack import PackLimits
+from tuningfork.data.packing.loader import build_packs
+from tuningfork.data.packing.pack import PackLimits
 from tuningfork.errors import ConfigError, ModelError
 from tuningfork.models import attention, compiler
 from tuningfork.models.load import hold_weights

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from tests.tiny import FAMILIES, head_of, limits_of, random_examples, random_pairs, score_alone, tiny_policy
-from tuningfork.data.loader import EpochOrder, PackLoader, build_packs
-from tuningfork.data.pack import PackLimits
+from tuningfork.data.packing.loader import EpochOrder, PackLoader, build_packs
+from tuningfork.data.packing.pack import PackLimits
 from tuningfork.errors import ReferenceMismatch
 from tuningfork.models.load import Loaded
 from tuningfork.models.policy import Policy

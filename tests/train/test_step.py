@@ -13,8 +13,8 @@ import torch
 import transformers
 
 from tests.tiny import head_of, limits_of, random_examples, random_pairs, score_alone, tiny_policy
-from tuningfork.data.layout import build
-from tuningfork.data.loader import build_packs
+from tuningfork.data.packing.layout import build
+from tuningfork.data.packing.loader import build_packs
 from tuningfork.errors import DataError, NonFiniteError, ReferenceMismatch
 from tuningfork.kernels.select import plain
 from tuningfork.models import attention

@@ -11,7 +11,7 @@ from pydantic import Field
 CHAT, NO_TEMPLATE = "chat", "none"
 TEMPLATE = r"^(chat|none|.+\.(jinja|jinja2|j2))$"
 TEMPLATE_FORMS = "chat (the tokenizer's own template), none, or the path of a file that ends in .jinja"
-"""What data.template may be, as a pattern and in words; data/own_template.py reads a file."""
+"""What data.template may be, as a pattern and in words; data/template_file.py reads a file."""
 
 
 @dataclass

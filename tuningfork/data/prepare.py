@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerBase
 
 from tuningfork.data.config import DataConfig
 from tuningfork.data.examples.field_names import check_used
-from tuningfork.data.shorten import size_of
 from tuningfork.data.sources.expand import Use, expand_all, mix
 from tuningfork.data.token_cache import Notice, Progress, TableAccount, TableReader
 from tuningfork.data.token_table import Selection
-from tuningfork.data.tokenize import check_ids, check_vocabulary
+from tuningfork.data.tokens.tokenize import check_ids, check_vocabulary
+from tuningfork.data.tokens.truncate import size_of
 from tuningfork.errors import DataError, OutOfMemory, counted, first_line
 from tuningfork.records import DataReport, DroppedRow, Source, TokenExample, column
 

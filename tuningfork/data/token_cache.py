@@ -22,15 +22,15 @@ from transformers import PreTrainedTokenizerBase
 
 from tuningfork import records
 from tuningfork.data import token_table
-from tuningfork.data.chunks import ChunkEncoder
 from tuningfork.data.config import DataConfig
-from tuningfork.data.dated import at_date
 from tuningfork.data.examples.formats import FORMS
 from tuningfork.data.examples.infer_format import open_table
 from tuningfork.data.examples.row_reader import fields_not_read
 from tuningfork.data.tables.read import digest_of
 from tuningfork.data.token_table import Columns, TokenTable
-from tuningfork.data.workers import Workers, check_started
+from tuningfork.data.tokens.encode_rows import ChunkEncoder
+from tuningfork.data.tokens.template_date import at_date
+from tuningfork.data.tokens.workers import Workers, check_started
 from tuningfork.errors import DataError, RunFolderError
 from tuningfork.files import (
     DIGESTS,

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tuningfork.data.layout import build
-from tuningfork.data.pack import PackLimits
+from tuningfork.data.packing.layout import build
+from tuningfork.data.packing.pack import PackLimits
 from tuningfork.errors import ConfigError, OutOfMemory, enough_memory
 from tuningfork.models.policy import Policy
 from tuningfork.models.support import positions

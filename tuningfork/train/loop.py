@@ -13,7 +13,7 @@ from types import FrameType
 import torch
 
 from tuningfork.data.config import PackConfig
-from tuningfork.data.loader import PackLoader, ahead
+from tuningfork.data.packing.loader import PackLoader, ahead
 from tuningfork.data.prepare import dataset_digest, report_dict
 from tuningfork.data.token_table import Selection
 from tuningfork.errors import NonFiniteError, RunFolderError, counted, enough_memory

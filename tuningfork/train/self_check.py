@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from tuningfork.data.layout import build
-from tuningfork.data.pack import SMALLEST_COMPILED, PackLimits
+from tuningfork.data.packing.layout import build
+from tuningfork.data.packing.pack import SMALLEST_COMPILED, PackLimits
 from tuningfork.errors import LOADING, ModelError, OutOfMemory, enough_memory
 from tuningfork.models import attention
 from tuningfork.models.policy import Policy

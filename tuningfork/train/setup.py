@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tuningfork.data.config import DataConfig, PackConfig
-from tuningfork.data.loader import packs_in_windows
-from tuningfork.data.overlap import overlap
-from tuningfork.data.pack import PackLimits, split_fitting
+from tuningfork.data.packing.loader import packs_in_windows
+from tuningfork.data.packing.pack import PackLimits, split_fitting
 from tuningfork.data.prepare import account_line, check_names_used, prepare
 from tuningfork.data.sources.expand import Use, check_sources
+from tuningfork.data.summary.overlap import overlap
 from tuningfork.data.token_table import Selection
 from tuningfork.errors import READING, ConfigError, DataError, counted, enough_memory
 from tuningfork.models import activations, export

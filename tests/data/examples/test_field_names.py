@@ -13,7 +13,7 @@ from tuningfork.data.config import DataConfig
 from tuningfork.data.examples.field_names import check_columns, check_used
 from tuningfork.data.examples.roles import MessageNames, check_roles
 from tuningfork.data.prepare import check_names_used, prepare
-from tuningfork.data.printing import message_fields
+from tuningfork.data.tokens.printing import message_fields
 from tuningfork.errors import ConfigError, DataError
 from tuningfork.records import Message
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.data.summary.workbench import sizes
 from tests.tiny import random_examples, random_pairs
-from tuningfork.data.loader import EpochOrder, build_packs
-from tuningfork.data.pack import PackLimits
+from tuningfork.data.packing.loader import EpochOrder, build_packs
+from tuningfork.data.packing.pack import PackLimits
 from tuningfork.data.summary import cost
 from tuningfork.data.summary.cost import Cost, FirstSteps, RunPlan, count_cost, padded_slots, plan_run
 from tuningfork.records import TokenExample

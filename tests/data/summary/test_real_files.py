@@ -14,14 +14,14 @@ from types import SimpleNamespace
 import pytest
 
 from tests.data.test_real_files import DATA, DPO_EN, HH, HH_DROPS, smollm2
-from tuningfork.data.bins import best_fit
 from tuningfork.data.config import DataConfig, PackConfig
-from tuningfork.data.loader import EpochOrder
-from tuningfork.data.pack import PackLimits
+from tuningfork.data.packing.bin_packing import best_fit
+from tuningfork.data.packing.loader import EpochOrder
+from tuningfork.data.packing.pack import PackLimits
 from tuningfork.data.prepare import prepare
 from tuningfork.data.summary.sets import SetData
 from tuningfork.data.summary.summarize import DataSummary, summarize
-from tuningfork.data.tokenize import MERGES
+from tuningfork.data.tokens.tokenize import MERGES
 
 pytestmark = pytest.mark.skipif(not HH.exists(), reason="no real data: set TUNINGFORK_DATA to a folder that has it")
 

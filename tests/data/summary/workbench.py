@@ -12,14 +12,14 @@ from transformers import PreTrainedTokenizerBase
 
 from tests.data.tiny_tokenizers import byte_bpe
 from tuningfork.data.config import DataConfig, PackConfig
-from tuningfork.data.loader import EpochOrder
-from tuningfork.data.pack import PackLimits
+from tuningfork.data.packing.loader import EpochOrder
+from tuningfork.data.packing.pack import PackLimits
 from tuningfork.data.prepare import prepare
-from tuningfork.data.shorten import size_of
 from tuningfork.data.sources.expand import Use
 from tuningfork.data.summary.sets import SetData
 from tuningfork.data.summary.sizes import Sizes
 from tuningfork.data.summary.summarize import DataSummary, summarize
+from tuningfork.data.tokens.truncate import size_of
 from tuningfork.records import DataReport, TokenExample
 
 

@@ -11,8 +11,8 @@ from math import ceil
 
 import numpy as np
 
-from tuningfork.data.loader import EpochOrder
-from tuningfork.data.pack import PackLimits, pack_evenly
+from tuningfork.data.packing.loader import EpochOrder
+from tuningfork.data.packing.pack import PackLimits, pack_evenly
 from tuningfork.data.summary.sizes import Sizes
 from tuningfork.data.token_table import rows_of_each
 from tuningfork.records import TokenExample
