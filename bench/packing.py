@@ -32,9 +32,8 @@ from bench.lengths import QUANTILES, draw, examples_of
 from bench.output import emit, environment, parser, table
 from tuningfork.data.config import DataConfig
 from tuningfork.data.packing.balance import balance
-from tuningfork.data.packing.pack import PackLimits, pack, pack_stream, split_fitting
+from tuningfork.data.packing.pack import PackLimits, pack, pack_stream, rows_of_each, split_fitting
 from tuningfork.data.prepare import prepare
-from tuningfork.data.token_table import rows_of_each
 from tuningfork.models.load import load_tokenizer
 from tuningfork.models.policy import Policy
 from tuningfork.records import TokenExample

@@ -35,6 +35,19 @@ ROOMS = {
     "train": {"data", "models", "objective", "reference", "report"},
     "lab": {"train", "data", "kernels", "models", "objective", "reference", "report"},
 }
+DATA = {  # what is in data/, each with those before it that it may import
+    "token_table": set(),
+    "packing": set(),
+    "tables": set(),
+    "sources": {"tables"},
+    "examples": {"tables"},
+    "config": {"examples"},
+    "template_file": {"config"},
+    "tokens": {"token_table", "tables", "examples", "config"},
+    "token_cache": {"token_table", "tables", "examples", "config", "tokens"},
+    "prepare": {"token_table", "sources", "examples", "config", "tokens", "token_cache"},
+    "summary": {"packing", "examples", "config", "tokens", "prepare"},
+}
 
 
 def name_of(path: Path) -> str:
@@ -100,6 +113,23 @@ def test_a_room_imports_only_from_rooms_that_the_table_allows(name):
         if room(module) == name
         for other in imports(module)
         if room(other) not in allowed
+    }
+    assert not wrong
+
+
+def test_what_is_in_data_imports_only_what_comes_before_it():
+    def part(module: str) -> str:
+        return module.removeprefix("data.").partition(".")[0]
+
+    for place, (name, allowed) in enumerate(DATA.items()):
+        assert allowed <= set(list(DATA)[:place]), name
+    inside = {module for module in modules() if module.startswith("data.")}
+    assert {part(module) for module in inside} == set(DATA)
+    wrong = {
+        f"{module} imports {other}"
+        for module in inside
+        for other in imports(module) & inside
+        if part(other) not in {part(module), *DATA[part(module)]}
     }
     assert not wrong
 

@@ -17,10 +17,12 @@ import pytest
 
 from tests.data.test_token_table import told
 from tests.data.tiny_tokenizers import CHATML, INST, byte_bpe
+from tests.test_architecture import ROOT, config_reads, imports, modules
 from tuningfork.data import config, token_cache, token_table
 from tuningfork.data.config import DataConfig
 from tuningfork.data.examples import infer_format
-from tuningfork.data.token_cache import TableReader
+from tuningfork.data.token_cache import TokenTables
+from tuningfork.data.tokens.encode_table import TableEncoder
 from tuningfork.data.tokens.workers import Workers
 from tuningfork.errors import DataError, RunFolderError
 from tuningfork.files import DIGESTS, seal
@@ -44,17 +46,17 @@ class Opened:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, cache: Path | None) -> None:
         self.cache, self.said, self.made = cache, [], 0
-        make = token_cache._make
+        make = TableEncoder.encode
 
         def counted(*args: Any) -> Any:
             self.made += 1
             return make(*args)
 
-        monkeypatch.setattr(token_cache, "_make", counted)
+        monkeypatch.setattr(TableEncoder, "encode", counted)
 
     def __call__(self, table: str, tokenizer: Any = None, config: DataConfig = CONFIG) -> Any:
         tokenizer = tokenizer or byte_bpe(chat_template=CHATML)
-        with TableReader(tokenizer, config, self.cache, self.said.append) as reader:
+        with TokenTables(tokenizer, config, self.cache, self.said.append) as reader:
             found, account = reader.open(table)
         return [told(example) for example in found], account
 
@@ -199,14 +201,14 @@ def test_a_row_that_is_gone_in_a_later_pass_is_noticed(
     opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A table is gone through for its form, then for its rows; without a cache nobody hashes it."""
-    table, look = write(tmp_path, ROWS), infer_format.infer_format
+    table, look = write(tmp_path, ROWS), infer_format.survey
 
     def then_cut(*args: Any) -> Any:
         found = look(*args)
         write(tmp_path, ROWS[:3])
         return found
 
-    monkeypatch.setattr(infer_format, "infer_format", then_cut)
+    monkeypatch.setattr(infer_format, "survey", then_cut)
     for reader in (Opened(monkeypatch, None), opened):
         write(tmp_path, ROWS)
         with pytest.raises(DataError, match="changed while it was read"):
@@ -303,7 +305,7 @@ def _open_slowly(table: str, cache: Path, out: Path) -> None:
         return encode(*args)
 
     Workers.encode = slow  # type: ignore[method-assign]  # in a process of its own
-    with TableReader(byte_bpe(chat_template=CHATML), CONFIG, cache, said.append) as reader:
+    with TokenTables(byte_bpe(chat_template=CHATML), CONFIG, cache, said.append) as reader:
         reader.open(table)
     out.write_text("\n".join(said))
 
@@ -350,3 +352,73 @@ def test_what_somebody_else_wrote_with_its_checksums_is_made_again(
     seal(entry)
     assert opened(table) == first
     assert opened.made == 2 and opened.said == [f"{entry}: damaged, made again"]
+
+
+# --- the source in the key -------------------------------------------------------------------------------------------
+
+OUTSIDE = {
+    "errors": "classes of errors, and the wording of messages",
+    "files": "opens, locks and writes files; what is in them is the business of those who read them",
+    "json_files": "reads what lies beside the tables of a saved data set, which names the files that are hashed",
+    "data.config": "the settings, whose values are in the key",
+}
+"""Modules that decide no token although rows become tokens by way of them, and why."""
+
+
+def covered() -> set[str]:
+    """The modules whose source is in the key."""
+    roots = [name.removesuffix(".py").replace("/", ".") for name in token_cache.SOURCE]
+    return {module for module in modules() if any(module == root or module.startswith(f"{root}.") for root in roots)}
+
+
+def closure(module: str) -> set[str]:
+    """A module, all of the house that it imports, and what these import."""
+    found, waiting = set[str](), [module]
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += imports(name)
+    return found
+
+
+def test_the_key_holds_the_source_that_turns_rows_into_tokens_and_no_other() -> None:
+    packages = {module for module in modules() if (ROOT / module.replace(".", "/")).is_dir()}
+    needed = closure("data.tokens.encode_table")
+    assert needed >= OUTSIDE.keys()
+    assert needed - OUTSIDE.keys() == covered() - packages
+    assert all((ROOT / name).exists() for name in token_cache.SOURCE)
+
+
+def test_the_key_holds_every_setting_that_source_reads() -> None:
+    """But the number of processes and the day: a template that prints it says which in its own text, see below."""
+    reads = {name for module in covered() for kind, name in config_reads(modules()[module]) if kind == "DataConfig"}
+    assert reads == {*token_cache.SETTINGS, "workers", "day"}
+
+
+def test_an_edit_of_what_makes_tokens_changes_the_key_and_no_other_edit_does(tmp_path: Path) -> None:
+    copy = tmp_path / "tuningfork"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    before = token_cache._source_digest(copy)
+    assert before == token_cache._source_digest() == token_cache._source_digest(ROOT)
+
+    def after(name: str, text: str = "# edited\n") -> str:
+        (copy / name).parent.mkdir(exist_ok=True)
+        kept = (copy / name).read_bytes() if (copy / name).exists() else None
+        with (copy / name).open("a") as file:
+            file.write(text)
+        token_cache._source_digest.cache_clear()
+        found = token_cache._source_digest(copy)
+        if kept is None:
+            (copy / name).unlink()
+        else:
+            (copy / name).write_bytes(kept)
+        return found
+
+    for name in ("packing/pack.py", "summary/sets.py", "sources/mix.py", "prepare.py", "config.py", "new.py"):
+        assert after(f"data/{name}") == before, name
+    readers = ("tables/json_rows.py", "examples/formats.py", "tokens/template.py", "token_table.py")
+    edited = [after(f"data/{name}") for name in (*readers, "tables/new.py", "examples/deeper/new.py")]
+    edited.append(after("records.py"))
+    assert len({before, *edited}) == 1 + len(edited)
+    assert after("data/tables/json_rows.py", "") == before

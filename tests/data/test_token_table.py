@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tuningfork.data import token_table
-from tuningfork.data.token_table import Selection, TokenTable, columns_of, joined, mapped, rows_of_each, write
+from tuningfork.data.packing.pack import rows_of_each
+from tuningfork.data.token_table import Selection, TokenTable, columns_of, joined, mapped, write
 from tuningfork.records import Source, TokenAnswer, TokenExample, column
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=5)

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from datetime import date
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
+
+from tuningfork.data.examples.formats import FORMS
+
+if TYPE_CHECKING:
+    FormatName = str
+else:  # so that a format has one declaration, its own
+    FormatName = Literal["auto", *FORMS]
 
 CHAT, NO_TEMPLATE = "chat", "none"
 TEMPLATE = r"^(chat|none|.+\.(jinja|jinja2|j2))$"
@@ -33,35 +40,7 @@ class DataConfig:
     eval: Annotated[str, Field(min_length=1)] | list[str] | None = None
     """Held-out pairs from any of the same sources; scored before and after training. Of a folder or a hub name with
     splits, the validation split, else the test split."""
-    format: Literal[
-        "auto",
-        "sharegpt",
-        "pairs",
-        "instruction",
-        "question",
-        "input",
-        "message_lists",
-        "rejected_messages",
-        "rejected_response",
-        "query",
-        "responses",
-        "instruction_responses",
-        "messages_pairs",
-        "openai",
-        "labelled",
-        "helpsteer2",
-        "helpsteer3",
-        "saferlhf",
-        "shp",
-        "conversations",
-        "ranking",
-        "completions",
-        "unpaired",
-        "unpaired_messages",
-        "completion",
-        "messages",
-        "text",
-    ] = "auto"
+    format: FormatName = "auto"
     """What the fields of a row are. auto: told by their names, the same for a whole file."""
     columns: dict[str, str | None] | None = None
     """Fields of the files under names that a form reads: {question: prompt, better: chosen, worse: rejected}. One that

@@ -14,9 +14,11 @@ from transformers import PreTrainedTokenizerBase
 
 from tuningfork.data.config import DataConfig
 from tuningfork.data.examples.field_names import check_used
-from tuningfork.data.sources.expand import Use, expand_all, mix
-from tuningfork.data.token_cache import Notice, Progress, TableAccount, TableReader
+from tuningfork.data.sources.expand import Use, expand_all
+from tuningfork.data.sources.mix import mix
+from tuningfork.data.token_cache import Notice, TokenTables
 from tuningfork.data.token_table import Selection
+from tuningfork.data.tokens.encode_table import Progress, TableAccount
 from tuningfork.data.tokens.tokenize import check_ids, check_vocabulary
 from tuningfork.data.tokens.truncate import size_of
 from tuningfork.errors import DataError, OutOfMemory, counted, first_line
@@ -51,14 +53,14 @@ def prepare(
     names = [str(sources)] if isinstance(sources, str | Path) else list(sources)
     report = DataReport()
     groups: list[Selection] = []
-    with TableReader(tokenizer, config, cache, notice) as reader:
+    with TokenTables(tokenizer, config, cache, notice) as opened:
         for tables in expand_all(names, use):
             report.sources[tables.source] = tables.taken
             report.passed_over += tables.left
             found = []
             for table in tables.taken:
                 with _enough_memory(table):
-                    examples, account = reader.open(table, _from(report.rows_read, progress))
+                    examples, account = opened.open(table, _from(report.rows_read, progress))
                 check_ids(examples, vocab_size)
                 found.append(examples)
                 _enter(table, account, report)

@@ -1,36 +1,30 @@
-"""One table -> its token examples and an account of its rows: from the token cache, or made and kept there.
+"""A table's token examples and the account of its rows: from the token cache, or made and kept there.
 
 An entry of the cache is a folder named by a hash of all that decides what is in it: the table's bytes, the tokenizer
-and its template, the settings, the versions of the libraries and this room's own source. So an entry is never stale:
-what has changed has another name. Entries are whole or absent, and their bytes are checked when they are opened.
+and its template, the settings, the versions of the libraries, and the source that turns rows into tokens. So an entry
+is never stale: what has changed has another name. Entries are whole or absent, and their bytes are checked when they
+are opened.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import xxhash
-from pydantic import TypeAdapter
 from transformers import PreTrainedTokenizerBase
 
-from tuningfork import records
 from tuningfork.data import token_table
 from tuningfork.data.config import DataConfig
 from tuningfork.data.examples.formats import FORMS
-from tuningfork.data.examples.infer_format import open_table
-from tuningfork.data.examples.row_reader import fields_not_read
 from tuningfork.data.tables.read import digest_of
 from tuningfork.data.token_table import Columns, TokenTable
-from tuningfork.data.tokens.encode_rows import ChunkEncoder
-from tuningfork.data.tokens.template_date import at_date
-from tuningfork.data.tokens.workers import Workers, check_started
+from tuningfork.data.tokens.encode_table import CHANGED, Progress, TableAccount, TableEncoder
 from tuningfork.errors import DataError, RunFolderError
 from tuningfork.files import (
     DIGESTS,
@@ -44,10 +38,7 @@ from tuningfork.files import (
     seal,
     whole_folder,
 )
-from tuningfork.records import Size
 
-Progress = Callable[[int, int], None]
-"""Called with (rows done, rows in all) of a table."""
 Notice = Callable[[str], None]
 """Called with a sentence for the user."""
 
@@ -55,7 +46,6 @@ ACCOUNT = "account.json"
 _LARGEST_ACCOUNT = 4 << 30  # bytes: it names every row that was dropped
 ELSEWHERE = "set data.cache to another folder, or to null for none."
 CURE = f"Make room or permit it; or {ELSEWHERE}"
-CHANGED = "{table}: changed while it was read. Run again once it is whole."
 SETTINGS = (
     "format",
     "columns",
@@ -67,45 +57,14 @@ SETTINGS = (
     "template",
 )  # those that decide what becomes of a row
 LIBRARIES = ("transformers", "tokenizers", "jinja2", "datasets")
+# What turns rows into tokens, packages with all that is in them. The key holds the source itself, for a version that
+# somebody must remember to raise would one day let old tokens pass for new ones, and no test can tell an edit that
+# changes a token from one that does not. A test compares this list with what `encode_table` imports.
+SOURCE = ("data/tables", "data/examples", "data/tokens", "data/token_table.py", "records.py")
 
 
-_ACCOUNT = TypeAdapter(
-    tuple[
-        str,
-        int,
-        list[str],
-        list[tuple[int, str, str]],
-        dict[str, list[int]],
-        list[tuple[int, int, list[int], int]],
-    ]
-)
-
-
-@dataclass(slots=True)
-class TableAccount:
-    """What became of a table's rows: rows_read = examples + dropped. Rows are named by their numbers."""
-
-    form: str
-    rows_read: int
-    fields: list[str]  # all that rows have, by the file's own names
-    dropped: list[tuple[int, str, str]] = field(default_factory=list)  # row, reason, detail; in the order of the rows
-    notes: dict[str, list[int]] = field(default_factory=dict)  # what is worth knowing of rows that are used
-    sizes: dict[int, Size] = field(default_factory=dict)  # of examples over max_length, cut or left out
-
-    def as_json(self) -> str:
-        sizes = [[row, size.prompt, size.answers, size.opening] for row, size in self.sizes.items()]
-        return json.dumps([self.form, self.rows_read, self.fields, self.dropped, self.notes, sizes])
-
-    @classmethod
-    def from_json(cls, text: str) -> TableAccount:
-        """What `as_json` wrote. Raises ValueError."""
-        form, rows_read, fields, dropped, notes, sizes = _ACCOUNT.validate_json(text)
-        known = {row: Size(prompt, tuple(answers), opening) for row, prompt, answers, opening in sizes}
-        return cls(form, rows_read, fields, dropped, notes, known)
-
-
-class TableReader:
-    """Opens tables with one tokenizer and one set of options; `folder` is the cache, None for none.
+class TokenTables:
+    """Opens tables as token examples, with one tokenizer and one set of options; `folder` is the cache, None for none.
 
     To be used as a context: what processes it starts stay to its end. Raises DataError for an unfit tokenizer.
     """
@@ -113,17 +72,15 @@ class TableReader:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, config: DataConfig, folder: Path | None, notice: Notice
     ) -> None:
-        check_started()
-        tokenizer = at_date(tokenizer, config.day())
-        self.workers = Workers(ChunkEncoder(tokenizer, config), config)
-        self.config, self.folder, self.notice = config, folder, notice
-        self.origin = "" if folder is None else _origin(tokenizer, config)
+        self.encoder = TableEncoder(tokenizer, config)
+        self.folder, self.notice = folder, notice
+        self.origin = "" if folder is None else _origin(self.encoder.tokenizer, config)
 
-    def __enter__(self) -> TableReader:
+    def __enter__(self) -> TokenTables:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.workers.close()
+        self.encoder.close()
 
     def open(self, table: str, progress: Progress | None = None) -> tuple[TokenTable, TableAccount]:
         """The examples and the account of a table: a file, a saved data set or a hub name.
@@ -133,7 +90,7 @@ class TableReader:
             RunFolderError: the cache cannot be read or written.
         """
         if self.folder is None:
-            account, blocks = _make(table, self.workers, self.config, progress)
+            account, blocks = self.encoder.encode(table, progress)
             return TokenTable(table, token_table.joined(blocks)), account
         before = digest_of(table)
         entry = self.folder / xxhash.xxh3_128_hexdigest(f"{before} {self.origin}".encode())
@@ -164,7 +121,7 @@ class TableReader:
                 self.notice(f"{entry}: damaged, made again")
                 remove(entry)
         with whole_folder(entry, CURE) as aside:
-            account, blocks = _make(table, self.workers, self.config, progress)
+            account, blocks = self.encoder.encode(table, progress)
             token_table.write(aside, blocks)
             (aside / ACCOUNT).write_text(account.as_json())
             seal(aside)
@@ -201,40 +158,6 @@ def _check_ours(entry: Path) -> None:
         raise RunFolderError(f"{entry} holds {others[0]!r}, which is not ours to remove. Move it away; or {ELSEWHERE}")
 
 
-def _make(
-    table: str, workers: Workers, config: DataConfig, progress: Progress | None
-) -> tuple[TableAccount, Iterator[Columns]]:
-    """Read and encode a table. The account is complete once the columns are drawn."""
-    rows, found, reader = open_table(
-        table, config.template == "none", config.format, config.columns or {}, workers.encoder.names
-    )
-    count = found.rows
-    account = TableAccount(reader.form, count, found.fields)
-
-    def columns() -> Iterator[Columns]:
-        done = kept = 0
-        not_read: dict[str, list[int]] = {}
-        for block in workers.encode(rows, count, reader):
-            yield block.columns
-            kept += len(block.columns["row"])
-            account.dropped += block.dropped
-            account.sizes.update(block.sizes)
-            for note, row in block.notes:
-                account.notes.setdefault(note, []).append(row)
-            for name, row in block.not_read:
-                not_read.setdefault(name, []).append(row)
-            done += block.read
-            if progress is not None:
-                progress(done, count)
-        account.dropped.sort(key=lambda row: row[0])
-        if not_read:
-            account.notes[fields_not_read(list(not_read))] = sorted(set().union(*not_read.values()))
-        if kept + len(account.dropped) != count:  # the rows are gone through more than once
-            raise DataError(CHANGED.format(table=table))
-
-    return account, columns()
-
-
 def _origin(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str:
     """All that decides what becomes of a table's bytes, as text."""
     backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
@@ -252,7 +175,11 @@ def _origin(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str:
 
 
 @cache
-def _source_digest() -> str:
-    """A hash of the source that turns rows into tokens."""
-    files = [Path(records.__file__), *sorted(Path(__file__).parent.rglob("*.py"))]
-    return xxhash.xxh3_128_hexdigest(b"\0".join(file.read_bytes() for file in files))
+def _source_digest(root: Path = Path(__file__).parents[1]) -> str:
+    """A hash of the files of SOURCE, by their names within the package and their bytes."""
+    named = [root / name for name in SOURCE]
+    digest = xxhash.xxh3_128()
+    for file in (file for path in named for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])):
+        content = file.read_bytes()
+        digest.update(f"{file.relative_to(root).as_posix()} {len(content)}\n".encode() + content)
+    return digest.hexdigest()

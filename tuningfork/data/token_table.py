@@ -151,11 +151,6 @@ class Selection(Sequence[TokenExample]):
         return Selection(self._parts, self._places[np.asarray(places, dtype=np.int64)])
 
 
-def rows_of_each(examples: Sequence[TokenExample], share_prompt: bool) -> np.ndarray:
-    """int64 [n]: what `TokenExample.rows` says of each example."""
-    return column(examples, "unique_tokens" if share_prompt else "plain_tokens")
-
-
 def columns_of(examples: Sequence[TokenExample]) -> Columns:
     """The columns of these examples."""
     answers = [answer for example in examples for answer in example.answers]

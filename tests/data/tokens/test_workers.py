@@ -21,9 +21,8 @@ import pytest
 from tests.data.test_token_cache import CONFIG, ROWS, Opened, write
 from tests.data.test_token_table import told
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
-from tuningfork.data import token_cache
 from tuningfork.data.examples.row_reader import RowReader
-from tuningfork.data.token_cache import TableReader
+from tuningfork.data.token_cache import TokenTables
 from tuningfork.data.tokens import workers
 from tuningfork.data.tokens.encode_rows import Chunk, ChunkEncoder
 from tuningfork.data.tokens.workers import Workers
@@ -86,12 +85,12 @@ def test_processes_that_start_are_not_exchanged_and_not_waited_for(
     tables = [
         write(tmp_path, [{**ROWS[0], "prompt": f"question {n}"} for n in range(3)], f"{n}.jsonl") for n in range(3)
     ]
-    with TableReader(byte_bpe(chat_template=CHATML), replace(CONFIG, workers=4), None, print) as reader:
+    with TokenTables(byte_bpe(chat_template=CHATML), replace(CONFIG, workers=4), None, print) as reader:
         assert [len(reader.open(table)[0]) for table in tables] == [3, 3, 3]
-        first = reader.workers._processes
+        first = reader.encoder.workers._processes
         assert len(first) == 3
     assert all(process.exitcode == -signal.SIGTERM for process in first)
-    assert not reader.workers._processes and reader.workers._pool is None
+    assert not reader.encoder.workers._processes and reader.encoder.workers._pool is None
 
 
 def test_a_daemon_works_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,9 +128,9 @@ def test_processes_that_stay_read_the_next_table_as_what_it_is(tmp_path: Path, m
     monkeypatch.setattr(Workers, "_begun", _all_begun)
     known = []
     for count in (1, 2):
-        with TableReader(byte_bpe(chat_template=CHATML), replace(CONFIG, workers=count), None, print) as reader:
+        with TokenTables(byte_bpe(chat_template=CHATML), replace(CONFIG, workers=count), None, print) as reader:
             found = [reader.open(table) for table in (pairs, texts, pairs)]
-            assert reader.workers._pool is None or len(multiprocessing.active_children()) == 2
+            assert reader.encoder.workers._pool is None or len(multiprocessing.active_children()) == 2
         known.append([[told(example) for example in examples] for examples, _ in found])
         assert [account.form for _, account in found] == ["pairs", "text", "pairs"]
     assert known[0] == known[1] and [len(examples) for examples in known[0]] == [9, 9, 9]
@@ -211,8 +210,8 @@ def test_only_a_process_of_ours_must_not_prepare_data_as_it_starts(monkeypatch: 
 def _at_work(table: str) -> Iterator[None]:
     """Begin to encode in two processes."""
     workers.ROWS_A_PROCESS = 1  # in a process of its own
-    with TableReader(byte_bpe(chat_template=CHATML), replace(CONFIG, workers=2), None, print) as reader:
-        _, columns = token_cache._make(table, reader.workers, reader.config, None)
+    with TokenTables(byte_bpe(chat_template=CHATML), replace(CONFIG, workers=2), None, print) as reader:
+        _, columns = reader.encoder.encode(table)
         next(columns)
         yield
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from tuningfork.data.examples.tools import THOUGHTS, spoken_call
 from tuningfork.data.examples.values import SHOWN, Unusable, filled, string
-from tuningfork.data.tables.json_rows import kind_of
+from tuningfork.data.tables.rows import kind_of
 from tuningfork.records import same
 
 # Types of parts in the order in which every template prints what they say, with the keys that may hold it.

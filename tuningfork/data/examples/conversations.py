@@ -14,7 +14,7 @@ from tuningfork.data.examples.content import content_of
 from tuningfork.data.examples.roles import CALL, SHAREGPT, MessageNames, Roles, is_assistant, is_tool, named_role
 from tuningfork.data.examples.tools import THOUGHTS, call_list, sound, spoken_call, thought
 from tuningfork.data.examples.values import SHOWN, Unusable, fields, filled, number, string
-from tuningfork.data.tables.json_rows import Row, kind_of
+from tuningfork.data.tables.rows import Row, kind_of
 from tuningfork.records import Message, Turns
 
 OPENING = ("system", "developer")  # two names for the role of what is said before the conversation

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from tuningfork.data.examples.formats import FORMS
 from tuningfork.data.examples.roles import SHAREGPT
 from tuningfork.data.examples.row_reader import ASKED, READ
-from tuningfork.data.tables.json_rows import Row
+from tuningfork.data.tables.rows import Row
 from tuningfork.errors import ConfigError, DataError
 
 Names = Mapping[str, str]

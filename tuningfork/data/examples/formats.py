@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from tuningfork.data.examples.values import Unusable, fields, filled, number, parsed, string
-from tuningfork.data.tables.json_rows import Row, kind_of
+from tuningfork.data.tables.rows import Row, kind_of
 
 Named = tuple[str, Any]
 """A field's name, as messages call it, and its value."""

@@ -17,8 +17,8 @@ from tuningfork.data.examples.roles import MessageNames
 from tuningfork.data.examples.row_reader import RowReader
 from tuningfork.data.examples.values import Unusable, filled
 from tuningfork.data.tables.delimited import with_numbers
-from tuningfork.data.tables.json_rows import Row
 from tuningfork.data.tables.read import Rows, is_delimited, read_rows
+from tuningfork.data.tables.rows import Row
 from tuningfork.errors import DataError
 
 PLAINEST = "pairs"

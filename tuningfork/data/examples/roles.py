@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tuningfork.data.tables.json_rows import Row
+from tuningfork.data.tables.rows import Row
 from tuningfork.errors import ConfigError
 
 Roles = Mapping[str, str]

@@ -37,7 +37,7 @@ from tuningfork.data.examples.unpack import (
     without_repeated_prompt,
 )
 from tuningfork.data.examples.values import SHOWN, Unusable, filled, given, number, string, whole
-from tuningfork.data.tables.json_rows import Row, kind_of
+from tuningfork.data.tables.rows import Row, kind_of
 from tuningfork.errors import DataError
 from tuningfork.records import Example, Message, Source, Turns
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tuningfork.data.examples.values import Unusable, filled, given, parsed, string
-from tuningfork.data.tables.json_rows import Row, kind_of
+from tuningfork.data.tables.rows import Row, kind_of
 from tuningfork.records import same
 
 DEEPEST = 100  # levels of lists and objects within each other; templates and workers walk them by recursion

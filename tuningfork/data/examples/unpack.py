@@ -11,7 +11,7 @@ from tuningfork.data.examples.conversations import NAMED_BY, before_last_said
 from tuningfork.data.examples.formats import Named, Parts
 from tuningfork.data.examples.roles import ROLES, Roles
 from tuningfork.data.examples.values import Unusable, fields, filled, given
-from tuningfork.data.tables.json_rows import kind_of
+from tuningfork.data.tables.rows import kind_of
 from tuningfork.records import same
 
 PROMPT_AS_JSON = "the prompt is messages written as JSON text: read as messages"

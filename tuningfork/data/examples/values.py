@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from tuningfork.data.tables.json_rows import Row, kind_of
+from tuningfork.data.tables.rows import Broken, Row, kind_of
 
 # Fields that change what is trained on and that no part of this house knows. Ignoring one would train on something else
 # than the file says, so a row that fills it is dropped. Other extra fields (scores, ids) are noted as not read.
@@ -32,14 +31,6 @@ class Unusable(Exception):
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(reason, detail)
         self.reason, self.detail = reason, detail
-
-
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """What stands for a value that cannot be had. It costs the rows of which somebody reads it, and no others."""
-
-    reason: str
-    detail: str
 
 
 def filled(row: Row, key: str) -> bool:

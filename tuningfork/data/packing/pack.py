@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from tuningfork.data.packing.bin_packing import best_fit, even_fit, members_of, stream_fit
-from tuningfork.data.token_table import Selection, rows_of_each
 from tuningfork.errors import DataError
-from tuningfork.records import DroppedRow, TokenExample, taken
+from tuningfork.records import DroppedRow, TokenExample, column, taken
 
 COMPILED_QUANTUM = 128  # rows; matrix products of such sizes keep their kernels, and so a row's bits
 SMALLEST_COMPILED = 1024  # below, a compiled graph may add up rows in another order
@@ -44,16 +43,21 @@ class PackLimits:
         return min(max(_round_up(used, self.quantum), self.smallest), self.tokens)
 
 
+def rows_of_each(examples: Sequence[TokenExample], share_prompt: bool) -> np.ndarray:
+    """int64 [n]: what `TokenExample.rows` says of each example."""
+    return column(examples, "unique_tokens" if share_prompt else "plain_tokens")
+
+
 def split_fitting(
     examples: Sequence[TokenExample], tokens: int, share_prompt: bool
-) -> tuple[Selection, list[DroppedRow]]:
+) -> tuple[Sequence[TokenExample], list[DroppedRow]]:
     """Part the examples into those that fit a pack of `tokens` rows and listed drops."""
     rows = rows_of_each(examples, share_prompt)
     dropped = []
     for place in np.flatnonzero(rows > tokens).tolist():
         source, detail = examples[place].source, f"needs {rows[place]} rows, pack.tokens is {tokens}"
         dropped.append(DroppedRow(source.file, source.row, "larger than a pack", detail))
-    return Selection([examples], np.flatnonzero(rows <= tokens)), dropped
+    return taken(examples, np.flatnonzero(rows <= tokens)), dropped
 
 
 def pack(examples: Sequence[TokenExample], limits: PackLimits) -> list[Bin]:

@@ -12,9 +12,8 @@ from math import ceil
 import numpy as np
 
 from tuningfork.data.packing.loader import EpochOrder
-from tuningfork.data.packing.pack import PackLimits, pack_evenly
+from tuningfork.data.packing.pack import PackLimits, pack_evenly, rows_of_each
 from tuningfork.data.summary.sizes import Sizes
-from tuningfork.data.token_table import rows_of_each
 from tuningfork.records import TokenExample
 
 PLAIN_BATCH = 8

@@ -13,8 +13,7 @@ from typing import Any
 import datasets
 import pyarrow as pa
 
-from tuningfork.data.examples.values import Broken
-from tuningfork.data.tables.json_rows import Row
+from tuningfork.data.tables.rows import Broken, Row
 
 _JSON = getattr(datasets, "Json", ())  # older versions do not know it
 FILE = {"bytes", "path"}  # fields of a picture or a sound: nobody here looks at them

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tuningfork.data.tables.json_rows import Row, text_lines
+from tuningfork.data.tables.json_rows import text_lines
+from tuningfork.data.tables.rows import Row
 from tuningfork.errors import DataError
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}

@@ -14,15 +14,14 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from decimal import Decimal
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any, cast
 
+from tuningfork.data.tables.rows import Row, kind_of
 from tuningfork.errors import DataError
 from tuningfork.files import opened
 
-Row = dict[str, Any]
 LONGEST_LINE = 64 << 20  # bytes of one row: texts of ten million characters, and their escapes
 LONGEST_ARRAY = 1 << 30  # bytes of an array, which takes several times as much memory
 BLANK = 1_000_000  # lines in a row that say nothing
@@ -171,16 +170,3 @@ def _checked(path: Path, place: str, row: Any) -> Row:
     if not isinstance(row, dict):
         raise DataError(f"{path}: {place} is {kind_of(row)}, not an object like a preference pair.")
     return row
-
-
-def kind_of(value: Any) -> str:
-    """What a value is, in words, as messages name it."""
-    names = {
-        str: "a string",
-        dict: "an object",
-        list: "a list",
-        bool: "a boolean",
-        bytes: "bytes that are no UTF-8 text",
-    }
-    names |= dict.fromkeys((int, float, Decimal), "a number")
-    return names.get(type(value), "null" if value is None else f"a {type(value).__name__}")

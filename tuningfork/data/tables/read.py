@@ -19,7 +19,8 @@ import pyarrow.parquet
 from tuningfork.data.tables.arrow_rows import cause, table_rows
 from tuningfork.data.tables.delimited import DELIMITERS, delimited_rows
 from tuningfork.data.tables.file_kinds import check_kind
-from tuningfork.data.tables.json_rows import RATIO, UNZIPPED, Row, array_rows, is_array, is_zipped, line_rows, pieces
+from tuningfork.data.tables.json_rows import RATIO, UNZIPPED, array_rows, is_array, is_zipped, line_rows, pieces
+from tuningfork.data.tables.rows import Row
 from tuningfork.errors import DataError, TuningforkError, counted, first_line, from_here
 from tuningfork.files import SCRATCH_CURE, checksum, explained, opened, scratch
 from tuningfork.json_files import read_object

@@ -12,7 +12,7 @@ from tuningfork.data.config import DataConfig
 from tuningfork.data.examples.roles import MessageNames, roles_for
 from tuningfork.data.examples.row_reader import RowReader
 from tuningfork.data.examples.values import Unusable
-from tuningfork.data.tables.json_rows import Row
+from tuningfork.data.tables.rows import Row
 from tuningfork.data.token_table import Columns, columns_of
 from tuningfork.data.tokens.as_text import AsText
 from tuningfork.data.tokens.control_tokens import AS_TEXT, KEPT, RENDERED, WRITTEN, ControlTokens

@@ -2,8 +2,8 @@
 
 A sequence has the ids of its whole text, since tokens can merge across the border of prompt and answer; where it is
 encoded in two parts, that gives the same (`split_points.py`). The shared prompt is then what an example's sequences
-have in common before the border, and what the border cuts through belongs to the answer. Whether a token counts is decided
-by its characters, never by its id, so a pad token that is also the end token loses nothing.
+have in common before the border, and what the border cuts through belongs to the answer. Whether a token counts is
+decided by its characters, never by its id, so a pad token that is also the end token loses nothing.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from typing import Any
 
 from tuningfork.data.config import DataConfig
 from tuningfork.data.examples.row_reader import RowReader
-from tuningfork.data.tables.json_rows import Row
+from tuningfork.data.tables.rows import Row
 from tuningfork.data.tokens.encode_rows import Block, Chunk, ChunkEncoder
 from tuningfork.errors import DataError
 from tuningfork.files import SCRATCH_CURE, explained, scratch
