@@ -33,7 +33,7 @@ from bench.output import emit, environment, parser, table
 from tuningfork.data.config import DataConfig
 from tuningfork.data.packing.balance import balance
 from tuningfork.data.packing.pack import PackLimits, pack, pack_stream, rows_of_each, split_fitting
-from tuningfork.data.prepare import prepare
+from tuningfork.data.prepare import prepare_examples
 from tuningfork.models.load import load_tokenizer
 from tuningfork.models.policy import Policy
 from tuningfork.records import TokenExample
@@ -99,7 +99,7 @@ def measure_balance(steps: Iterable[list[int]], ranks: int) -> dict[str, Any]:
 def lengths_of(data: str, tokenizer: str) -> np.ndarray:
     """Lengths of the usable pairs of a file, int64 [n, 3]: prompt, chosen, rejected."""
     loaded = load_tokenizer(tokenizer)
-    examples, _ = prepare(data, loaded, DataConfig(max_length=2**31), len(loaded))
+    examples, _ = prepare_examples(data, loaded, DataConfig(max_length=2**31), len(loaded))
     return np.array([[len(e.prompt_ids), *(len(a.ids) for a in e.answers)] for e in examples])
 
 

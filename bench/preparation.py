@@ -79,12 +79,12 @@ def write_conversations(source: str, path: Path, rows: int) -> None:
 
 def ours(path: str, tokenizer: str, workers: int, cache: str) -> dict[str, Any]:
     from tuningfork.data.packing.pack import PackLimits, pack, split_fitting
-    from tuningfork.data.prepare import prepare
+    from tuningfork.data.prepare import prepare_examples
     from tuningfork.models.load import load_tokenizer
 
     loaded, config = load_tokenizer(tokenizer), DataConfig(max_length=MAX_LENGTH, workers=workers)
     start = time.perf_counter()
-    examples, report = prepare(path, loaded, config, 10**9, cache=Path(cache))
+    examples, report = prepare_examples(path, loaded, config, 10**9, cache=Path(cache))
     seconds = time.perf_counter() - start
     fitting, _ = split_fitting(examples, TOKENS, share_prompt=True)
     start = time.perf_counter()

@@ -227,7 +227,7 @@ class DataReport:
     dropped_rows: list[DroppedRow] = field(default_factory=list)
     sources: dict[str, list[str]] = field(default_factory=dict)  # source, as the recipe names it -> its files
     passed_over: list[str] = field(default_factory=list)  # files and splits beside them that are for another use
-    forms: dict[str, str] = field(default_factory=dict)  # file -> what form it has, a name of data/examples/formats.py
+    formats: dict[str, str] = field(default_factory=dict)  # file -> its format, a name of data/examples/formats.py
     fields: dict[str, None] = field(default_factory=dict)  # that rows have, by the files' own names
     sizes: dict[Source, Size] = field(default_factory=dict)  # of examples that were cut, or left out though readable
     notes: dict[str, list[Source]] = field(default_factory=dict)  # what is worth knowing of rows that are used -> which

@@ -18,7 +18,7 @@ from tuningfork.records import DroppedRow, Example, Message, Source
 class Read:
     """A whole table as examples."""
 
-    form: str
+    format: str
     rows_read: int
     examples: list[Example]
     dropped: list[DroppedRow]
@@ -28,12 +28,12 @@ class Read:
 def read_examples(
     path: str | Path,
     as_text: bool,
-    form: str = "auto",
+    format: str = "auto",
     columns: dict[str, str | None] | None = None,
     names: MessageNames | None = None,
 ) -> Read:
-    rows, whole, reader = infer_format.open_table(path, as_text, form, columns, names or MessageNames())
-    found = Read(reader.form, whole.rows, [], [], {})
+    rows, whole, reader = infer_format.open_table(path, as_text, format, columns, names or MessageNames())
+    found = Read(reader.format, whole.rows, [], [], {})
     not_read: dict[str, list[Source]] = {}
     for number, row in rows:
         source = Source(str(path), number)
@@ -88,7 +88,7 @@ PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
 
 
 def drop(folder: Path, row: dict[str, Any], as_text: bool = False) -> tuple[str, str]:
-    """Reason and detail for a bad row that lies behind a good one, which settles the file's form."""
+    """Reason and detail for a bad row that lies behind a good one, which settles the file's format."""
     good = {
         tuple: {"chosen": [user("q"), assistant("a")], "rejected": [user("q"), assistant("b")]},
         str: {"chosen": HH.format("q", "a"), "rejected": HH.format("q", "b")},

@@ -12,11 +12,11 @@ import pytest
 
 from tests.data.tiny_tokenizers import CHATML, INST, REWRITING, byte_bpe
 from tuningfork.data.config import DataConfig
-from tuningfork.data.prepare import dataset_digest, prepare, report_dict
-from tuningfork.data.token_table import Selection, TokenTable, columns_of
+from tuningfork.data.prepare import dataset_digest, prepare_examples, report_dict
+from tuningfork.data.token_table import Subset, TokenTable, columns_of
 from tuningfork.data.tokens.template import REWRITES
 from tuningfork.data.tokens.truncate import CUT_ANSWERS, CUT_ONE_SIDE, CUT_PROMPT
-from tuningfork.data.tokens.workers import CHUNK
+from tuningfork.data.tokens.workers import BATCH
 from tuningfork.errors import DataError
 from tuningfork.records import DataReport, Size, Source, TokenAnswer, TokenExample
 
@@ -49,7 +49,7 @@ def test_transcripts_end_to_end(tmp_path: Path) -> None:
     ]
     path = write(tmp_path, rows)
     tokenizer = byte_bpe(chat_template=INST)
-    examples, report = prepare(path, tokenizer, DataConfig(max_length=100), 260)
+    examples, report = prepare_examples(path, tokenizer, DataConfig(max_length=100), 260)
     assert [e.source.row for e in examples] == [1, 7]
     first = examples[0]
     assert tokenizer.decode(first.prompt_ids) == "<s>[INST] Hi [/INST] Hello </s>[INST] q [/INST]"
@@ -70,7 +70,7 @@ def test_transcripts_end_to_end(tmp_path: Path) -> None:
     ]
     assert (report.rows_read, report.used, sum(report.dropped.values())) == (8, 2, 6)
     # The same turns as plain text: the template cannot object, and nothing is added but EOS.
-    plain, report = prepare(path, tokenizer, NONE, 260)
+    plain, report = prepare_examples(path, tokenizer, NONE, 260)
     assert [e.source.row for e in plain] == [1, 5, 6, 7]
     assert tokenizer.decode(plain[1].prompt_ids) == "\n\nHuman: Hi\n\nAssistant: Hello\n\nAssistant:"
     assert tokenizer.decode(plain[1].answers[1].ids) == " b</s>"
@@ -86,7 +86,7 @@ def test_the_limit_holds_for_the_longer_of_the_answers_and_to_the_token(tmp_path
     ]
     path = write(tmp_path, rows)
     for limit, kept in ((10, [1, 2]), (11, [1, 2, 3]), (101, [1, 2, 3, 4])):
-        examples, report = prepare(path, byte_bpe(), replace(NONE, max_length=limit), 260)
+        examples, report = prepare_examples(path, byte_bpe(), replace(NONE, max_length=limit), 260)
         assert [e.source.row for e in examples] == kept
         assert max(e.longest for e in examples) <= limit
         assert report.dropped == ({"longer than max_length": 4 - len(kept)} if len(kept) < 4 else {})
@@ -94,7 +94,7 @@ def test_the_limit_holds_for_the_longer_of_the_answers_and_to_the_token(tmp_path
 
 def test_a_prompt_as_long_as_the_limit_is_listed_and_not_trained_on(tmp_path: Path) -> None:
     path = write(tmp_path, [pair("x" * 10, "a", "b"), pair("x", "a", "b")])
-    examples, report = prepare(path, byte_bpe(), replace(NONE, max_length=10), 260)
+    examples, report = prepare_examples(path, byte_bpe(), replace(NONE, max_length=10), 260)
     assert [e.source.row for e in examples] == [2]
     assert report.dropped_rows[0].detail == (
         "prompt 10, chosen 2 and rejected 2 tokens, too long with chosen and rejected; data.max_length is 10"
@@ -104,11 +104,11 @@ def test_a_prompt_as_long_as_the_limit_is_listed_and_not_trained_on(tmp_path: Pa
 def test_answers_without_a_token_that_counts_and_answers_equal_as_tokens(tmp_path: Path) -> None:
     tokenizer = byte_bpe(eos=None)
     path = write(tmp_path, [pair("", "ab", "c"), pair("q", "a", "b")])
-    examples, report = prepare(path, tokenizer, NONE, 260)
+    examples, report = prepare_examples(path, tokenizer, NONE, 260)
     assert [e.source.row for e in examples] == [2]
     assert [(row.reason, row.detail) for row in report.dropped_rows] == [("no token of an answer counts", "rejected")]
     path = write(tmp_path, [pair("q", "a ", "a"), pair("q", "a", "b")])  # the template trims
-    _, report = prepare(path, byte_bpe(chat_template=INST), DataConfig(), 260)
+    _, report = prepare_examples(path, byte_bpe(chat_template=INST), DataConfig(), 260)
     assert report.dropped == {"chosen equals rejected": 1}
 
 
@@ -119,7 +119,7 @@ def test_a_template_that_prints_earlier_turns_otherwise_is_noted(tmp_path: Path)
         {"role": "assistant", "content": "b"},
     ]
     path = write(tmp_path, [pair("q", "a", "b"), {"prompt": "q", "chosen": several, "rejected": "c"}])
-    examples, report = prepare(path, byte_bpe(chat_template=REWRITING), DataConfig(), 260)
+    examples, report = prepare_examples(path, byte_bpe(chat_template=REWRITING), DataConfig(), 260)
     assert [e.source.row for e in examples] == [1, 2] and report.dropped == {}
     assert report.notes == {REWRITES: [Source(str(path), 2)]}
 
@@ -127,7 +127,7 @@ def test_a_template_that_prints_earlier_turns_otherwise_is_noted(tmp_path: Path)
 def test_nothing_left_is_an_error_with_reasons_and_counts(tmp_path: Path) -> None:
     path = write(tmp_path, [pair("q", "a", ""), pair("q", "", "b"), pair("q" * 20, "a", "b")])
     with pytest.raises(DataError) as caught:
-        prepare(path, byte_bpe(), replace(NONE, max_length=5), 260)
+        prepare_examples(path, byte_bpe(), replace(NONE, max_length=5), 260)
     assert str(caught.value) == (
         f"{path}: none of its 3 rows can be used: 2 x empty answer (first: row 1, rejected); "
         "1 x longer than max_length (first: row 3, prompt 20, chosen 2 and rejected 2 tokens, "
@@ -136,28 +136,28 @@ def test_nothing_left_is_an_error_with_reasons_and_counts(tmp_path: Path) -> Non
     )
 
 
-def test_order_chunks_and_progress(tmp_path: Path) -> None:
-    rows = [pair(f"p{i}", "a", "b" if i % 3 else "a") for i in range(2 * CHUNK)]
+def test_order_batches_and_progress(tmp_path: Path) -> None:
+    rows = [pair(f"p{i}", "a", "b" if i % 3 else "a") for i in range(2 * BATCH)]
     calls: list[tuple[int, int]] = []
     path = write(tmp_path, rows)
-    examples, report = prepare(path, byte_bpe(), NONE, 260, progress=lambda done, total: calls.append((done, total)))
-    assert [e.source.row for e in examples] == [i + 1 for i in range(2 * CHUNK) if i % 3]
+    examples, report = prepare_examples(path, byte_bpe(), NONE, 260, lambda done, total: calls.append((done, total)))
+    assert [e.source.row for e in examples] == [i + 1 for i in range(2 * BATCH) if i % 3]
     assert report.dropped == {"chosen equals rejected": len(rows) - len(examples)}
-    assert calls == [(CHUNK, len(rows)), (len(rows), len(rows))]
+    assert calls == [(BATCH, len(rows)), (len(rows), len(rows))]
 
 
 def test_a_tokenizer_that_does_not_fit_is_refused_before_the_file_is_read(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="embeds only the ids below 100"):
-        prepare(tmp_path / "missing.jsonl", byte_bpe(), NONE, 100)
+        prepare_examples(tmp_path / "missing.jsonl", byte_bpe(), NONE, 100)
     with pytest.raises(DataError, match="no chat template"):
-        prepare(tmp_path / "missing.jsonl", byte_bpe(), DataConfig(), 260)
+        prepare_examples(tmp_path / "missing.jsonl", byte_bpe(), DataConfig(), 260)
     with pytest.raises(DataError, match="no such file"):
-        prepare(tmp_path / "missing.jsonl", byte_bpe(), NONE, 260)
+        prepare_examples(tmp_path / "missing.jsonl", byte_bpe(), NONE, 260)
 
 
 def test_the_report_is_plain_data(tmp_path: Path) -> None:
     path = write(tmp_path, [pair("q", "a", "b"), pair("q", "a", "")])
-    _, report = prepare(path, byte_bpe(chat_template=CHATML), DataConfig(), 260)
+    _, report = prepare_examples(path, byte_bpe(chat_template=CHATML), DataConfig(), 260)
     expected = {
         "sources": {str(path): [str(path)]},
         "passed_over": [],
@@ -194,7 +194,7 @@ def test_the_digest_sees_ids_masks_cuts_and_order_and_nothing_else() -> None:
     assert len(set(digests)) == len(variants) and {len(d) for d in digests} == {32}
     moved = example([1, 2], ([3], [1]), ([4, 5], [1, 1]), row=99)
     table = TokenTable("f", columns_of([b, a]))
-    assert dataset_digest([moved, b]) == digests[0] == dataset_digest(Selection([table], [1, 0]))
+    assert dataset_digest([moved, b]) == digests[0] == dataset_digest(Subset([table], [1, 0]))
     # fixed for good: a run that is resumed by a later version must find its data unchanged
     assert digests[0] == "2480540d8bfcf5bf1a844d79f9f9f352"
 
@@ -208,7 +208,7 @@ def test_the_digest_sees_what_rows_say_beside_their_text() -> None:
 
 def test_weights_margins_and_labels_reach_the_tokens(tmp_path: Path) -> None:
     path = write(tmp_path, [pair("q", "a", "b") | {"weight": 0.5, "margin": 1}, pair("q", "c", "d")])
-    examples, _ = prepare(path, byte_bpe(), NONE, 260)
+    examples, _ = prepare_examples(path, byte_bpe(), NONE, 260)
     assert [(e.weight, e.margin, e.label) for e in examples] == [(0.5, 1.0, None), (1.0, None, None)]
 
 
@@ -221,13 +221,13 @@ def test_what_was_cut_is_noted_and_counted(tmp_path: Path) -> None:
     rows = [pair("qqq", "aaaa", "bb"), pair("qqq", "aaaaa", "bbbbbb"), pair("qqq", "a", "b"), pair("q" * 8, "a", "b")]
     path = write(tmp_path, rows)
     config = replace(NONE, max_length=7)
-    _, dropped = prepare(path, byte_bpe(), config, 260)
+    _, dropped = prepare_examples(path, byte_bpe(), config, 260)
     assert dropped.dropped == {"longer than max_length": 3}
-    answers, cut = prepare(path, byte_bpe(), replace(config, over_length="truncate_answers"), 260)
+    answers, cut = prepare_examples(path, byte_bpe(), replace(config, over_length="truncate_answers"), 260)
     assert [[len(a.ids) for a in e.answers] for e in answers] == [[4, 3], [4, 4], [2, 2]]
     assert noted(cut) == {CUT_ANSWERS: [1, 2], CUT_ONE_SIDE: [1]}
     assert cut.dropped == {"prompt leaves no room for an answer": 1}
-    prompts, left = prepare(path, byte_bpe(), replace(config, over_length="truncate_prompt_left"), 260)
+    prompts, left = prepare_examples(path, byte_bpe(), replace(config, over_length="truncate_prompt_left"), 260)
     assert [(e.source.row, len(e.prompt_ids)) for e in prompts] == [(1, 2), (3, 3), (4, 5)]
     assert noted(left) == {CUT_PROMPT: [1, 4]}
     assert left.dropped == {"answer leaves no room for the prompt": 1}
@@ -237,11 +237,11 @@ def test_several_sources_are_one_data_set_with_one_account(tmp_path: Path) -> No
     first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     write(tmp_path, [pair("q", "a", "b"), pair("q", "a", "a"), pair("r", "a", "b")]).rename(first)
     write(tmp_path, [{"text": "t"}, {"text": " "}]).rename(second)
-    examples, report = prepare([str(first), str(second)], byte_bpe(), NONE, 260)
+    examples, report = prepare_examples([str(first), str(second)], byte_bpe(), NONE, 260)
     assert [e.id for e in examples] == [f"{first}:1", f"{first}:3", f"{second}:1"]
     assert (report.rows_read, report.used) == (5, 3)
     assert [(d.file, d.row) for d in report.dropped_rows] == [(str(first), 2), (str(second), 2)]
-    assert report.forms == {str(first): "pairs", str(second): "text"}
+    assert report.formats == {str(first): "pairs", str(second): "text"}
 
 
 def test_what_a_mix_leaves_out_is_listed(tmp_path: Path) -> None:
@@ -249,14 +249,14 @@ def test_what_a_mix_leaves_out_is_listed(tmp_path: Path) -> None:
     for file in files:
         write(tmp_path, [pair(f"{file.stem}{i}", "a", "b") for i in range(8)]).rename(file)
     config = replace(NONE, counts=[2, 5], mix_seed=3)
-    examples, report = prepare(list(map(str, files)), byte_bpe(), config, 260)
+    examples, report = prepare_examples(list(map(str, files)), byte_bpe(), config, 260)
     assert [e.source.file for e in examples] == [str(files[0])] * 2 + [str(files[1])] * 5
     assert report.dropped == {"left out of the mix": 9} and (report.rows_read, report.used) == (16, 7)
     assert len({e.id for e in examples} | {f"{d.file}:{d.row}" for d in report.dropped_rows}) == 16
-    again, _ = prepare(list(map(str, files)), byte_bpe(), config, 260)
-    other, _ = prepare(list(map(str, files)), byte_bpe(), replace(config, mix_seed=4), 260)
+    again, _ = prepare_examples(list(map(str, files)), byte_bpe(), config, 260)
+    other, _ = prepare_examples(list(map(str, files)), byte_bpe(), replace(config, mix_seed=4), 260)
     assert [e.id for e in again] == [e.id for e in examples] != [e.id for e in other]
-    every, _ = prepare(list(map(str, files)), byte_bpe(), config, 260, use="eval")
+    every, _ = prepare_examples(list(map(str, files)), byte_bpe(), config, 260, use="eval")
     assert len(every) == 16
 
 
@@ -269,14 +269,14 @@ def test_a_source_of_a_mix_without_a_usable_row_is_named_with_the_reasons(
     write(tmp_path, [pair("q", "a", ""), pair("q", "a", "b" * 99)]).rename(bad)
     config = replace(NONE, max_length=20, **settings)
     with pytest.raises(DataError) as caught:
-        prepare([str(good), str(bad)], byte_bpe(), config, 260)
+        prepare_examples([str(good), str(bad)], byte_bpe(), config, 260)
     assert str(caught.value) == (
         f"{bad}: none of its 2 rows can be used: 1 x empty answer (first: row 1, rejected); 1 x longer than max_length "
         "(first: row 2, prompt 1, chosen 2 and rejected 100 tokens, too long with rejected; "
         "data.max_length is 20). Mend the rows or change the "
         f"settings named here. data.{key} takes a part of every source."
     )
-    examples, _ = prepare([str(good), str(bad)], byte_bpe(), replace(NONE, max_length=20), 260)
+    examples, _ = prepare_examples([str(good), str(bad)], byte_bpe(), replace(NONE, max_length=20), 260)
     assert [e.id for e in examples] == [f"{good}:1"]  # without a mix it is a list of files like any other
 
 
@@ -288,9 +288,9 @@ def test_the_report_knows_which_splits_were_taken_and_how_long_rows_were_before_
         write(tmp_path, rows).rename(tmp_path / f"{name}.jsonl")
     train, test = str(tmp_path / "train.jsonl"), str(tmp_path / "test.jsonl")
     config = replace(NONE, max_length=7, over_length="truncate_answers")
-    examples, report = prepare(tmp_path, byte_bpe(), config, 260)
+    examples, report = prepare_examples(tmp_path, byte_bpe(), config, 260)
     assert (report.sources, report.passed_over) == ({str(tmp_path): [train]}, [test])
     assert [len(a.ids) for a in examples[0].answers] == [2, 2]
     assert report.sizes == {Source(train, 1): Size(5, (4, 2))}  # with </s> behind each answer
-    _, held_out = prepare(tmp_path, byte_bpe(), config, 260, use="eval")
+    _, held_out = prepare_examples(tmp_path, byte_bpe(), config, 260, use="eval")
     assert (held_out.sources, held_out.passed_over) == ({str(tmp_path): [test]}, [train])

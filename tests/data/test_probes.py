@@ -15,7 +15,7 @@ from tests.data.rows import assistant, user, write
 from tests.data.tiny_tokenizers import CHATML, INST, byte_bpe
 from tuningfork.data.config import DataConfig
 from tuningfork.data.packing.layout import build
-from tuningfork.data.prepare import prepare
+from tuningfork.data.prepare import prepare_examples
 from tuningfork.data.tokens.tokenize import MERGES
 from tuningfork.data.tokens.truncate import OverLength
 from tuningfork.records import DataReport, PackedBatch, Source, TokenExample
@@ -38,7 +38,7 @@ def prepared(
 ) -> tuple[list[TokenExample], DataReport]:
     """What becomes of a file with these rows; as plain text for a tokenizer without a chat template."""
     config = DataConfig(template="chat" if tokenizer.chat_template else "none", **settings)
-    examples, report = prepare(write(folder, rows), tokenizer, config, len(tokenizer))
+    examples, report = prepare_examples(write(folder, rows), tokenizer, config, len(tokenizer))
     return list(examples), report
 
 

@@ -77,7 +77,7 @@ def test_what_is_kept_is_what_was_made(opened: Opened, tmp_path: Path, monkeypat
     found, account = again
     assert [(e[0].file, e[0].row) for e in found] == [(table, 1), (table, 4)]
     assert [e[3:] for e in found] == [(None, 1.0, 0.5), (None, 2.0, None)]
-    assert (account.form, account.rows_read) == ("pairs", 4)
+    assert (account.format, account.rows_read) == ("pairs", 4)
     assert [(row, reason) for row, reason, _ in account.dropped] == [(2, "empty answer"), (3, "longer than max_length")]
     assert account.notes == {"fields that are not read: id": [1]}
     assert list(account.sizes) == [3] and account.sizes[3].answers[0] > 90
@@ -200,15 +200,15 @@ def test_what_is_not_ours_is_not_removed_for_a_damaged_entry(opened: Opened, tmp
 def test_a_row_that_is_gone_in_a_later_pass_is_noticed(
     opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A table is gone through for its form, then for its rows; without a cache nobody hashes it."""
-    table, look = write(tmp_path, ROWS), infer_format.survey
+    """A table is gone through for its format, then for its rows; without a cache nobody hashes it."""
+    table, look = write(tmp_path, ROWS), infer_format.infer_format
 
     def then_cut(*args: Any) -> Any:
         found = look(*args)
         write(tmp_path, ROWS[:3])
         return found
 
-    monkeypatch.setattr(infer_format, "survey", then_cut)
+    monkeypatch.setattr(infer_format, "infer_format", then_cut)
     for reader in (Opened(monkeypatch, None), opened):
         write(tmp_path, ROWS)
         with pytest.raises(DataError, match="changed while it was read"):
@@ -272,7 +272,7 @@ def test_a_cache_that_cannot_be_written_says_so(
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(token_table, "write", full)
+    monkeypatch.setattr(token_table, "write_columns", full)
     with pytest.raises(RunFolderError, match=r"cannot be written: No space left.*data.cache"):
         opened(write(tmp_path, ROWS))
     assert not (tmp_path / "cache").exists()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tuningfork.data import token_table
 from tuningfork.data.packing.pack import rows_of_each
-from tuningfork.data.token_table import Selection, TokenTable, columns_of, joined, mapped, write
+from tuningfork.data.token_table import Subset, TokenTable, columns_of, joined_columns, mapped_columns, write_columns
 from tuningfork.records import Source, TokenAnswer, TokenExample, column
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=5)
@@ -47,8 +47,8 @@ def test_blocks_come_back_as_they_were(tmp_path_factory: pytest.TempPathFactory,
     examples = [example(7 + n, *row) for n, row in enumerate(rows)]
     blocks = [columns_of(examples[:cut]), columns_of(examples[cut:])]
     folder = tmp_path_factory.mktemp("table")
-    write(folder, iter(blocks))
-    for table in (TokenTable("f", joined(blocks)), TokenTable("f", mapped(folder))):
+    write_columns(folder, iter(blocks))
+    for table in (TokenTable("f", joined_columns(blocks)), TokenTable("f", mapped_columns(folder))):
         assert list(map(told, table)) == list(map(told, examples))
         assert [told(table[i]) for i in range(-len(examples), 0)] == list(map(told, examples))
         for one in table:
@@ -61,7 +61,7 @@ def test_columns_by_hand(tmp_path: Path) -> None:
     """Files of plain numbers: what a reader without this code would expect to find."""
     first = example(3, [5], [[(6, True)], [(7, False), (8, True)]], None, 0.5, 2.0)
     second = example(9, [], [[(1, True)]], False)
-    write(tmp_path, [columns_of([first, second])])
+    write_columns(tmp_path, [columns_of([first, second])])
     raw = {name: np.fromfile(tmp_path / name, kind).tolist() for name, kind in
            {"row": "<i8", "answers": "<i4", "prompt": "<i4", "label": "i1", "weight": "<f8", "answer": "<i4",
             "ids": "<i4", "counts": "?"}.items()}  # fmt: skip
@@ -85,11 +85,11 @@ def test_rows_of_each_by_hand() -> None:
         example(row, [1] * prompt, [[(2, True)] * n for n in answers]) for row, (prompt, answers) in enumerate(lengths)
     ]
     table = TokenTable("f", columns_of(made))
-    for examples in (made, table, Selection([made]), Selection([table]), Selection([Selection([table]), []])):
+    for examples in (made, table, Subset([made]), Subset([table]), Subset([Subset([table]), []])):
         assert rows_of_each(examples, share_prompt=True).tolist() == [3 + 1 + 2, 4 + 5, 6]
         assert rows_of_each(examples, share_prompt=False).tolist() == [3 + 1 + 3 + 2, 4 + 5, 6]
-    assert rows_of_each(Selection([made, table], [5, 0, 0]), share_prompt=True).tolist() == [6, 6, 6]
-    for nothing in ([], Selection([]), TokenTable("f", columns_of([]))):
+    assert rows_of_each(Subset([made, table], [5, 0, 0]), share_prompt=True).tolist() == [6, 6, 6]
+    for nothing in ([], Subset([]), TokenTable("f", columns_of([]))):
         assert rows_of_each(nothing, True).tolist() == rows_of_each(nothing, False).tolist() == []
 
 
@@ -98,7 +98,7 @@ def test_columns_say_what_the_examples_say(rows: list, data: st.DataObject) -> N
     """Of a list, of a table, and of a selection of both: the same as example by example."""
     examples = [example(7 + n, *row) for n, row in enumerate(rows)]
     table = TokenTable("f", columns_of(examples))
-    both = Selection([Selection([table]), [], examples])
+    both = Subset([Subset([table]), [], examples])
     places = data.draw(st.lists(st.integers(0, len(both) - 1), max_size=6) if rows else st.just([]))
     told_of = {
         "content": lambda e: e.content.rstrip(b"\0"),  # numpy gives no zeros back at the end of bytes
@@ -137,7 +137,7 @@ def test_a_content_names_tokens_cuts_and_what_counts_and_nothing_else() -> None:
 
 def test_an_example_out_of_range_is_an_error() -> None:
     table = TokenTable("f", columns_of([example(1, [1], [[(2, True)]])]))
-    for places in (table, Selection([table, table], [1, 0])):
+    for places in (table, Subset([table, table], [1, 0])):
         with pytest.raises(IndexError):
             places[len(places)]
 
@@ -145,16 +145,16 @@ def test_an_example_out_of_range_is_an_error() -> None:
 def test_a_selection_counts_through_its_parts() -> None:
     parts = [[example(row, [row], [[(1, True)]]) for row in rows] for rows in ([10, 11], [], [20, 21, 22])]
 
-    def rows(chosen: Selection) -> list[int]:
+    def rows(chosen: Subset) -> list[int]:
         assert [chosen[i].source.row for i in range(len(chosen))] == [e.source.row for e in chosen]
         return [e.source.row for e in chosen]
 
-    everything = Selection(parts)
+    everything = Subset(parts)
     assert rows(everything) == [10, 11, 20, 21, 22]
-    assert rows(Selection(parts, [4, 0, 2])) == [22, 10, 20]
+    assert rows(Subset(parts, [4, 0, 2])) == [22, 10, 20]
     assert rows(everything.take([3, 1]).take([1, 1])) == [11, 11]
     assert rows(everything[1:4]) == [11, 20, 21]
-    assert rows(Selection([])) == rows(Selection([[], []])) == []
+    assert rows(Subset([])) == rows(Subset([[], []])) == []
     assert everything[-1].source.row == 22
 
 
@@ -189,7 +189,7 @@ def test_columns_that_no_examples_make_are_told(name: str) -> None:
         raw = {name: np.array(value, types[name]) for name, value in values.items()}
         return raw | {"counts": raw["counts"].view(bool)}
 
-    token_table.check(columns(good))
-    token_table.check(columns({name: [] for name in good}))
+    token_table.check_consistent(columns(good))
+    token_table.check_consistent(columns({name: [] for name in good}))
     with pytest.raises(ValueError, match=r"columns|example|id|weight|answer"):
-        token_table.check(columns(good | HOSTILE[name]))
+        token_table.check_consistent(columns(good | HOSTILE[name]))

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from tuningfork.data.examples.formats import FORMS
+from tuningfork.data.examples.formats import FORMATS
 
 if TYPE_CHECKING:
     FormatName = str
 else:  # so that a format has one declaration, its own
-    FormatName = Literal["auto", *FORMS]
+    FormatName = Literal["auto", *FORMATS]
 
 CHAT, NO_TEMPLATE = "chat", "none"
 TEMPLATE = r"^(chat|none|.+\.(jinja|jinja2|j2))$"
@@ -43,8 +43,8 @@ class DataConfig:
     format: FormatName = "auto"
     """What the fields of a row are. auto: told by their names, the same for a whole file."""
     columns: dict[str, str | None] | None = None
-    """Fields of the files under names that a form reads: {question: prompt, better: chosen, worse: rejected}. One that
-    is null is left out: {tools: null}."""
+    """Fields of the files under names that a format reads: {question: prompt, better: chosen, worse: rejected}. One
+    that is null is left out: {tools: null}."""
     roles: dict[str, str] | None = None
     """What the files call roles of a conversation, beside the names that are known: {customer: user, agent: assistant}.
     Ours are system, developer, user, assistant and tool; tool_call is an assistant's turn whose content is a call."""
@@ -74,8 +74,8 @@ class DataConfig:
         """The day that a chat template prints: its own, or that on which a run `began`, or today."""
         return self.date or began or date.today().isoformat()
 
-    def dated(self, began: str | None = None) -> DataConfig:
-        """The same with that day."""
+    def with_day(self, began: str | None = None) -> DataConfig:
+        """These settings with the day that `day` gives."""
         return replace(self, date=self.day(began))
 
 

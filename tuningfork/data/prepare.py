@@ -13,11 +13,11 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from tuningfork.data.config import DataConfig
-from tuningfork.data.examples.field_names import check_used
-from tuningfork.data.sources.expand import Use, expand_all
-from tuningfork.data.sources.mix import mix
+from tuningfork.data.examples.field_names import check_renames_used
+from tuningfork.data.sources.expand import Use, expand_sources
+from tuningfork.data.sources.mix import mixed_indices
 from tuningfork.data.token_cache import Notice, TokenTables
-from tuningfork.data.token_table import Selection
+from tuningfork.data.token_table import Subset
 from tuningfork.data.tokens.encode_table import Progress, TableAccount
 from tuningfork.data.tokens.tokenize import check_ids, check_vocabulary
 from tuningfork.data.tokens.truncate import size_of
@@ -32,7 +32,7 @@ REASONS = 3  # for dropping rows that one line names
 NOTED = 20  # rows that a written report names for a note; all of them are counted
 
 
-def prepare(
+def prepare_examples(
     sources: str | Path | Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     config: DataConfig,
@@ -41,8 +41,8 @@ def prepare(
     use: Use = "train",
     cache: Path | None = None,
     notice: Notice = lambda text: None,
-) -> tuple[Selection, DataReport]:
-    """Read, render, encode and, where asked, shorten the examples of all sources, in their order.
+) -> tuple[Subset, DataReport]:
+    """Read, render, encode and, where asked, truncate the examples of all sources, in their order.
 
     Those to train on are mixed by the recipe's shares or counts. Rows that are not used are listed in the report;
     rows_read = used + dropped. vocab_size is the number of rows of the model's embedding. With a `cache` folder, tokens
@@ -52,9 +52,9 @@ def prepare(
     check_vocabulary(tokenizer, vocab_size)
     names = [str(sources)] if isinstance(sources, str | Path) else list(sources)
     report = DataReport()
-    groups: list[Selection] = []
+    groups: list[Subset] = []
     with TokenTables(tokenizer, config, cache, notice) as opened:
-        for tables in expand_all(names, use):
+        for tables in expand_sources(names, use):
             report.sources[tables.source] = tables.taken
             report.passed_over += tables.left
             found = []
@@ -64,8 +64,8 @@ def prepare(
                 check_ids(examples, vocab_size)
                 found.append(examples)
                 _enter(table, account, report)
-            groups.append(Selection(found))
-    used = Selection(_mix(groups, tokenizer, config, report) if use == "train" else groups)
+            groups.append(Subset(found))
+    used = Subset(_mix(groups, tokenizer, config, report) if use == "train" else groups)
     report.used = len(used)
     unused = {Source(row.file, row.row) for row in report.dropped_rows}
     noted = {note: [place for place in found if place not in unused] for note, found in report.notes.items()}
@@ -100,7 +100,7 @@ def _from(before: int, progress: Progress | None) -> Progress | None:
 def _enter(table: str, account: TableAccount, report: DataReport) -> None:
     """Put what became of a table's rows into the report."""
     report.rows_read += account.rows_read
-    report.forms[table] = account.form
+    report.formats[table] = account.format
     report.fields |= dict.fromkeys(account.fields)
     report.dropped_rows += (DroppedRow(table, row, reason, detail) for row, reason, detail in account.dropped)
     for note, rows in account.notes.items():
@@ -109,11 +109,11 @@ def _enter(table: str, account: TableAccount, report: DataReport) -> None:
 
 
 def _mix(
-    groups: Sequence[Selection],
+    groups: Sequence[Subset],
     tokenizer: PreTrainedTokenizerBase,
     config: DataConfig,
     report: DataReport,
-) -> list[Selection]:
+) -> list[Subset]:
     """Of each source the examples that the recipe's shares or counts take; the others are listed.
 
     Raises DataError where a source of a mix has none.
@@ -124,7 +124,7 @@ def _mix(
             if not group:
                 key = "shares" if config.counts is None else "counts"
                 raise DataError(f"{_unusable(report, [name])} data.{key} takes a part of every source.")
-    taken = mix([len(group) for group in groups], names, config.shares, config.counts, config.mix_seed)
+    taken = mixed_indices([len(group) for group in groups], names, config.shares, config.counts, config.mix_seed)
     for group, indices in zip(groups, taken, strict=True):
         for example in group.take(np.setdiff1d(np.arange(len(group)), indices)):
             report.dropped_rows.append(DroppedRow(example.source.file, example.source.row, LEFT_OUT))
@@ -139,7 +139,7 @@ def report_dict(report: DataReport) -> dict[str, Any]:
     return {
         "sources": report.sources,
         "passed_over": report.passed_over,
-        "formats": report.forms,
+        "formats": report.formats,
         "rows_read": report.rows_read,
         "used": report.used,
         "dropped": report.dropped,
@@ -163,7 +163,7 @@ def check_names_used(config: DataConfig, *reports: DataReport) -> None:
     fields = {name for report in reports for name in report.fields}
     notes = {note for report in reports for note in report.notes}
     complete = all(report.used == report.rows_read for report in reports)
-    check_used(config.columns or {}, config.roles or {}, fields, notes, complete)
+    check_renames_used(config.columns or {}, config.roles or {}, fields, notes, complete)
 
 
 def dataset_digest(examples: Sequence[TokenExample]) -> str:

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tuningfork.data import token_table
 from tuningfork.data.config import DataConfig
-from tuningfork.data.examples.formats import FORMS
+from tuningfork.data.examples.formats import FORMATS
 from tuningfork.data.tables.read import digest_of
 from tuningfork.data.token_table import Columns, TokenTable
 from tuningfork.data.tokens.encode_table import CHANGED, Progress, TableAccount, TableEncoder
@@ -91,7 +91,7 @@ class TokenTables:
         """
         if self.folder is None:
             account, blocks = self.encoder.encode(table, progress)
-            return TokenTable(table, token_table.joined(blocks)), account
+            return TokenTable(table, token_table.joined_columns(blocks)), account
         before = digest_of(table)
         entry = self.folder / xxhash.xxh3_128_hexdigest(f"{before} {self.origin}".encode())
         found = self._kept(entry, table, progress)
@@ -122,7 +122,7 @@ class TokenTables:
                 remove(entry)
         with whole_folder(entry, CURE) as aside:
             account, blocks = self.encoder.encode(table, progress)
-            token_table.write(aside, blocks)
+            token_table.write_columns(aside, blocks)
             (aside / ACCOUNT).write_text(account.as_json())
             seal(aside)
             if digest_of(table) != before:
@@ -139,11 +139,11 @@ def _read(entry: Path) -> tuple[Columns, TableAccount] | None:
     try:
         check_sealed(entry, (*token_table.TYPES, ACCOUNT))
         columns, account = (
-            token_table.mapped(entry),
+            token_table.mapped_columns(entry),
             TableAccount.from_json(read_plain(entry / ACCOUNT, _LARGEST_ACCOUNT).decode()),
         )
-        token_table.check(columns)
-        if account.form not in FORMS or account.rows_read != len(columns["row"]) + len(account.dropped):
+        token_table.check_consistent(columns)
+        if account.format not in FORMATS or account.rows_read != len(columns["row"]) + len(account.dropped):
             raise ValueError(f"{ACCOUNT} is damaged")
         return columns, account
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, TypeError, RecursionError):

@@ -99,7 +99,7 @@ class TokenTable(Sequence[TokenExample]):
         return get[name]
 
 
-class Selection(Sequence[TokenExample]):
+class Subset(Sequence[TokenExample]):
     """Examples chosen from one sequence after another, in any order, without making them: `places` int64 [n]."""
 
     def __init__(
@@ -117,10 +117,10 @@ class Selection(Sequence[TokenExample]):
     @overload
     def __getitem__(self, place: int) -> TokenExample: ...
     @overload
-    def __getitem__(self, place: slice) -> Selection: ...
-    def __getitem__(self, place: int | slice) -> TokenExample | Selection:
+    def __getitem__(self, place: slice) -> Subset: ...
+    def __getitem__(self, place: int | slice) -> TokenExample | Subset:
         if isinstance(place, slice):
-            return Selection(self._parts, self._places[place])
+            return Subset(self._parts, self._places[place])
         n = int(self._places[place])
         part = int(np.searchsorted(self._ends, n, side="right"))
         return self._parts[part][n - int(self._ends[part]) + len(self._parts[part])]
@@ -140,15 +140,15 @@ class Selection(Sequence[TokenExample]):
         for owner, here in zip(used.tolist(), np.split(order, first[1:]), strict=False):
             part = self._parts[owner]
             places = self._places[here] - (self._ends[owner] - len(part))
-            of_part = part.take(places).column(name) if isinstance(part, Selection) else column(part, name)[places]
+            of_part = part.take(places).column(name) if isinstance(part, Subset) else column(part, name)[places]
             if not len(found):
                 found = np.empty(len(self), of_part.dtype)
             found[here] = of_part
         return found
 
-    def take(self, places: np.ndarray | Sequence[int]) -> Selection:
+    def take(self, places: np.ndarray | Sequence[int]) -> Subset:
         """The examples at these places of this selection, in this order."""
-        return Selection(self._parts, self._places[np.asarray(places, dtype=np.int64)])
+        return Subset(self._parts, self._places[np.asarray(places, dtype=np.int64)])
 
 
 def columns_of(examples: Sequence[TokenExample]) -> Columns:
@@ -170,13 +170,13 @@ def columns_of(examples: Sequence[TokenExample]) -> Columns:
     return {name: np.asarray(value, dtype=TYPES[name]) for name, value in (said | found | flat).items()}
 
 
-def joined(blocks: Iterable[Columns]) -> Columns:
+def joined_columns(blocks: Iterable[Columns]) -> Columns:
     """The columns of several blocks of examples, one behind the other, in memory."""
     found = list(blocks)
     return {name: np.concatenate([np.zeros(0, kind), *(b[name] for b in found)]) for name, kind in TYPES.items()}
 
 
-def write(folder: Path, blocks: Iterable[Columns]) -> None:
+def write_columns(folder: Path, blocks: Iterable[Columns]) -> None:
     """Append blocks to the column files of an empty folder, one by one as they are drawn."""
     with ExitStack() as stack:
         files = {name: stack.enter_context(open(folder / name, "wb")) for name in TYPES}
@@ -185,12 +185,12 @@ def write(folder: Path, blocks: Iterable[Columns]) -> None:
                 file.write(np.ascontiguousarray(block[name], dtype=TYPES[name]).data)
 
 
-def mapped(folder: Path) -> Columns:
+def mapped_columns(folder: Path) -> Columns:
     """The columns in a folder, mapped, not read."""
     return {name: _mapped(folder / name, kind) for name, kind in TYPES.items()}
 
 
-def check(columns: Columns) -> None:
+def check_consistent(columns: Columns) -> None:
     """Raise ValueError where columns are not what `columns_of` makes: of unlike lengths, pieces that reach beyond the
     tokens, an example without answers, an answer of which no token counts."""
     answers, prompt, answer = (columns[name] for name in ("answers", "prompt", "answer"))

@@ -15,7 +15,7 @@ import torch
 from tuningfork.data.config import PackConfig
 from tuningfork.data.packing.loader import PackLoader, ahead
 from tuningfork.data.prepare import dataset_digest, report_dict
-from tuningfork.data.token_table import Selection
+from tuningfork.data.token_table import Subset
 from tuningfork.errors import NonFiniteError, RunFolderError, counted, enough_memory
 from tuningfork.files import clear_abandoned
 from tuningfork.models.policy import graphs_compiled
@@ -103,7 +103,7 @@ def run(
     reference = None
     result = RunResult(folder, False, 0, order.total_steps)
     if start.objective.needs_reference:
-        used, cache = Selection([data.train], order.used_indices()), reference_config.cache
+        used, cache = Subset([data.train], order.used_indices()), reference_config.cache
         reference = open_reference(start, pack.share_prompt, cache, used, data.limits, console, data.held_out, weights)
         with console.stage("step-0 check", "checking that margins are exactly 0 before the first step"):
             result.pairs_checked = check_start(start, loader.step(0), reference)

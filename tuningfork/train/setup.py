@@ -16,10 +16,10 @@ from transformers import PreTrainedTokenizerBase
 from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.packing.loader import packs_in_windows
 from tuningfork.data.packing.pack import PackLimits, split_fitting
-from tuningfork.data.prepare import account_line, check_names_used, prepare
+from tuningfork.data.prepare import account_line, check_names_used, prepare_examples
 from tuningfork.data.sources.expand import Use, check_sources
 from tuningfork.data.summary.overlap import overlap
-from tuningfork.data.token_table import Selection
+from tuningfork.data.token_table import Subset
 from tuningfork.errors import READING, ConfigError, DataError, counted, enough_memory
 from tuningfork.models import activations, export
 from tuningfork.models.config import ModelConfig
@@ -157,7 +157,7 @@ def read_data(
         console.print(f"! {shared}")
     if train_too or not data.train:  # names of fields may be meant for rows that are not read now
         check_names_used(data, *(report for report in (train_report, held_out_report) if report is not None))
-    examples, longest = Selection([train, held_out]), positions(config)
+    examples, longest = Subset([train, held_out]), positions(config)
     lengths = column(examples, "longest")
     if longest and lengths.max() > longest:
         scaled = longest < (getattr(config, "max_position_embeddings", None) or longest)
@@ -191,7 +191,7 @@ def read_sources(
             phase.advance(done - phase.done)
 
         cache = None if data.cache is None else Path(data.cache)
-        prepared, report = prepare(sources, tokenizer, data, vocab_size, progress, use, cache, console.print)
+        prepared, report = prepare_examples(sources, tokenizer, data, vocab_size, progress, use, cache, console.print)
     examples, too_large = split_fitting(prepared, pack.tokens, pack.share_prompt)
     report.used = len(examples)
     report.dropped_rows += too_large
@@ -328,12 +328,12 @@ def open_reference(
     )
     with console.startup.time("reference"):
         store = open_entry(Path(cache), facts, console.print)
-        parts = [Selection([examples]), Selection([held_out])]
-        again = Selection([parts[part].take(places) for part, places in to_rescore(store, parts)])
+        parts = [Subset([examples]), Subset([held_out])]
+        again = Subset([parts[part].take(places) for part, places in to_rescore(store, parts)])
         if again:
             with console.phase("checking the reference cache", total=len(again), unit="examples") as phase:
                 check_rescored(store, start.packs(again, limits), start.score, phase.advance)
-        missing = store.missing(Selection(parts))
+        missing = store.missing(Subset(parts))
         if missing:
             with console.phase("scoring the reference", total=len(missing), unit="examples") as phase:
                 fill(store, start.packs(missing, limits), start.score, phase.advance)

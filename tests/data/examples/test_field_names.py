@@ -10,9 +10,9 @@ import pytest
 from tests.data.rows import PAIR, assistant, read_examples, user, write
 from tests.data.tiny_tokenizers import word_level
 from tuningfork.data.config import DataConfig
-from tuningfork.data.examples.field_names import check_columns, check_used
+from tuningfork.data.examples.field_names import check_columns, check_renames_used
 from tuningfork.data.examples.roles import MessageNames, check_roles
-from tuningfork.data.prepare import check_names_used, prepare
+from tuningfork.data.prepare import check_names_used, prepare_examples
 from tuningfork.data.tokens.printing import message_fields
 from tuningfork.errors import ConfigError, DataError
 from tuningfork.records import Message
@@ -29,7 +29,7 @@ COLUMNS = {"question_text": "prompt", "better": "chosen", "worse": "rejected"}
 def test_columns_are_read_under_our_names_before_the_form_is_told(tmp_path: Path) -> None:
     ours = read_examples(write(tmp_path, [PAIR, PAIR], "ours.jsonl"), False)
     theirs = read_examples(write(tmp_path, [THEIRS, THEIRS], "theirs.jsonl"), False, columns=COLUMNS)
-    assert theirs.form == ours.form == "pairs" and theirs.notes == {}
+    assert theirs.format == ours.format == "pairs" and theirs.notes == {}
     assert [(e.prompt, e.answers) for e in theirs.examples] == [(e.prompt, e.answers) for e in ours.examples]
 
 
@@ -54,7 +54,7 @@ def test_a_row_with_the_field_under_our_name_is_read_too(tmp_path: Path) -> None
     ("columns", "words"),
     [
         ({"a": "promt"}, "{a: promt} names no field that is read; did you mean prompt?"),
-        ({"a": "zzzzzz"}, "forms read answers, better_response_id, chat_template_kwargs, chosen"),
+        ({"a": "zzzzzz"}, "formats read answers, better_response_id, chat_template_kwargs, chosen"),
         ({"a": "prompt", "b": "prompt"}, "a and b are both to be prompt"),
     ],
 )
@@ -71,14 +71,14 @@ def test_roles_that_are_none_of_ours_are_refused_with_the_nearest() -> None:
 
 def test_columns_and_roles_that_no_row_has_are_refused_with_the_nearest() -> None:
     fields = ["question", "chosen", "rejected"]
-    check_used(
+    check_renames_used(
         {"question": "prompt"}, {"agent": "assistant", "human": "user"}, fields, ["role agent as assistant"], True
     )
     with pytest.raises(ConfigError, match=r"no row has a field 'quesion'; did you mean question\?"):
-        check_used({"quesion": "prompt"}, {}, fields, [], True)
+        check_renames_used({"quesion": "prompt"}, {}, fields, [], True)
     with pytest.raises(ConfigError, match="no message has the role 'agnet'"):
-        check_used({}, {"agnet": "assistant"}, fields, ["role agent as assistant"], True)
-    check_used({}, {"agnet": "assistant"}, fields, [], False)  # a row that was dropped may have had it
+        check_renames_used({}, {"agnet": "assistant"}, fields, ["role agent as assistant"], True)
+    check_renames_used({}, {"agnet": "assistant"}, fields, [], False)  # a row that was dropped may have had it
 
 
 def test_a_run_reads_columns_and_roles_and_keeps_them_in_its_cache(tmp_path: Path) -> None:
@@ -87,13 +87,13 @@ def test_a_run_reads_columns_and_roles_and_keeps_them_in_its_cache(tmp_path: Pat
     config = DataConfig(columns=COLUMNS, roles={"customer": "user"}, date="2026-01-31")
     tokenizer = word_level(WORDS, PLAIN)
     for _ in range(2):  # made, and then from the cache
-        examples, report = prepare(path, tokenizer, config, 1000, cache=tmp_path / "cache")
+        examples, report = prepare_examples(path, tokenizer, config, 1000, cache=tmp_path / "cache")
         assert len(examples) == 3 and list(report.notes) == ["role customer as user"]
         check_names_used(config, report)
         with pytest.raises(ConfigError, match="no row has a field 'bettr'; did you mean better"):
             check_names_used(replace(config, columns={"bettr": "chosen"}), report)
     with pytest.raises(DataError, match="customer"):
-        prepare(path, tokenizer, replace(config, roles=None), 1000, cache=tmp_path / "cache")
+        prepare_examples(path, tokenizer, replace(config, roles=None), 1000, cache=tmp_path / "cache")
 
 
 def test_a_form_that_is_not_known_is_met_with_the_nearest_two_and_how_to_name_fields(tmp_path: Path) -> None:
@@ -116,11 +116,11 @@ def test_columns_name_whole_fields_and_say_so(name: str, tmp_path: Path) -> None
     with pytest.raises(DataError, match=words):
         read_examples(write(tmp_path, [row]), False, columns={name: "prompt"})
     with pytest.raises(ConfigError, match=words):
-        check_used({name: "prompt"}, {}, row, [], complete=True)
+        check_renames_used({name: "prompt"}, {}, row, [], complete=True)
     with pytest.raises(ConfigError, match="names no field that is read"):
         check_columns({"asked": name})
     plain = {name: "q", "chosen": "a", "rejected": "b"}  # a name like any other, where a field has it
-    assert read_examples(write(tmp_path, [plain]), False, columns={name: "prompt"}).form == "pairs"
+    assert read_examples(write(tmp_path, [plain]), False, columns={name: "prompt"}).format == "pairs"
 
 
 # ---- fields of messages that the chat template reads
@@ -159,10 +159,10 @@ def test_names_the_wrong_way_round_are_turned(tmp_path: Path) -> None:
         read_examples(path, False, columns={"prompt": "query"})
     assert str(refused.value).endswith(f"In data.columns, {right}{{query: prompt}}.")
     with pytest.raises(ConfigError) as unused:
-        check_used({"prompt": "query"}, {}, ["query", "good"], [], True)
+        check_renames_used({"prompt": "query"}, {}, ["query", "good"], [], True)
     assert str(unused.value).endswith(f"{right}{{query: prompt}}.")
     with pytest.raises(ConfigError) as other:
-        check_used({"prompt": "query"}, {}, ["good"], [], True)
+        check_renames_used({"prompt": "query"}, {}, ["good"], [], True)
     assert "other way round" not in str(other.value)
 
 

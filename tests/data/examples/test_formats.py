@@ -1,4 +1,4 @@
-"""Forms: which field of a row is what, and which form a file has."""
+"""Formats: which field of a row is what, and which format a file has."""
 
 from __future__ import annotations
 
@@ -10,23 +10,31 @@ import pytest
 
 from tests.data.rows import PAIR, assistant, read_examples, turns, user, write
 from tuningfork.data.config import DataConfig
-from tuningfork.data.examples.formats import FORMS
+from tuningfork.data.examples import infer_format
+from tuningfork.data.examples.formats import FORMATS
 from tuningfork.errors import DataError
 from tuningfork.records import Example, Message
 
 
-def other(folder: Path, row: dict[str, Any], form: str, as_text: bool = False) -> Example:
-    """The example of a file's one row, whose form is told by its fields and can be asked for."""
+def other(folder: Path, row: dict[str, Any], format: str, as_text: bool = False) -> Example:
+    """The example of a file's one row, whose format is told by its fields and can be asked for."""
     path = write(folder, [row])
     result = read_examples(path, as_text)
-    assert result.form == form and result.dropped == []
-    assert read_examples(path, as_text, form).examples == result.examples
+    assert result.format == format and result.dropped == []
+    assert read_examples(path, as_text, format).examples == result.examples
     return result.examples[0]
 
 
 def test_every_form_can_be_named_in_a_recipe() -> None:
     named = get_args(get_type_hints(DataConfig)["format"])
-    assert set(named) == {"auto", *FORMS}
+    assert set(named) == {"auto", *FORMATS}
+
+
+def test_fields_that_are_numbers_in_csv() -> None:
+    assert [
+        *("better_response_id", "label", "labels", "margin"),
+        *("overall_preference", "preference_strength", "weight"),
+    ] == infer_format.NUMBERS
 
 
 def test_a_labelled_row_puts_the_better_output_first(tmp_path: Path) -> None:
@@ -114,12 +122,12 @@ SYSTEM = {"role": "system", "content": "s"}
 def test_a_conversation_and_another_end_of_it(start: list[Any], write_as: Any, tmp_path: Path) -> None:
     """ms-swift: the rejected one is another answer in place of the last, or a whole conversation."""
     chosen = write_as([*start, assistant("a")])
-    for form, rejected in (
+    for format, rejected in (
         ("rejected_response", "b"),
         ("rejected_response", [assistant("b")]),
         ("rejected_messages", write_as([*start, assistant("b")])),
     ):
-        example = other(tmp_path, {"messages": chosen, form: rejected}, form)
+        example = other(tmp_path, {"messages": chosen, format: rejected}, format)
         assert (example.prompt, example.answers) == (turns(*start), (turns(assistant("a")), turns(assistant("b"))))
 
 
@@ -207,13 +215,13 @@ JUDGED = [
 ]
 
 
-@pytest.mark.parametrize(("form", "keys", "better", "bad"), JUDGED)
+@pytest.mark.parametrize(("format", "keys", "better", "bad"), JUDGED)
 def test_two_answers_and_a_field_that_says_which_is_better(
-    form: str, keys: tuple[str, ...], better: dict[Any, int], bad: tuple[Any, ...], tmp_path: Path
+    format: str, keys: tuple[str, ...], better: dict[Any, int], bad: tuple[Any, ...], tmp_path: Path
 ) -> None:
     """The values as the cards of these data sets explain them."""
     for verdict, first in better.items():
-        example = other(tmp_path, dict(zip(keys, ("q", "a", "b", verdict), strict=True)), form)
+        example = other(tmp_path, dict(zip(keys, ("q", "a", "b", verdict), strict=True)), format)
         assert example.prompt == turns(user("q"))
         assert example.answers == tuple(turns(assistant(text)) for text in ("ab", "ba")[first])
     for verdict in bad:
@@ -323,7 +331,7 @@ RANKED = {"completion": "b", "rank": 1}
 def test_what_is_in_wide_use_and_compares_no_answers_is_refused_with_what_to_do(
     row: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(DataError, match="no known form of data") as caught:
+    with pytest.raises(DataError, match="no known format of data") as caught:
         read_examples(write(tmp_path, [row]), False)
     assert words in str(caught.value)
 
@@ -332,7 +340,7 @@ SAID = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 
 
 @pytest.mark.parametrize(
-    ("row", "form"),
+    ("row", "format"),
     [
         ({"conversations": SAID, "kto_tag": True}, "unpaired_messages"),
         ({"instruction": "q", "input": "", "output": "a", "kto_tag": True}, "unpaired"),
@@ -341,7 +349,7 @@ SAID = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
     ],
 )
 def test_single_answers_under_other_names_are_read_as_their_refusal_says(
-    row: dict[str, Any], form: str, tmp_path: Path
+    row: dict[str, Any], format: str, tmp_path: Path
 ) -> None:
     path = write(tmp_path, [row])
     try:
@@ -349,7 +357,7 @@ def test_single_answers_under_other_names_are_read_as_their_refusal_says(
     except DataError as error:
         inner = str(error).partition("data.columns: {")[2].partition("}")[0]
         said = read_examples(path, False, columns=dict(item.split(": ") for item in inner.split(", ")))
-    assert said.form == form and said.dropped == []
+    assert said.format == format and said.dropped == []
     (example,) = said.examples
     assert (example.prompt, example.answers) == (turns(user("q")), (turns(assistant("a")),))
     assert example.label == row.get("kto_tag")
@@ -442,25 +450,25 @@ def test_calls_and_observations_of_sharegpt(tmp_path: Path) -> None:
 def test_the_most_rows_decide_and_a_recipe_can_decide_otherwise(tmp_path: Path) -> None:
     path = write(tmp_path, [{"text": "t"}, {"prompt": "q", "completion": "a", "label": True}, {"text": "u"}])
     result = read_examples(path, False)
-    assert (result.form, [d.row for d in result.dropped]) == ("text", [2])
+    assert (result.format, [d.row for d in result.dropped]) == ("text", [2])
     path = write(tmp_path, [{"prompt": "q", "completion": "a", "label": True}, {"text": "u"}])
     asked = read_examples(path, False, "completion")
-    assert (asked.form, [e.label for e in asked.examples]) == ("completion", [None])
+    assert (asked.format, [e.label for e in asked.examples]) == ("completion", [None])
     with pytest.raises(DataError, match=r"no row has the fields of data\.format ranking: prompt, answers; its"):
         read_examples(path, False, "ranking")
 
 
 def test_a_form_is_told_by_fields_that_are_filled(tmp_path: Path) -> None:
-    """In a table of several forms every row has all fields, and those of the other forms are null."""
+    """In a table of several formats every row has all fields, and those of the other formats are null."""
     empty = dict.fromkeys(("conversations", "completion", "label", "answers", "instruction", "input"))
     path = write(tmp_path, [{**empty, **PAIR}, {**empty, **PAIR, "prompt": "r"}])
     result = read_examples(path, False)
-    assert (result.form, len(result.examples), result.notes) == ("pairs", 2, {})
+    assert (result.format, len(result.examples), result.notes) == ("pairs", 2, {})
     single = {**empty, **dict.fromkeys(PAIR), "prompt": "q", "completion": "a"}
-    assert read_examples(write(tmp_path, [single]), False).form == "completion"
+    assert read_examples(write(tmp_path, [single]), False).format == "completion"
     mixed = read_examples(write(tmp_path, [{**empty, **PAIR}, {**empty, **PAIR}, single]), False)
     assert [(d.row, d.reason, d.detail) for d in mixed.dropped] == [(3, "null field", "chosen is null")]
-    nothing = read_examples(write(tmp_path, [dict.fromkeys(PAIR)]), False)  # no form is filled, so the names tell
+    nothing = read_examples(write(tmp_path, [dict.fromkeys(PAIR)]), False)  # no format is filled, so the names tell
     assert [d.reason for d in nothing.dropped] == ["null field"]
 
 
@@ -468,9 +476,9 @@ def test_a_row_that_says_more_than_its_files_form_reads_is_refused(tmp_path: Pat
     """The completion would be imitated although its row says that it is not wanted."""
     single = {"prompt": "q", "completion": "a"}
     result = read_examples(write(tmp_path, [single, single, {**single, "label": False}]), False)
-    assert (result.form, len(result.examples)) == ("completion", 2)
+    assert (result.format, len(result.examples)) == ("completion", 2)
     (dropped,) = result.dropped
-    assert (dropped.row, dropped.reason) == (3, "another form than the file")
+    assert (dropped.row, dropped.reason) == (3, "another format than the file")
     assert "looks like unpaired, most of the file like completion" in dropped.detail
     asked = read_examples(write(tmp_path, [single, {**single, "label": False}]), False, "completion")
     assert len(asked.examples) == 2 and list(asked.notes) == ["fields that are not read: label"]

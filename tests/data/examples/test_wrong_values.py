@@ -13,7 +13,7 @@ import pytest
 from tests.data.rows import assistant, user, write
 from tests.data.tiny_tokenizers import byte_bpe
 from tuningfork.data.config import DataConfig
-from tuningfork.data.prepare import prepare
+from tuningfork.data.prepare import prepare_examples
 from tuningfork.records import DroppedRow
 
 Row = dict[str, Any]
@@ -118,7 +118,7 @@ def read(form: str, folder: Path) -> tuple[list[Place], list[int], list[DroppedR
     made = list(variants(GOOD[form]))
     path = write(folder, [GOOD[form], *(row for _, row in made)])
     tokenizer = byte_bpe(chat_template=TEMPLATE)
-    used, report = prepare(path, tokenizer, DataConfig(format=form), len(tokenizer))
+    used, report = prepare_examples(path, tokenizer, DataConfig(format=form), len(tokenizer))
     assert report.rows_read == len(made) + 1
     return [place for place, _ in made], [example.source.row for example in used], report.dropped_rows
 

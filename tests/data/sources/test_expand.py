@@ -9,7 +9,7 @@ import datasets
 import pytest
 
 from tests.data.rows import PAIR, read_examples, read_rows, write
-from tuningfork.data.sources.expand import Tables, expand, expand_all
+from tuningfork.data.sources.expand import Tables, expand_source, expand_sources
 from tuningfork.data.tables.read import digest_of
 from tuningfork.errors import DataError
 
@@ -23,23 +23,23 @@ def names(found: Tables, folder: Path) -> list[str]:
 def test_a_file_stands_for_itself_also_one_named_like_a_pattern(tmp_path: Path) -> None:
     for name in ("a.jsonl", "a[1].jsonl", "what?.jsonl"):
         path = str(write(tmp_path, ROWS, name))
-        assert expand(path).taken == [path]
-    assert expand("no/such.jsonl").taken == ["no/such.jsonl"]
+        assert expand_source(path).taken == [path]
+    assert expand_source("no/such.jsonl").taken == ["no/such.jsonl"]
 
 
 def test_patterns_and_folders_are_their_files_in_order(tmp_path: Path) -> None:
     (tmp_path / "deep" / ".cache").mkdir(parents=True)
     for name in ("b.jsonl", "a.jsonl", "c.json", "deep/d.jsonl", "deep/.cache/e.jsonl", "notes.txt"):
         write(tmp_path, ROWS, name)
-    assert names(expand(f"{tmp_path}/*.jsonl"), tmp_path) == ["a.jsonl", "b.jsonl"]
-    assert names(expand(f"{tmp_path}/[bc].*"), tmp_path) == ["b.jsonl", "c.json"]
-    assert names(expand(f"{tmp_path}/**/d.jsonl"), tmp_path) == ["deep/d.jsonl"]
-    assert names(expand(str(tmp_path)), tmp_path) == ["a.jsonl", "b.jsonl", "c.json", "deep/d.jsonl"]
+    assert names(expand_source(f"{tmp_path}/*.jsonl"), tmp_path) == ["a.jsonl", "b.jsonl"]
+    assert names(expand_source(f"{tmp_path}/[bc].*"), tmp_path) == ["b.jsonl", "c.json"]
+    assert names(expand_source(f"{tmp_path}/**/d.jsonl"), tmp_path) == ["deep/d.jsonl"]
+    assert names(expand_source(str(tmp_path)), tmp_path) == ["a.jsonl", "b.jsonl", "c.json", "deep/d.jsonl"]
     with pytest.raises(DataError, match=r"\*\.parquet: no file matches"):
-        expand(f"{tmp_path}/*.parquet")
+        expand_source(f"{tmp_path}/*.parquet")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"empty: this folder has no \.jsonl"):
-        expand(str(tmp_path / "empty"))
+        expand_source(str(tmp_path / "empty"))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_patterns_and_folders_are_their_files_in_order(tmp_path: Path) -> None:
 def test_what_cannot_name_a_file_is_refused(name: str, why: str, tmp_path: Path) -> None:
     (tmp_path / "circle.jsonl").symlink_to("circle.jsonl")
     with pytest.raises(DataError, match=rf"(?s)^{tmp_path}.*cannot be looked up \(.*{why}.*\)\. Check the path"):
-        expand(str(tmp_path / name))
+        expand_source(str(tmp_path / name))
 
 
 def test_a_part_of_a_folder_that_cannot_be_read_is_not_left_out(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_a_part_of_a_folder_that_cannot_be_read_is_not_left_out(tmp_path: Path) 
     (tmp_path / "b.jsonl").symlink_to("nowhere.jsonl")
     (tmp_path / "c.jsonl").mkdir()
     for source in (str(tmp_path), f"{tmp_path}/*.jsonl"):
-        assert names(expand(source), tmp_path) == ["a.jsonl", "b.jsonl"]
+        assert names(expand_source(source), tmp_path) == ["a.jsonl", "b.jsonl"]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -66,7 +66,7 @@ def test_a_closed_folder_is_named_wherever_it_lies(tmp_path: Path) -> None:
     (closed := tmp_path / "closed").mkdir(mode=0)
     for source in (tmp_path, closed, closed / "a.jsonl"):
         with pytest.raises(DataError, match=rf"^{closed}.*cannot be looked up \(Permission denied\)"):
-            expand(str(source))
+            expand_source(str(source))
     closed.chmod(0o700)
 
 
@@ -76,18 +76,18 @@ def test_a_closed_folder_is_named_wherever_it_lies(tmp_path: Path) -> None:
 def test_a_saved_data_set_that_does_not_tell_its_splits_is_refused(said: str, tmp_path: Path) -> None:
     (tmp_path / "dataset_dict.json").write_text(said)
     with pytest.raises(DataError, match=rf"^{tmp_path}/dataset_dict\.json: does not tell the splits .*Save it again"):
-        expand(str(tmp_path))
+        expand_source(str(tmp_path))
 
 
 def test_a_data_set_saved_by_the_library(tmp_path: Path) -> None:
     table = datasets.Dataset.from_list(ROWS)
     table.save_to_disk(str(tmp_path / "one"))
     datasets.DatasetDict({"train": table, "test": table.select([1])}).save_to_disk(str(tmp_path / "two"))
-    assert expand(str(tmp_path / "one")).taken == [str(tmp_path / "one")]
-    assert names(expand(str(tmp_path / "two")), tmp_path) == ["two/train"]
-    assert expand(str(tmp_path / "two")).left == [str(tmp_path / "two" / "test")]
-    assert names(expand(str(tmp_path / "two"), "eval"), tmp_path) == ["two/test"]
-    assert expand(str(tmp_path / "two" / "test")).taken == [str(tmp_path / "two" / "test")]
+    assert expand_source(str(tmp_path / "one")).taken == [str(tmp_path / "one")]
+    assert names(expand_source(str(tmp_path / "two")), tmp_path) == ["two/train"]
+    assert expand_source(str(tmp_path / "two")).left == [str(tmp_path / "two" / "test")]
+    assert names(expand_source(str(tmp_path / "two"), "eval"), tmp_path) == ["two/test"]
+    assert expand_source(str(tmp_path / "two" / "test")).taken == [str(tmp_path / "two" / "test")]
     assert read_rows(tmp_path / "one") == [(1, ROWS[0]), (2, ROWS[1])]
     assert read_rows(tmp_path / "two" / "test") == [(1, ROWS[1])]
     (example,) = read_examples(str(tmp_path / "two" / "test"), as_text=True).examples
@@ -111,7 +111,7 @@ def test_a_hub_name_goes_to_the_library_as_it_is(monkeypatch: pytest.MonkeyPatch
         ("hub:o/n@v1:test", "hub:o/n@v1:test"),
         ("hub:o/n@v1", "hub:o/n@v1:train"),
     ):
-        assert expand(source).taken == [table]
+        assert expand_source(source).taken == [table]
         assert read_rows(table) == [(1, ROWS[0]), (2, ROWS[1])]
     assert asked == [
         ("o/n", {"split": "train", "revision": None, "keep_in_memory": False}),
@@ -130,15 +130,15 @@ def test_a_hub_name_that_is_at_hand_is_read_by_the_library_itself(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     assert read_rows("hub:owner/name") == [(1, ROWS[0]), (2, ROWS[1])]
-    assert expand("hub:owner/name", "eval").taken == ["hub:owner/name:train"]  # the only split that there is
+    assert expand_source("hub:owner/name", "eval").taken == ["hub:owner/name:train"]  # the only split that there is
     with pytest.raises(DataError, match=r"hub:owner/name:test: cannot be loaded \(.*test.*\)\. Check the name"):
         read_rows("hub:owner/name:test")
     with pytest.raises(DataError, match=r"hub:no-one/nothing: cannot be loaded .*Check the name, and the network"):
         read_rows("hub:no-one/nothing")
     with pytest.raises(DataError, match=r"hub:no-one/nothing: cannot be loaded .*Check the name, and the network"):
-        expand("hub:no-one/nothing", "eval")
+        expand_source("hub:no-one/nothing", "eval")
     write(tmp_path / "owner" / "name", ROWS, "test.jsonl")
-    assert expand("hub:owner/name", "eval") == Tables(
+    assert expand_source("hub:owner/name", "eval") == Tables(
         "hub:owner/name", ["hub:owner/name:test"], ["hub:owner/name:train"]
     )
 
@@ -185,7 +185,7 @@ def test_a_folder_is_parted_by_the_names_of_its_files(
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).touch()
     for use, wanted in (("train", train), ("eval", held_out)):
-        found = expand(str(folder), use)  # type: ignore[arg-type]
+        found = expand_source(str(folder), use)  # type: ignore[arg-type]
         assert names(found, folder) == wanted
         assert sorted([*found.taken, *found.left]) == sorted(str(folder / file) for file in files)
 
@@ -195,13 +195,14 @@ def test_a_folder_whose_names_do_not_tell_is_refused(tmp_path: Path) -> None:
         (tmp_path / file).touch()
     told = rf"\(neither: a\.jsonl, test: test\.jsonl\), and which .* as data\.train .*such as {tmp_path}/a\.jsonl"
     with pytest.raises(DataError, match=told):
-        expand(str(tmp_path))
+        expand_source(str(tmp_path))
     with pytest.raises(DataError, match=r"meant as data\.eval is not told"):
-        expand(str(tmp_path), "eval")
+        expand_source(str(tmp_path), "eval")
     (tmp_path / "test.jsonl").rename(tmp_path / "train.jsonl")
-    assert names(expand(str(tmp_path)), tmp_path) == ["a.jsonl", "train.jsonl"]  # nothing there is for evaluation
+    # nothing there is for evaluation
+    assert names(expand_source(str(tmp_path)), tmp_path) == ["a.jsonl", "train.jsonl"]
     with pytest.raises(DataError, match=r"neither: a\.jsonl, train: train\.jsonl"):
-        expand(str(tmp_path), "eval")
+        expand_source(str(tmp_path), "eval")
 
 
 def test_splits_whose_names_do_not_tell_are_refused(tmp_path: Path) -> None:
@@ -217,20 +218,20 @@ def test_splits_whose_names_do_not_tell_are_refused(tmp_path: Path) -> None:
         DataError,
         match=rf"{several}: has the splits train_prefs, train_sft, test_prefs, .*data\.train.*: {several}/train_prefs",
     ):
-        expand(several)
-    assert names(expand(several, "eval"), Path(several)) == ["test_prefs"]
+        expand_source(several)
+    assert names(expand_source(several, "eval"), Path(several)) == ["test_prefs"]
     for use in ("train", "eval"):
         with pytest.raises(DataError, match=r"has the splits harmless, helpful"):
-            expand(saved("harmless", "helpful"), use)  # type: ignore[arg-type]
+            expand_source(saved("harmless", "helpful"), use)  # type: ignore[arg-type]
     exact = saved("train", "train_extra", "validation", "test")
-    assert names(expand(exact), Path(exact)) == ["train"]
-    assert names(expand(exact, "eval"), Path(exact)) == ["validation"]
+    assert names(expand_source(exact), Path(exact)) == ["train"]
+    assert names(expand_source(exact, "eval"), Path(exact)) == ["validation"]
     only = saved("test")
-    assert names(expand(only), Path(only)) == ["test"]
+    assert names(expand_source(only), Path(only)) == ["test"]
 
 
 def test_no_table_is_read_twice(tmp_path: Path) -> None:
     path = write(tmp_path, ROWS, "a.jsonl")
     for sources in ([str(path), str(tmp_path)], [f"{tmp_path}/*.jsonl", str(tmp_path / "." / "a.jsonl")]):
         with pytest.raises(DataError, match=r"a\.jsonl: is named twice"):
-            expand_all(sources)
+            expand_sources(sources)

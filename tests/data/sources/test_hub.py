@@ -8,7 +8,7 @@ import datasets
 import pytest
 
 from tuningfork.data.sources.expand import check_sources
-from tuningfork.data.sources.hub import commit_in, newest_commit, pinned
+from tuningfork.data.sources.hub import commit_in, newest_commit, pinned_sources
 from tuningfork.data.tables.read import read_rows
 from tuningfork.errors import DataError
 
@@ -44,18 +44,18 @@ def test_names_of_the_hub_get_their_commit(
 ) -> None:
     (tmp_path / "here" / "pairs").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert pinned(source, at_one) == found
+    assert pinned_sources(source, at_one) == found
 
 
 def test_a_continued_run_keeps_to_its_commits() -> None:
     """A name without a revision is that of the run; one with a revision says itself which is meant."""
     known = commit_in([f"hub:o/n@{ONE}:train", "pairs.jsonl", "hub:o/unknown"])
-    assert pinned(["o/n:train", "hub:o/n@v2", "hub:o/unknown"], known) == [
+    assert pinned_sources(["o/n:train", "hub:o/n@v2", "hub:o/unknown"], known) == [
         f"hub:o/n@{ONE}:train",
         "hub:o/n@v2",
         "hub:o/unknown",
     ]
-    assert pinned("hub:o/n", commit_in(None)) == "hub:o/n"
+    assert pinned_sources("hub:o/n", commit_in(None)) == "hub:o/n"
 
 
 def test_without_a_network_no_commit_is_known() -> None:

@@ -1,4 +1,4 @@
-"""CSV and TSV: cells are text as they stand, rows that do not fit the header are named, forms read them as others."""
+"""CSV and TSV: cells are text as they stand, rows that do not fit the header are named, formats read them as others."""
 
 from __future__ import annotations
 

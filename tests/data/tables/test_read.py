@@ -22,7 +22,7 @@ from tests.bounds import within
 from tests.data.rows import PAIR, read_examples, read_rows, write
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
 from tuningfork.data.config import DataConfig
-from tuningfork.data.prepare import prepare
+from tuningfork.data.prepare import prepare_examples
 from tuningfork.data.tables import read
 from tuningfork.data.tables.read import BATCH
 from tuningfork.errors import DataError, OutOfMemory, RunFolderError
@@ -494,6 +494,6 @@ def test_a_want_of_memory_is_not_the_files_fault(tmp_path: Path, monkeypatch: py
     def refuses(*_: object) -> None:
         raise pa.lib.ArrowMemoryError("malloc of size 8 failed")
 
-    monkeypatch.setattr(read, "table_rows", refuses)
+    monkeypatch.setattr(read, "arrow_rows", refuses)
     with pytest.raises(OutOfMemory, match=r"a.parquet: there is not the memory .*malloc of size 8.*data.workers"):
-        prepare(file, byte_bpe(chat_template=CHATML), DataConfig(), 260)
+        prepare_examples(file, byte_bpe(chat_template=CHATML), DataConfig(), 260)

@@ -18,7 +18,7 @@ from tests.bounds import within, without_much_memory
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
 from tuningfork.data.config import DataConfig
 from tuningfork.data.examples.values import Unusable
-from tuningfork.data.prepare import prepare
+from tuningfork.data.prepare import prepare_examples
 from tuningfork.data.tokens import bounded as bounds
 from tuningfork.data.tokens.bounded import OutOfTime, bounded, renew
 from tuningfork.data.tokens.printing import message_fields
@@ -108,7 +108,7 @@ def test_a_template_that_does_so_for_any_row_stops_at_the_start(wrong: str, tmp_
     tokenizer = byte_bpe(chat_template=wrong + CHATML)
     tokenizer.name_or_path = "./model"
     with pytest.raises(DataError, match=r"^./model: the chat template (does not come|takes more|prints 1).*template:"):
-        prepare(tmp_path / "rows.jsonl", tokenizer, DataConfig(), 260)
+        prepare_examples(tmp_path / "rows.jsonl", tokenizer, DataConfig(), 260)
 
 
 @pytest.mark.parametrize("wrong", FAILING)
@@ -125,7 +125,7 @@ def test_lines_are_the_templates_own_where_a_date_stands_in_front(tmp_path: Path
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "hello", "chosen": "a", "rejected": "b"}))
     tokenizer = byte_bpe(chat_template=OF_A_ROW.format("{{ 1 // 0 }}") + "{{ strftime_now('%d') }}" + CHATML)
     with pytest.raises(DataError, match=r"ZeroDivisionError: .* \(line 2 of the template\)"):
-        prepare(tmp_path / "rows.jsonl", tokenizer, DataConfig(), 260)
+        prepare_examples(tmp_path / "rows.jsonl", tokenizer, DataConfig(), 260)
 
 
 @pytest.mark.parametrize("wrong", UNREADABLE)
@@ -143,11 +143,11 @@ def test_a_format_of_a_date_that_python_cannot_write_is_left_to_the_template(tmp
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "hello", "chosen": "a", "rejected": "b"}))
     for text in ("%\\ud800", "%\\x00"):
         template = f"{{% set unused = '{text}' %}}{{{{ strftime_now('%Y') }}}}" + CHATML
-        used, _ = prepare(tmp_path / "rows.jsonl", byte_bpe(chat_template=template), DataConfig(), 260)
+        used, _ = prepare_examples(tmp_path / "rows.jsonl", byte_bpe(chat_template=template), DataConfig(), 260)
         assert len(used) == 1
     with pytest.raises(DataError, match="cannot be read: truncated"):
         template = "{{ strftime_now('%Y') }}{{ '\\x' }}" + CHATML
-        prepare(tmp_path / "rows.jsonl", byte_bpe(chat_template=template), DataConfig(), 260)
+        prepare_examples(tmp_path / "rows.jsonl", byte_bpe(chat_template=template), DataConfig(), 260)
 
 
 def test_many_spaces_in_a_template_are_looked_through_at_once() -> None:

@@ -15,8 +15,17 @@ from tests.data.tiny_tokenizers import CHATML, INST, byte_bpe, word_level
 from tests.real_tokenizers import Unavailable, real_tokenizer
 from tuningfork.data.config import DataConfig
 from tuningfork.data.examples.values import Unusable
-from tuningfork.data.prepare import prepare
-from tuningfork.data.tokens.control_tokens import AS_TEXT, CUT, KEPT, ONE_END, RENDERED, WRITTEN, ControlTokens, changed
+from tuningfork.data.prepare import prepare_examples
+from tuningfork.data.tokens.control_tokens import (
+    AS_TEXT,
+    CUT,
+    KEPT,
+    ONE_END,
+    RENDERED,
+    WRITTEN,
+    ControlTokens,
+    with_changed_strings,
+)
 from tuningfork.records import DataReport, Example, Message, Source, TokenExample
 
 END, START = "<|im_end|>", "<|im_start|>"
@@ -31,7 +40,7 @@ def prepared(
 ) -> tuple[list[TokenExample], DataReport]:
     tokenizer = tokenizer or byte_bpe(chat_template=CHATML)
     path = write(tmp_path / "rows.jsonl", rows)
-    examples, report = prepare(path, tokenizer, DataConfig(**settings), len(tokenizer))
+    examples, report = prepare_examples(path, tokenizer, DataConfig(**settings), len(tokenizer))
     return list(examples), report
 
 
@@ -128,8 +137,9 @@ def test_everything_that_a_row_says_is_looked_at() -> None:
         ("<s>", "chat_template_kwargs.style"),
     ]
     whole = Example(Source("f", 1), prompt, answers, template=template)
-    assert control.in_words(changed(whole, lambda text: control.pattern.sub("", text))) == []
-    assert changed(whole, lambda text: text) == whole and changed(whole, str).template == template
+    assert control.in_words(with_changed_strings(whole, lambda text: control.pattern.sub("", text))) == []
+    assert with_changed_strings(whole, lambda text: text) == whole
+    assert with_changed_strings(whole, str).template == template
 
 
 def test_thoughts_and_calls_written_in_content_are_nobodys_fault(tmp_path: Any) -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.bounds import within
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
 from tuningfork.data.config import DataConfig
-from tuningfork.data.prepare import prepare
+from tuningfork.data.prepare import prepare_examples
 from tuningfork.data.token_table import TokenTable, columns_of
 from tuningfork.data.tokens import split_points
 from tuningfork.data.tokens.tokenize import check_ids, check_vocabulary
@@ -34,7 +34,7 @@ def test_a_text_at_which_the_tokenizer_fails_costs_its_row_and_no_other(control:
     rows = [{"prompt": f"q{end}", "chosen": said, "rejected": "no"} for said in ("yes", f"{HARD}{end}.", "well")]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with within(60):
-        used, report = prepare(tmp_path / "rows.jsonl", tokenizer, DataConfig(control_tokens=control), 260)
+        used, report = prepare_examples(tmp_path / "rows.jsonl", tokenizer, DataConfig(control_tokens=control), 260)
     assert [example.source.row for example in used] == [1, 3]
     [dropped] = report.dropped_rows
     assert (dropped.row, dropped.reason) == (2, "the tokenizer fails")
@@ -67,6 +67,6 @@ def test_an_id_that_the_model_has_not_names_its_row(ids: list[list[int]], wrong:
 
 def test_among_very_many_tokens_texts_are_read_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = byte_bpe(chat_template=CHATML)
-    assert split_points.Seams(tokenizer).tokens
+    assert split_points.SplitPoints(tokenizer).tokens
     monkeypatch.setattr(split_points, "MOST", 3)
-    assert split_points.Seams(tokenizer).tokens == []
+    assert split_points.SplitPoints(tokenizer).tokens == []

@@ -12,7 +12,7 @@ from tests.data.joint import Style, border, differences, encoded, printed, refus
 from tests.real_tokenizers import DEEPSEEK_V4, REAL, Unavailable, real_tokenizer, vocabulary
 from tuningfork.data.examples.values import Unusable
 from tuningfork.data.tokens.template import render
-from tuningfork.data.tokens.template_date import at_date, prints_the_date
+from tuningfork.data.tokens.template_date import prints_the_date, with_fixed_date
 from tuningfork.data.tokens.tokenize import Encoder
 from tuningfork.records import Example, Message, Source, TokenExample, Turns
 
@@ -244,7 +244,7 @@ def test_thoughts_beside_the_content_are_printed(name: str, counted: str) -> Non
 
 def test_the_date_is_that_of_the_moment_that_is_given() -> None:
     tokenizer, _ = loaded("gpt_oss")
-    dated = at_date(tokenizer, "2024-02-29")
+    dated = with_fixed_date(tokenizer, "2024-02-29")
     text = render(Example(Source("f", 1), user("q"), (assistant("a"),)), dated).texts[0]
     assert text.count("Current date: 2024-02-29\n") == 1 and prints_the_date(tokenizer)
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tests.data.tiny_tokenizers import CHATML, INST, byte_bpe, sentence_piece
 from tests.real_tokenizers import REAL, Unavailable, real_tokenizer
-from tuningfork.data.tokens.split_points import Seams
+from tuningfork.data.tokens.split_points import SplitPoints
 
 # Names that overlap in every way: one in another, end on beginning, on themselves, words, spaces.
 NAMES = ("<a>", "<a>b", "c<a>", "<a", "a>", "<<", "aa", "a", "_x", " <s", "<s> ", "><", "<a><a>")
@@ -67,10 +67,10 @@ def check(tokenizer: PreTrainedTokenizerBase, text: str, cut: int) -> None:
 @given(ADDED, st.sampled_from(list(NORMALIZERS)), st.sampled_from(list(SPLITTERS)), TEXT)
 def test_any_added_tokens(added: list, normalizer: str, splitter: str, text: str) -> None:
     tokenizer = made(added, normalizer, splitter)
-    seams = Seams(tokenizer)
+    points = SplitPoints(tokenizer)
     for border in range(len(text) + 1):
-        if cut := seams.last(text, border):
-            assert cut < border and any(text.startswith(token, cut) for token in seams.tokens)
+        if cut := points.last(text, border):
+            assert cut < border and any(text.startswith(token, cut) for token in points.tokens)
             check(tokenizer, text, cut)
 
 
@@ -84,44 +84,44 @@ def test_a_token_that_may_not_be_cut_at_is_known() -> None:
     }
     for why, (added, text, cut) in cases.items():
         tokenizer = made(added, "none", "bytes")
-        assert added[0][0] not in Seams(tokenizer).tokens, why
+        assert added[0][0] not in SplitPoints(tokenizer).tokens, why
         parts = read(tokenizer, text[:cut])[0] + read(tokenizer, text[cut:])[0]
         assert parts != read(tokenizer, text)[0] or "takes" in why, why
-    assert Seams(made([("<a>", set())], "none", "bytes")).tokens == ["<a>"]
+    assert SplitPoints(made([("<a>", set())], "none", "bytes")).tokens == ["<a>"]
 
 
 def test_no_text_is_cut_where_special_tokens_are_text_like_any_other() -> None:
     """Merged with what stands before it, "<" of a token would be another one."""
     for name in ("split_special_tokens", "encode_special_tokens"):
         tokenizer = made([("<a>", set())], "none", "bytes")
-        assert Seams(tokenizer).tokens == ["<a>"]
+        assert SplitPoints(tokenizer).tokens == ["<a>"]
         setattr(tokenizer if name.startswith("split") else tokenizer.backend_tokenizer, name, True)
-        assert Seams(tokenizer).tokens == []
+        assert SplitPoints(tokenizer).tokens == []
 
 
 def test_where_a_text_is_cut_by_hand() -> None:
-    seams = Seams(byte_bpe(chat_template=CHATML))
+    points = SplitPoints(byte_bpe(chat_template=CHATML))
     text = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na"
-    assert seams.last(text, len(text) - 1) == text.rindex("<|im_start|>") == 29
-    assert seams.last(text, 29 + len("<|im_start|>") - 1) == 12 + 6  # the border is within the last one: the one before
-    assert seams.last(text, 5) == seams.last("no token", 8) == seams.last(text, 0) == 0
-    assert "[INST]" not in Seams(byte_bpe(chat_template=INST)).tokens  # text like any other
-    assert set(Seams(sentence_piece(letters="a")).tokens) == {"<s>", "</s>", "<|im_start|>", "<|im_end|>"}
+    assert points.last(text, len(text) - 1) == text.rindex("<|im_start|>") == 29
+    assert points.last(text, 29 + len("<|im_start|>") - 1) == 12 + 6  # the border is within the last one: the one before
+    assert points.last(text, 5) == points.last("no token", 8) == points.last(text, 0) == 0
+    assert "[INST]" not in SplitPoints(byte_bpe(chat_template=INST)).tokens  # text like any other
+    assert set(SplitPoints(sentence_piece(letters="a")).tokens) == {"<s>", "</s>", "<|im_start|>", "<|im_end|>"}
 
 
 @pytest.mark.parametrize("name", REAL)
 def test_published_tokenizers(name: str) -> None:
-    """Every added token of a published tokenizer beside spaces, words and another one, cut wherever a seam is found."""
+    """Every added token of a published tokenizer beside spaces, words and another one, cut wherever a split point is found."""
     try:
         tokenizer = real_tokenizer(name)
     except Unavailable as error:
         pytest.skip(str(error))
-    seams = Seams(tokenizer)
-    assert seams.tokens, "no prompt of it is ever encoded once"
+    points = SplitPoints(tokenizer)
+    assert points.tokens, "no prompt of it is ever encoded once"
     added = sorted(token.content for token in tokenizer.backend_tokenizer.get_added_tokens_decoder().values())
     rng = np.random.default_rng(0)
-    few = [*rng.choice(added, size=min(40, len(added)), replace=False), *seams.tokens]
+    few = [*rng.choice(added, size=min(40, len(added)), replace=False), *points.tokens]
     for one, other in pairwise([*few, few[0]]):
-        for token in seams.tokens[:6]:
+        for token in points.tokens[:6]:
             for text in (f"a {one}{token}assistant\n b", f"{one} {token} {other}\n", f"x{one}\n{token}{token}{other}y"):
                 check(tokenizer, text, text.rindex(token))

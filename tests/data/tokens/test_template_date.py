@@ -10,7 +10,7 @@ from tests.data.tiny_tokenizers import CHATML, byte_bpe
 from tests.data.tokens.test_template import SOURCE, answer, turns
 from tuningfork.data.examples.values import Unusable
 from tuningfork.data.tokens.template import render
-from tuningfork.data.tokens.template_date import at_date, prints_the_date
+from tuningfork.data.tokens.template_date import prints_the_date, with_fixed_date
 from tuningfork.records import Example
 
 SAYS = "{% for m in messages %}{{ m['content'] }};{% endfor %}"
@@ -22,7 +22,7 @@ DATED = (
 
 def printed(template: str) -> str:
     """A question and its answer on the 5th of February 2024."""
-    tokenizer = at_date(byte_bpe(chat_template=template), "2024-02-05")
+    tokenizer = with_fixed_date(byte_bpe(chat_template=template), "2024-02-05")
     return render(Example(SOURCE, turns("q"), (answer("a"),)), tokenizer).texts[0]
 
 
@@ -31,7 +31,7 @@ def test_a_template_that_prints_the_time_prints_the_date_that_it_is_given() -> N
     for template in (DATED, {"default": DATED, "tool_use": DATED}):
         tokenizer = byte_bpe()
         tokenizer.chat_template = template
-        dated = at_date(tokenizer, "2024-02-29")
+        dated = with_fixed_date(tokenizer, "2024-02-29")
         assert render(example, dated).texts == ('29.02.2024|00 h "00"|q;a;', '29.02.2024|00 h "00"|q;b;')
         assert tokenizer.chat_template == template
         assert f".{datetime.now().year}|" in render(example, tokenizer).texts[0]
@@ -78,4 +78,4 @@ def test_what_stands_first_in_a_template_is_printed_as_before() -> None:
 )
 def test_a_template_that_does_not_ask_is_left_as_it_is(template: str | None) -> None:
     tokenizer = byte_bpe(chat_template=template)
-    assert not prints_the_date(tokenizer) and at_date(tokenizer, "2024-02-29") is tokenizer
+    assert not prints_the_date(tokenizer) and with_fixed_date(tokenizer, "2024-02-29") is tokenizer

@@ -24,7 +24,7 @@ from tests.data.tiny_tokenizers import CHATML, byte_bpe
 from tuningfork.data.examples.row_reader import RowReader
 from tuningfork.data.token_cache import TokenTables
 from tuningfork.data.tokens import workers
-from tuningfork.data.tokens.encode_rows import Chunk, ChunkEncoder
+from tuningfork.data.tokens.encode_rows import RowBatch, RowEncoder
 from tuningfork.data.tokens.workers import Workers
 from tuningfork.errors import DataError, RunFolderError
 
@@ -58,7 +58,7 @@ def test_a_process_has_enough_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "ROWS_A_PROCESS", 10)
     monkeypatch.setattr(workers, "_cores", lambda: 4)
     monkeypatch.setattr(workers, "ProcessPoolExecutor", NoProcesses)
-    encoder = ChunkEncoder(byte_bpe(chat_template=CHATML), CONFIG)
+    encoder = RowEncoder(byte_bpe(chat_template=CHATML), CONFIG)
     reader = RowReader("", "pairs", False, False, False)
     cases: list[tuple[int | None, list[int], list[int]]] = [
         *((None, [19], []), (None, [20], [2]), (None, [500], [4])),
@@ -95,7 +95,7 @@ def test_processes_that_start_are_not_exchanged_and_not_waited_for(
 
 def test_a_daemon_works_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a script's own multiprocessing.Pool: it may not have children."""
-    encoder = ChunkEncoder(byte_bpe(chat_template=CHATML), CONFIG)
+    encoder = RowEncoder(byte_bpe(chat_template=CHATML), CONFIG)
     assert Workers(encoder, replace(CONFIG, workers=4))._most == 4
     monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
     assert Workers(encoder, replace(CONFIG, workers=4))._most == 1
@@ -107,24 +107,24 @@ def _all_begun(pool: Workers) -> bool:
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_any_number_of_processes_gives_the_same(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "CHUNK", 3)
+    monkeypatch.setattr(workers, "BATCH", 3)
     monkeypatch.setattr(Workers, "_begun", _all_begun)
     rows = [{**ROWS[0], "prompt": f"question {n}"} if n % 5 else ROWS[2] for n in range(40)]
     table = write(tmp_path, rows)
     alone = Opened(monkeypatch, None)(table, config=replace(CONFIG, workers=1))
     assert Opened(monkeypatch, None)(table, config=replace(CONFIG, workers=count)) == alone
     assert len(alone[0]) == 32 and len(alone[1].dropped) == 8
-    # Some chunks here, while the processes start, and the others there.
+    # Some batches here, while the processes start, and the others there.
     begun = iter([False, True, True])
     monkeypatch.setattr(Workers, "_begun", lambda pool: next(begun, True) and _all_begun(pool))
     assert Opened(monkeypatch, None)(table, config=replace(CONFIG, workers=count)) == alone
 
 
 def test_processes_that_stay_read_the_next_table_as_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another form, and names of its own for its rows."""
+    """Another format, and names of its own for its rows."""
     pairs = write(tmp_path, [{**ROWS[0], "prompt": f"question {n}"} for n in range(9)])
     texts = write(tmp_path, [{"text": f"some text {n}"} for n in range(9)], "texts.jsonl")
-    monkeypatch.setattr(workers, "CHUNK", 2)
+    monkeypatch.setattr(workers, "BATCH", 2)
     monkeypatch.setattr(Workers, "_begun", _all_begun)
     known = []
     for count in (1, 2):
@@ -132,12 +132,12 @@ def test_processes_that_stay_read_the_next_table_as_what_it_is(tmp_path: Path, m
             found = [reader.open(table) for table in (pairs, texts, pairs)]
             assert reader.encoder.workers._pool is None or len(multiprocessing.active_children()) == 2
         known.append([[told(example) for example in examples] for examples, _ in found])
-        assert [account.form for _, account in found] == ["pairs", "text", "pairs"]
+        assert [account.format for _, account in found] == ["pairs", "text", "pairs"]
     assert known[0] == known[1] and [len(examples) for examples in known[0]] == [9, 9, 9]
 
 
-def _killed(chunk: Chunk, reader: RowReader) -> None:
-    if chunk:
+def _killed(batch: RowBatch, reader: RowReader) -> None:
+    if batch:
         os.kill(os.getpid(), 9)
 
 

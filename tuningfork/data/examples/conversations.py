@@ -112,14 +112,14 @@ def says_something(turn: Message) -> bool:
     return bool(turn.content.strip() or turn.extra.get("tool_calls") or thoughts.strip())
 
 
-def renamed(value: Any, roles: Roles) -> list[str]:
+def renamed_roles(value: Any, roles: Roles) -> list[str]:
     """The roles of messages that are read under another name, each with that name; those of ShareGPT go without."""
     messages = value if isinstance(value, list) else [value]
     named = dict.fromkeys(str(named_role(message)) for message in messages if isinstance(message, dict))
     return [f"{name} as {roles[name]}" for name in named if name not in SHAREGPT and roles.get(name, name) != name]
 
 
-def unread(value: Any, names: MessageNames = PLAIN) -> list[str]:
+def unread_fields(value: Any, names: MessageNames = PLAIN) -> list[str]:
     """Names of filled fields of messages that are not used."""
     found: dict[str, None] = {}
     for message in value if isinstance(value, list) else [value]:

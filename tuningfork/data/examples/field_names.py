@@ -1,4 +1,4 @@
-"""Fields that a file calls otherwise than our forms: `data.columns` renames them before anything looks at a row."""
+"""Fields that a file calls otherwise than our formats: `data.columns` renames them before anything looks at a row."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import difflib
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from tuningfork.data.examples.formats import FORMS
+from tuningfork.data.examples.formats import FORMATS
 from tuningfork.data.examples.roles import SHAREGPT
-from tuningfork.data.examples.row_reader import ASKED, READ
+from tuningfork.data.examples.row_reader import ASKED, COMMON_FIELDS
 from tuningfork.data.tables.rows import Row
 from tuningfork.errors import ConfigError, DataError
 
@@ -17,19 +17,19 @@ Names = Mapping[str, str]
 Columns = Mapping[str, str | None]
 """The same, with None for a field that is left out."""
 
-OURS = sorted({*READ, *ASKED, *(key for form in FORMS.values() for key in (*form.keys, *form.more))})
-"""Every field that some form reads."""
+OURS = sorted({*COMMON_FIELDS, *ASKED, *(key for format in FORMATS.values() for key in (*format.keys, *format.more))})
+"""Every field that some format reads."""
 NAMES_KEPT = 1000  # names of fields of a table: more than any has whose fields mean something
 
 
 def check_columns(given: Columns) -> None:
-    """Raise ConfigError where `data.columns` names a field that no form reads, or two columns for one."""
+    """Raise ConfigError where `data.columns` names a field that no format reads, or two columns for one."""
     for theirs, ours in given.items():
         if ours is None:
             continue
         if ours not in OURS:
             near = difflib.get_close_matches(ours, OURS, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"forms read {', '.join(OURS)}."
+            hint = f"did you mean {near[0]}?" if near else f"formats read {', '.join(OURS)}."
             hint = turned(given) or hint
             raise ConfigError(f"data.columns: {{{theirs}: {ours}}} names no field that is read; {hint}")
         if other := next((key for key, value in given.items() if value == ours and key != theirs), None):
@@ -48,7 +48,7 @@ def turned(columns: Columns, there: Collection[str] | None = None) -> str:
     return f"the file's own names stand first. Write it the other way round: {{{shown}}}." if shown else ""
 
 
-def renamed(path: str, rows: Iterable[tuple[int, Row]], columns: Columns) -> Iterator[tuple[int, Row]]:
+def rename_fields(path: str, rows: Iterable[tuple[int, Row]], columns: Columns) -> Iterator[tuple[int, Row]]:
     """The rows under our names, without those that are left out. Raises DataError at a row that fills both a column and
     the field that it is to be."""
     taken = set(columns.values())
@@ -83,7 +83,9 @@ def within(name: str, there: Iterable[str]) -> str:
     return f"; it names whole fields such as {field}, not what is within them" if field in there else ""
 
 
-def check_used(columns: Columns, roles: Names, fields: Iterable[str], notes: Iterable[str], complete: bool) -> None:
+def check_renames_used(
+    columns: Columns, roles: Names, fields: Iterable[str], notes: Iterable[str], complete: bool
+) -> None:
     """Raise ConfigError where `data.columns` or `data.roles` name what no row of all tables has.
 
     Args:

@@ -1,14 +1,14 @@
-"""The forms that rows have: which field is the prompt, which are the answers, and which of them is the better one.
+"""The formats that rows have: which field is the prompt, which are the answers, and which of them is the better one.
 
-A file has one of the forms below, told apart by the fields that its rows fill, the most specific first; `data.format`
-names one instead. A form only says which field is what; what prompts and answers may look like is the same for all of
+A file has one of the formats below, told apart by the fields that its rows fill, the most specific first; `data.format`
+names one instead. A format only says which field is what; what prompts and answers may look like is the same for all of
 them (`data/examples/row_reader.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -21,7 +21,7 @@ Named = tuple[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a form found in a row, values as they are.
+    """What a format found in a row, values as they are.
 
     Without a prompt of its own, that is what the answers have in common: they are whole conversations or transcripts.
     """
@@ -49,26 +49,28 @@ class Parts:
 
 
 def _reads_any(row: Row) -> str:
-    """For forms of which any row can be read by itself."""
+    """For formats of which any row can be read by itself."""
     return ""
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class Format:
     """One way to write examples down: the fields that a row must fill, and what they are.
 
     `refusal` says what in a row shows that the whole file means something else, if anything does. `more` are fields
-    that the form reads where they are filled.
+    that the format reads where they are filled. `numbers` are fields whose values are numbers or truth values, which a
+    CSV file spells as text.
     """
 
     keys: tuple[str, ...]
     parts: Callable[[Row], Parts]
     refusal: Callable[[Row], str] = _reads_any
     more: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, prompt: str | None, *answers: str, document: bool = False) -> Form:
-        """A form whose prompt, if it has one of its own, and answers are the fields of these names."""
+    def of(cls, prompt: str | None, *answers: str, document: bool = False) -> Format:
+        """A format whose prompt, if it has one of its own, and answers are the fields of these names."""
         keys = answers if prompt is None else (prompt, *answers)
 
         def parts(row: Row) -> Parts:
@@ -80,8 +82,8 @@ class Form:
     @classmethod
     def judged(
         cls, prompt: str, one: str, other: str, verdict: str, better: Mapping[int, int | None], says: str
-    ) -> Form:
-        """A form with two answers and a field that judges them. `better` maps its values to the place of the better
+    ) -> Format:
+        """A format with two answers and a field that judges them. `better` maps its values to the place of the better
         answer, or to None for a tie; `says` tells a user what the values mean."""
         keys = (prompt, one, other, verdict)
 
@@ -95,10 +97,10 @@ class Form:
             named = list(zip((one, other), answers, strict=True))
             return Parts((prompt, asked), named if first == 0 else named[::-1])
 
-        return cls(keys, parts)
+        return cls(keys, parts, numbers=(verdict,))
 
     def fits(self, row: Row) -> bool:
-        """Whether a row fills the fields of this form: in a table of several forms, the others' are there and null."""
+        """Whether a row fills the fields of this format; in a table of several, the others' are there and null."""
         return all(row.get(key) is not None for key in self.keys)
 
 
@@ -108,13 +110,13 @@ def _with_input(row: Row) -> Named:
     return "instruction", "\n".join(text for text in texts if text.strip())
 
 
-def _instructed(chosen: str, rejected: str) -> Form:
+def _instructed(chosen: str, rejected: str) -> Format:
     keys = ("instruction", chosen, rejected)
 
     def parts(row: Row) -> Parts:
         return Parts(_with_input(row), list(zip(keys, fields(row, keys), strict=True))[1:])
 
-    return Form(keys, parts, more=("input",))
+    return Format(keys, parts, more=("input",))
 
 
 def _openai(row: Row) -> Parts:
@@ -128,7 +130,7 @@ def _openai(row: Row) -> Parts:
     return Parts(("input.messages", messages), list(zip(keys[1:], answers, strict=True)), tools=tools)
 
 
-LABELLED = Form.judged("input", "output_1", "output_2", "label", {1: 0, 2: 1}, "it names the better output, 1 or 2")
+LABELLED = Format.judged("input", "output_1", "output_2", "label", {1: 0, 2: 1}, "it names the better output, 1 or 2")
 
 
 def _labelled(row: Row) -> Parts:
@@ -239,62 +241,62 @@ def _sorted(named: list[Named], field: str, scores: list[float], lowest_first: b
 
 STRENGTHS = {strength: None if strength == 0 else int(strength > 0) for strength in range(-3, 4)}
 STRENGTH = "from -3, the first answer is much better, to 3, the second is"
-HELPSTEER2 = Form.judged("prompt", "response_1", "response_2", "preference_strength", STRENGTHS, STRENGTH)
+HELPSTEER2 = Format.judged("prompt", "response_1", "response_2", "preference_strength", STRENGTHS, STRENGTH)
 
 
-RESPONSES = Form.of("prompt", "chosen_response", "rejected_response")
+RESPONSES = Format.of("prompt", "chosen_response", "rejected_response")
 
 
-def _unmarked(form: Form) -> Form:
-    """The form, for files in which some prompts are whole conversations that NeMo's marks part."""
+def _unmarked(format: Format) -> Format:
+    """The format, for files in which some prompts are whole conversations that NeMo's marks part."""
 
     def parts(row: Row) -> Parts:
-        found = form.parts(row)
+        found = format.parts(row)
         if "<extra_id_1>" in found.asked:
             raise Unusable("turns within a string", "prompt has turns marked by <extra_id_1>; write it as messages")
         return found
 
-    return Form(form.keys, parts)
+    return replace(format, parts=parts)
 
 
-FORMS: dict[str, Form] = {
-    "sharegpt": Form.of("conversations", "chosen", "rejected"),  # messages {from, value}
-    "pairs": Form.of("prompt", "chosen", "rejected"),  # strings, messages, or whole conversations as answers
+FORMATS: dict[str, Format] = {
+    "sharegpt": Format.of("conversations", "chosen", "rejected"),  # messages {from, value}
+    "pairs": Format.of("prompt", "chosen", "rejected"),  # strings, messages, or whole conversations as answers
     "instruction": _instructed("chosen", "rejected"),  # and input
-    "question": Form.of("question", "chosen", "rejected"),  # orca_dpo_pairs
-    "input": Form.of("input", "chosen", "rejected"),
-    "message_lists": Form.of(None, "chosen_messages", "rejected_messages"),  # two whole conversations
-    "rejected_messages": Form.of(None, "messages", "rejected_messages"),  # ms-swift: the chosen one first
-    "rejected_response": Form(("messages", "rejected_response"), _rejected_response),  # in place of the last turns
-    "query": Form.of("query", "response", "rejected_response"),
+    "question": Format.of("question", "chosen", "rejected"),  # orca_dpo_pairs
+    "input": Format.of("input", "chosen", "rejected"),
+    "message_lists": Format.of(None, "chosen_messages", "rejected_messages"),  # two whole conversations
+    "rejected_messages": Format.of(None, "messages", "rejected_messages"),  # ms-swift: the chosen one first
+    "rejected_response": Format(("messages", "rejected_response"), _rejected_response),  # in place of the last turns
+    "query": Format.of("query", "response", "rejected_response"),
     "responses": _unmarked(RESPONSES),  # NeMo-Aligner
     "instruction_responses": _instructed("chosen_response", "rejected_response"),  # distilabel
-    "messages_pairs": Form(("messages", "chosen", "rejected"), _after_messages),  # the prompt as messages
-    "openai": Form(("input", "preferred_output", "non_preferred_output"), _openai),  # input: messages and tools
-    "labelled": Form(LABELLED.keys, _labelled, _counts_from_zero, more=("instruction",)),  # label: 1 or 2, the better
+    "messages_pairs": Format(("messages", "chosen", "rejected"), _after_messages),  # the prompt as messages
+    "openai": Format(("input", "preferred_output", "non_preferred_output"), _openai),  # input: messages and tools
+    "labelled": replace(LABELLED, parts=_labelled, refusal=_counts_from_zero, more=("instruction",)),  # label: 1 or 2
     "helpsteer2": _unmarked(HELPSTEER2),
-    "helpsteer3": Form.judged("context", "response1", "response2", "overall_preference", STRENGTHS, STRENGTH),
-    "saferlhf": Form.judged("prompt", "response_0", "response_1", "better_response_id", {0: 0, 1: 1},
-                            "it names the better response, 0 or 1"),
-    "shp": Form.judged("history", "human_ref_A", "human_ref_B", "labels", {1: 0, 0: 1},
-                       "1 means that human_ref_A is better, 0 that human_ref_B is"),
-    "conversations": Form.of(None, "chosen", "rejected"),  # two whole conversations or Human/Assistant transcripts
-    "ranking": Form(("prompt", "answers"), _ranking, more=("scores",)),  # best first, with scores, or {answer, rank}
-    "completions": Form(("context", "completions"), _completions),  # NeMo-RL: {completion, rank}, the lowest rank best
-    "unpaired": Form(("prompt", "completion", "label"), _unpaired),  # true or false: is the completion wanted?
-    "unpaired_messages": Form(("messages", "label"), _unpaired_messages),  # one conversation with such a label
-    "completion": Form.of("prompt", "completion"),  # one answer to imitate
-    "messages": Form.of(None, "messages"),  # one conversation to imitate
-    "text": Form.of(None, "text", document=True),
+    "helpsteer3": Format.judged("context", "response1", "response2", "overall_preference", STRENGTHS, STRENGTH),
+    "saferlhf": Format.judged("prompt", "response_0", "response_1", "better_response_id", {0: 0, 1: 1},
+                              "it names the better response, 0 or 1"),
+    "shp": Format.judged("history", "human_ref_A", "human_ref_B", "labels", {1: 0, 0: 1},
+                         "1 means that human_ref_A is better, 0 that human_ref_B is"),
+    "conversations": Format.of(None, "chosen", "rejected"),  # two whole conversations or Human/Assistant transcripts
+    "ranking": Format(("prompt", "answers"), _ranking, more=("scores",)),  # best first, with scores, or {answer, rank}
+    "completions": Format(("context", "completions"), _completions),  # NeMo-RL: {completion, rank}, lowest rank best
+    "unpaired": Format(("prompt", "completion", "label"), _unpaired, numbers=("label",)),  # true, or false: not wanted
+    "unpaired_messages": Format(("messages", "label"), _unpaired_messages, numbers=("label",)),  # one conversation
+    "completion": Format.of("prompt", "completion"),  # one answer to imitate
+    "messages": Format.of(None, "messages"),  # one conversation to imitate
+    "text": Format.of(None, "text", document=True),
 }  # fmt: skip
 
 
-def form_of(row: Row) -> str | None:
-    """The first form whose fields a row fills."""
-    return first_form(frozenset(key for key, value in row.items() if value is not None))
+def format_of(row: Row) -> str | None:
+    """The first format whose fields a row fills."""
+    return first_format(frozenset(key for key, value in row.items() if value is not None))
 
 
 @lru_cache(maxsize=1000)  # the rows of a file fill the same few sets of fields
-def first_form(there: frozenset[str]) -> str | None:
-    """The first form all of whose fields are among these."""
-    return next((name for name, form in FORMS.items() if there.issuperset(form.keys)), None)
+def first_format(there: frozenset[str]) -> str | None:
+    """The first format all of whose fields are among these."""
+    return next((name for name, format in FORMATS.items() if there.issuperset(format.keys)), None)

@@ -18,14 +18,14 @@ from tuningfork.data.examples.conversations import (
     fork,
     is_transcript,
     parted,
-    renamed,
+    renamed_roles,
     says_something,
     split_transcripts,
     transcript_turns,
     turns,
-    unread,
+    unread_fields,
 )
-from tuningfork.data.examples.formats import FORMS, Form, Named, Parts, form_of
+from tuningfork.data.examples.formats import FORMATS, Format, Named, Parts, format_of
 from tuningfork.data.examples.roles import MessageNames
 from tuningfork.data.examples.tools import holds_null, template_arguments
 from tuningfork.data.examples.unpack import (
@@ -47,8 +47,8 @@ SCORES = (
     *(("score_chosen", "score_rejected"), ("chosen_score", "rejected_score")),
     *(("rating_chosen", "rating_rejected"), ("chosen_rating", "rejected_rating"), ("chosen-rating", "rejected-rating")),
 )
-# Fields that every form reads.
-READ = {
+# Fields that every format reads.
+COMMON_FIELDS = {
     *(*SYSTEM, REJECTED_SYSTEM, "history", "tools", "functions", "rejected_tools", "chat_template_kwargs"),
     *("weight", "margin"),
     *(name for pair in SCORES for name in pair),
@@ -65,7 +65,7 @@ NULLS = "null within tools or calls, which a template may print"
 UNREAD_SHOWN = 20  # names in the note of fields that are not read
 
 
-class Read(NamedTuple):
+class ReadRow(NamedTuple):
     """A row's example, what is worth knowing of it, the names of filled fields that nothing reads, and the answers' own
     names, in their order."""
 
@@ -84,34 +84,35 @@ class RowReader:
     """
 
     path: str
-    form: str  # of the table's rows
-    mixed: bool  # a row that looks like another form is one that its user did not expect
-    repeat_prompts: bool  # see Survey
+    format: str  # of the table's rows
+    mixed: bool  # a row that looks like another format is one that its user did not expect
+    repeat_prompts: bool  # see TableFormat
     as_text: bool
     names: MessageNames = field(default_factory=MessageNames)  # in messages
 
-    def __call__(self, number: int, row: Row) -> Read:
+    def __call__(self, number: int, row: Row) -> ReadRow:
         """The row of this number. Raises Unusable for this row, and DataError where no row can be used."""
-        form = FORMS[self.form]
+        format = FORMATS[self.format]
         parts = self._parts(row)
         repeats = self.repeat_prompts or is_transcript(parts.asked)
         cut = without_repeated_prompt(parts) if repeats else parts
-        example = _example(Source(self.path, number), row, form, cut, self.as_text, self.names)
+        example = _example(Source(self.path, number), row, format, cut, self.as_text, self.names)
         notes = list(_notes(row, parts, cut, example, self.names))
-        return Read(example, notes, list(_not_read(row, form, parts, self.names)), [name for name, _ in parts.answers])
+        not_read = list(_not_read(row, format, parts, self.names))
+        return ReadRow(example, notes, not_read, [name for name, _ in parts.answers])
 
     def _parts(self, row: Row) -> Unpacked:
-        """What the table's form finds in a row."""
-        form = FORMS[self.form]
-        own = form_of(row) if self.mixed else None
-        if own not in (None, self.form) and form.fits(row):
+        """What the table's format finds in a row."""
+        format = FORMATS[self.format]
+        own = format_of(row) if self.mixed else None
+        if own not in (None, self.format) and format.fits(row):
             raise Unusable(
-                "another form than the file",
-                f"the row looks like {own}, most of the file like {self.form}; split the file, or set data.format",
+                "another format than the file",
+                f"the row looks like {own}, most of the file like {self.format}; split the file, or set data.format",
             )
-        for key in (*READ, *ASKED, *form.more):
+        for key in (*COMMON_FIELDS, *ASKED, *format.more):
             whole(row.get(key))
-        parts = unpacked_parts(form.parts(row), self.names.roles, ROW_ONLY)
+        parts = unpacked_parts(format.parts(row), self.names.roles, ROW_ONLY)
         if self.as_text and parts.notes and parts.notes != (SOME_AS_JSON,):
             raise Unusable("messages without a chat template", f"{parts.notes[0]} where data.template is not none")
         return parts
@@ -123,17 +124,17 @@ def fields_not_read(names: Sequence[str]) -> str:
     return f"fields that are not read: {', '.join(names[:UNREAD_SHOWN])}{more}"
 
 
-def _example(source: Source, row: Row, form: Form, parts: Unpacked, as_text: bool, names: MessageNames) -> Example:
+def _example(source: Source, row: Row, format: Format, parts: Unpacked, as_text: bool, names: MessageNames) -> Example:
     if parts.document:
         text = string(parts.answers[0][1], parts.answers[0][0])
         if not text.strip():
             raise Unusable("empty answer", "text")
-        _check_asked(row, form, text)
+        _check_asked(row, format, text)
         return Example(source, "", (text,), weight=_weight(row))
-    beside = {key: value for key, value in row.items() if key not in form.keys}
+    beside = {key: value for key, value in row.items() if key not in format.keys}
     found: tuple[Any, list[Any]] = _text_parts(source, parts, beside) if as_text else _turn_parts(parts, beside, names)
     prompt, answers = found
-    _check_asked(row, form, prompt if isinstance(prompt, str) else "\n".join(turn.content for turn in prompt))
+    _check_asked(row, format, prompt if isinstance(prompt, str) else "\n".join(turn.content for turn in prompt))
     _check_distinct(parts, answers)
     return Example(
         source,
@@ -187,7 +188,7 @@ def _turn_parts(parts: Parts, row: Row, names: MessageNames) -> tuple[Turns, lis
         one_turn = isinstance(asked, str) and not is_transcript(asked)
         prompt, found = after_prompt(prompt, conversations, one_turn)
     prompt = _with_system(_with_history(prompt, row, names), row)
-    if not prompt and (others := [key for key in row if key not in (*READ, *ASKED) and filled(row, key)]):
+    if not prompt and (others := [key for key in row if key not in (*COMMON_FIELDS, *ASKED) and filled(row, key)]):
         raise Unusable(
             "empty prompt",
             f"the answers have no turn before them. If another field holds the prompt ({', '.join(others)[:SHOWN]}), "
@@ -273,10 +274,10 @@ def _check_distinct(parts: Parts, answers: Sequence[Turns | str]) -> None:
             raise Unusable(reason, "" if len(answers) == 2 else f"{first} and {second}")
 
 
-def _check_asked(row: Row, form: Form, prompt: str) -> None:
+def _check_asked(row: Row, format: Format, prompt: str) -> None:
     """Raise Unusable where a field that usually holds what was asked says something that the prompt does not."""
     for key in ASKED:
-        if key not in (*form.keys, *form.more) and filled(row, key):
+        if key not in (*format.keys, *format.more) and filled(row, key):
             value = row[key]
             if not isinstance(value, str) or value.strip() not in prompt:
                 raise Unusable(
@@ -308,7 +309,7 @@ def _notes(row: Row, parts: Unpacked, cut: Parts, example: Example, names: Messa
     yield from parts.notes
     if not parts.document and SOME_AS_JSON not in parts.notes and all(is_object(answer) for _, answer in parts.answers):
         yield JSON_AS_TEXT
-    for name in dict.fromkeys(name for _, value in _given(parts) for name in renamed(value, names.roles)):
+    for name in dict.fromkeys(name for _, value in _given(parts) for name in renamed_roles(value, names.roles)):
         yield f"role {name}"
     if cut is not parts:
         yield CUT_REPEATED
@@ -328,14 +329,14 @@ def _score(value: Any) -> float | None:
     return None if found is None or found != found else found
 
 
-def _not_read(row: Row, form: Form, parts: Unpacked, names: MessageNames) -> Iterator[str]:
+def _not_read(row: Row, format: Format, parts: Unpacked, names: MessageNames) -> Iterator[str]:
     """Names of filled fields of a row and of its messages that nothing reads."""
     # What was asked is compared with the prompt; a document has no turns that a system message or tools could be for.
-    known = {*(("weight",) if parts.document else READ), *ASKED, *form.keys, *form.more}
+    known = {*(("weight",) if parts.document else COMMON_FIELDS), *ASKED, *format.keys, *format.more}
     yield from (key for key in row if key not in known and filled(row, key))
     yield from parts.not_read
     for name, value in _given(parts):
-        yield from (f"{name}[].{key}" for key in unread(value, names))
+        yield from (f"{name}[].{key}" for key in unread_fields(value, names))
 
 
 def _given(parts: Parts) -> list[Named]:

@@ -22,11 +22,11 @@ from typing import Literal
 from tuningfork.data.tables.read import (
     HUB,
     SUFFIXES,
+    check_exists,
     check_hub_name,
-    check_there,
     hub_splits,
     is_saved_dataset,
-    read_names,
+    saved_splits,
     suffix_of,
 )
 from tuningfork.errors import DataError
@@ -53,7 +53,7 @@ class Tables:
     left: list[str]
 
 
-def expand(source: str, use: Use = "train") -> Tables:
+def expand_source(source: str, use: Use = "train") -> Tables:
     """The tables of one source: each a file, a saved data set or a hub name with its split.
 
     Raises DataError where there is none, or where it is not told which of several splits is meant.
@@ -74,7 +74,7 @@ def _expand(source: str, use: Use) -> Tables:
     if source.startswith(HUB):
         return _of_hub(source, use)
     if path.is_dir():
-        splits = read_names(path)
+        splits = saved_splits(path)
         if splits:
             return _split(source, {name: str(path / name) for name in splits}, use)
         return _of_folder(source, path, use)
@@ -86,9 +86,9 @@ def _expand(source: str, use: Use) -> Tables:
     return Tables(source, [source], [])  # there is no such file, which reading it says best
 
 
-def expand_all(sources: str | Sequence[str], use: Use = "train") -> list[Tables]:
+def expand_sources(sources: str | Sequence[str], use: Use = "train") -> list[Tables]:
     """The tables of each source. Raises DataError as `expand`, and where one table would be read twice."""
-    found = [expand(source, use) for source in ([sources] if isinstance(sources, str) else sources)]
+    found = [expand_source(source, use) for source in ([sources] if isinstance(sources, str) else sources)]
     seen: dict[str, str] = {}
     for tables in found:
         for table in tables.taken:
@@ -101,9 +101,9 @@ def expand_all(sources: str | Sequence[str], use: Use = "train") -> list[Tables]
 
 def check_sources(sources: str | Sequence[str], use: Use) -> None:
     """Raise DataError where a source cannot be found, before minutes are spent on others. Nothing is opened."""
-    for tables in expand_all(sources, use):
+    for tables in expand_sources(sources, use):
         for table in tables.taken:
-            check_there(table)
+            check_exists(table)
 
 
 def kind_of_split(name: str) -> str | None:

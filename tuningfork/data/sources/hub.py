@@ -20,7 +20,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _BARE = re.compile(rf"{HUB_NAME}(?::[\w.+-]+)?")
 
 
-def pinned(sources: Sources, commit: Commit) -> Sources:
+def pinned_sources(sources: Sources, commit: Commit) -> Sources:
     """The same sources, those of the hub as ``hub:owner/name@commit:split`` where `commit` knows theirs.
 
     ``owner/name`` is one without `hub:`, if there is neither such a file nor a folder `owner` here.

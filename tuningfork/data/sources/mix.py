@@ -9,7 +9,7 @@ import numpy as np
 from tuningfork.errors import DataError, counted
 
 
-def mix(
+def mixed_indices(
     sizes: Sequence[int],
     names: Sequence[str],
     shares: Sequence[float] | None,

@@ -163,7 +163,7 @@ def _tables(data: SetData) -> list[TableSummary]:
     return [
         TableSummary(
             file=file,
-            form=report.forms[file],
+            form=report.formats[file],
             source=source,
             rows_read=used[file] + dropped[file] + left_out[file],
             used=used[file],

@@ -20,7 +20,7 @@ FILE = {"bytes", "path"}  # fields of a picture or a sound: nobody here looks at
 UNREADABLE = "unreadable value"
 
 
-def table_rows(batches: Iterable[pa.Table]) -> Iterator[tuple[int, Row]]:
+def arrow_rows(batches: Iterable[pa.Table]) -> Iterator[tuple[int, Row]]:
     """The rows of a table, numbered from 1. A field of a row may be null; an object in it has only the fields that say
     something. Maps are objects, and bytes that are UTF-8 are text."""
     number = 0

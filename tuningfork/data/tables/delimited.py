@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,6 @@ from tuningfork.errors import DataError
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 """Suffix -> what stands between the cells."""
-
-NUMBERS = ("weight", "margin", "label", "labels", "better_response_id", "overall_preference", "preference_strength")
-"""Fields, by our names, whose values are numbers or truth values and not text."""
 
 LONGEST = 1 << 27  # characters of a cell; Python's own limit is shorter than many an answer
 QUOTING = 'A cell that holds {delimiter}, a quote or a line break stands in quotes ("), with quotes in it doubled.'
@@ -67,10 +64,10 @@ def _header(path: Path, names: list[str], delimiter: str) -> list[str]:
     return names
 
 
-def with_numbers(rows: Iterable[tuple[int, Row]]) -> Iterator[tuple[int, Row]]:
-    """The rows, already under our names, with the numbers and truth values that their text spells."""
+def with_numbers(rows: Iterable[tuple[int, Row]], names: Sequence[str]) -> Iterator[tuple[int, Row]]:
+    """The rows with the numbers and truth values that the text of the fields of these names spells."""
     for number, row in rows:
-        yield number, row | {name: _number(row[name]) for name in NUMBERS if isinstance(row.get(name), str)}
+        yield number, row | {name: _number(row[name]) for name in names if isinstance(row.get(name), str)}
 
 
 def _number(text: str) -> Any:

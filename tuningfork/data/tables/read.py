@@ -16,7 +16,7 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 
-from tuningfork.data.tables.arrow_rows import cause, table_rows
+from tuningfork.data.tables.arrow_rows import arrow_rows, cause
 from tuningfork.data.tables.delimited import DELIMITERS, delimited_rows
 from tuningfork.data.tables.file_kinds import check_kind
 from tuningfork.data.tables.json_rows import RATIO, UNZIPPED, array_rows, is_array, is_zipped, line_rows, pieces
@@ -73,7 +73,7 @@ def read_rows(path: str | Path) -> Rows:
     return rows
 
 
-def check_there(table: str) -> None:
+def check_exists(table: str) -> None:
     """Raise DataError as `read_rows` does for a file that is not there, empty or of no known kind; it is not opened."""
     if not table.startswith(HUB) and not is_saved_dataset(Path(table)):
         _checked_suffix(Path(table))
@@ -133,7 +133,7 @@ def _check_saved(folder: Path) -> None:
         raise DataError(f"{folder}: cannot be loaded ({why[:300]}). Save it again.") from error
 
 
-def read_names(folder: Path) -> list[str]:
+def saved_splits(folder: Path) -> list[str]:
     """The splits of a folder of several tables as `datasets` saves it; none for any other folder. Raises DataError."""
     names = folder / "dataset_dict.json"
     if not names.is_file():
@@ -285,7 +285,7 @@ def _batches(table: pyarrow.parquet.ParquetFile) -> Iterator[pyarrow.Table]:
 
 def _readable_rows(name: str, batches: Iterable[pyarrow.Table]) -> Iterator[tuple[int, Row]]:
     with _readable(name, "its rows cannot be read", "Copy it again, or write it with plain columns."):
-        yield from table_rows(batches)
+        yield from arrow_rows(batches)
 
 
 @contextmanager

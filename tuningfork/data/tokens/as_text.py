@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from tuningfork.data.examples.values import Unusable
-from tuningfork.data.tokens.control_tokens import WRITTEN, ControlTokens, changed
+from tuningfork.data.tokens.control_tokens import WRITTEN, ControlTokens, with_changed_strings
 from tuningfork.data.tokens.template import RenderedExample, Span
 from tuningfork.data.tokens.tokenize import FAILS, naming
 from tuningfork.errors import DataError, is_panic
@@ -49,7 +49,7 @@ class AsText:
         Raises Unusable where the template looks into the words that it prints, or where the tokenizer cannot write
         them as plain characters.
         """
-        shown, named = render(example), render(changed(example, self._named))
+        shown, named = render(example), render(with_changed_strings(example, self._named))
         if any(map(_NAMED.search, shown.texts)):
             raise Unusable(WRITTEN, "and the row has private characters (U+F0000 and on), which stand for it here")
         if tuple(map(self._spelled, named.texts)) != shown.texts:

@@ -191,7 +191,7 @@ def _strings_of(value: Any) -> Iterator[str]:
                 yield from _strings_of(_object(item))
 
 
-def changed(example: Example, change: Callable[[str], str]) -> Example:
+def with_changed_strings(example: Example, change: Callable[[str], str]) -> Example:
     """The example with every string that it says changed."""
 
     def of(part: Turns | str) -> Any:

@@ -1,4 +1,4 @@
-"""A chunk of rows -> tokens, and an account of what became of each row."""
+"""A batch of rows -> tokens, and an account of what became of each row."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from tuningfork.data.tokens.control_tokens import AS_TEXT, KEPT, RENDERED, WRITT
 from tuningfork.data.tokens.printing import message_fields
 from tuningfork.data.tokens.template import RenderedExample, render
 from tuningfork.data.tokens.tokenize import Encoded, Encoder
-from tuningfork.data.tokens.truncate import shorten, size_of
+from tuningfork.data.tokens.truncate import size_of, truncate
 from tuningfork.records import Example, Size, TokenExample
 
-Chunk = list[tuple[int, Row]]
+RowBatch = list[tuple[int, Row]]
 """Rows with their numbers."""
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """What became of one chunk: its examples as columns, and an account of the others."""
+class EncodedBatch:
+    """What became of a batch of rows: its examples as columns, and an account of the others."""
 
     read: int  # rows
     columns: Columns
@@ -38,8 +38,8 @@ class Block:
     sizes: dict[int, Size]  # row -> of an example over max_length, cut or left out
 
 
-class ChunkEncoder:
-    """Reads, prints, encodes, shortens and checks chunks of rows. Raises DataError for an unfit tokenizer."""
+class RowEncoder:
+    """Reads, prints, encodes, truncates and checks batches of rows. Raises DataError for an unfit tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
         self.tokenizer = tokenizer
@@ -50,44 +50,44 @@ class ChunkEncoder:
         roles = roles_for(tokenizer.chat_template, config.roles or {})
         self.names = MessageNames(roles, message_fields(tokenizer))
 
-    def __call__(self, chunk: Chunk, reader: RowReader) -> Block:
+    def __call__(self, rows: RowBatch, reader: RowReader) -> EncodedBatch:
         """What becomes of the rows. Raises DataError where none of the table can be used."""
-        block = Block(len(chunk), {}, [], [], [], {})
+        batch = EncodedBatch(len(rows), {}, [], [], [], {})
         used: list[TokenExample] = []
         bos = self.tokenizer.bos_token_id
-        for names, encoded in self._encode(chunk, reader, block):
+        for names, encoded in self._encode(rows, reader, batch):
             row = encoded.example.source.row
             if encoded.example.longest > self.config.max_length:
-                block.sizes[row] = size_of(encoded.example, bos)
+                batch.sizes[row] = size_of(encoded.example, bos)
             try:
-                example, cuts = shorten(encoded.example, self.config.max_length, self.config.over_length, bos, names)
+                example, cuts = truncate(encoded.example, self.config.max_length, self.config.over_length, bos, names)
                 _check(example, names)
             except Unusable as unusable:
-                block.dropped.append((row, unusable.reason, unusable.detail))
+                batch.dropped.append((row, unusable.reason, unusable.detail))
                 continue
             used.append(example)
-            block.notes.extend((note, row) for note in (*encoded.notes, *cuts))
-        return replace(block, columns=columns_of(used))
+            batch.notes.extend((note, row) for note in (*encoded.notes, *cuts))
+        return replace(batch, columns=columns_of(used))
 
-    def _encode(self, chunk: Chunk, reader: RowReader, block: Block) -> list[tuple[list[str], Encoded]]:
+    def _encode(self, rows: RowBatch, reader: RowReader, batch: EncodedBatch) -> list[tuple[list[str], Encoded]]:
         """Read, render and encode; what rows say beside the text goes along, and the names of their answers."""
         kept: list[tuple[Example, list[str]]] = []
         rendered: list[RenderedExample] = []
-        for number, row in chunk:
+        for number, row in rows:
             try:
                 read = reader(number, row)
                 printed, notes = self._print(read.example)
             except Unusable as unusable:
-                block.dropped.append((number, unusable.reason, unusable.detail))
+                batch.dropped.append((number, unusable.reason, unusable.detail))
                 continue
             rendered.append(printed)
             kept.append((read.example, read.names))
-            block.notes.extend((note, number) for note in (*read.notes, *notes))
-            block.not_read.extend((name, number) for name in read.not_read)
+            batch.notes.extend((note, number) for note in (*read.notes, *notes))
+            batch.not_read.extend((name, number) for name in read.not_read)
         found: list[tuple[list[str], Encoded]] = []
         for (example, names), encoded in zip(kept, self.encoder.encode(rendered), strict=True):
             if isinstance(encoded, Unusable):
-                block.dropped.append((example.source.row, encoded.reason, encoded.detail))
+                batch.dropped.append((example.source.row, encoded.reason, encoded.detail))
                 continue
             said = replace(encoded.example, label=example.label, weight=example.weight, margin=example.margin)
             found.append((names, encoded._replace(example=said)))

@@ -13,8 +13,8 @@ from tuningfork.data.config import DataConfig
 from tuningfork.data.examples.infer_format import open_table
 from tuningfork.data.examples.row_reader import fields_not_read
 from tuningfork.data.token_table import Columns
-from tuningfork.data.tokens.encode_rows import ChunkEncoder
-from tuningfork.data.tokens.template_date import at_date
+from tuningfork.data.tokens.encode_rows import RowEncoder
+from tuningfork.data.tokens.template_date import with_fixed_date
 from tuningfork.data.tokens.workers import Workers, check_started
 from tuningfork.errors import DataError
 from tuningfork.records import Size
@@ -40,7 +40,7 @@ _ACCOUNT = TypeAdapter(
 class TableAccount:
     """What became of a table's rows: rows_read = examples + dropped. Rows are named by their numbers."""
 
-    form: str
+    format: str
     rows_read: int
     fields: list[str]  # all that rows have, by the file's own names
     dropped: list[tuple[int, str, str]] = field(default_factory=list)  # row, reason, detail; in the order of the rows
@@ -49,14 +49,14 @@ class TableAccount:
 
     def as_json(self) -> str:
         sizes = [[row, size.prompt, size.answers, size.opening] for row, size in self.sizes.items()]
-        return json.dumps([self.form, self.rows_read, self.fields, self.dropped, self.notes, sizes])
+        return json.dumps([self.format, self.rows_read, self.fields, self.dropped, self.notes, sizes])
 
     @classmethod
     def from_json(cls, text: str) -> TableAccount:
         """What `as_json` wrote. Raises ValueError."""
-        form, rows_read, fields, dropped, notes, sizes = _ACCOUNT.validate_json(text)
+        format, rows_read, fields, dropped, notes, sizes = _ACCOUNT.validate_json(text)
         known = {row: Size(prompt, tuple(answers), opening) for row, prompt, answers, opening in sizes}
-        return cls(form, rows_read, fields, dropped, notes, known)
+        return cls(format, rows_read, fields, dropped, notes, known)
 
 
 class TableEncoder:
@@ -68,8 +68,8 @@ class TableEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
         check_started()
         self.config = config
-        self.tokenizer = at_date(tokenizer, config.day())
-        self.workers = Workers(ChunkEncoder(self.tokenizer, config), config)
+        self.tokenizer = with_fixed_date(tokenizer, config.day())
+        self.workers = Workers(RowEncoder(self.tokenizer, config), config)
 
     def close(self) -> None:
         self.workers.close()
@@ -78,7 +78,7 @@ class TableEncoder:
         """Read and encode a table: a file, a saved data set or a hub name.
 
         Returns:
-            The account of its rows, complete once the columns are drawn; and its examples, block by block.
+            The account of its rows, complete once the columns are drawn; and its examples, block by batch.
 
         Raises:
             DataError: it cannot be read, here or as the columns are drawn, or changes meanwhile.
@@ -87,21 +87,21 @@ class TableEncoder:
         as_text, names = config.template == "none", self.workers.encoder.names
         rows, found, reader = open_table(table, as_text, config.format, config.columns or {}, names)
         count = found.rows
-        account = TableAccount(reader.form, count, found.fields)
+        account = TableAccount(reader.format, count, found.fields)
 
         def columns() -> Iterator[Columns]:
             done = kept = 0
             not_read: dict[str, list[int]] = {}
-            for block in self.workers.encode(rows, count, reader):
-                yield block.columns
-                kept += len(block.columns["row"])
-                account.dropped += block.dropped
-                account.sizes.update(block.sizes)
-                for note, row in block.notes:
+            for batch in self.workers.encode(rows, count, reader):
+                yield batch.columns
+                kept += len(batch.columns["row"])
+                account.dropped += batch.dropped
+                account.sizes.update(batch.sizes)
+                for note, row in batch.notes:
                     account.notes.setdefault(note, []).append(row)
-                for name, row in block.not_read:
+                for name, row in batch.not_read:
                     not_read.setdefault(name, []).append(row)
-                done += block.read
+                done += batch.read
                 if progress is not None:
                     progress(done, count)
             account.dropped.sort(key=lambda row: row[0])

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 MOST = 1_000_000  # pairs of tokens that are compared; a second of work
 
 
-class Seams:
+class SplitPoints:
     """The tokens of one tokenizer in front of which a text may be cut, of those that its chat template writes."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:

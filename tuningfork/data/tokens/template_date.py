@@ -20,7 +20,7 @@ def prints_the_date(tokenizer: PreTrainedTokenizerBase) -> bool:
     return "strftime_now" in re.sub(r"strftime_now\s+is\s+(not\s+)?defined", "", str(tokenizer.chat_template))
 
 
-def at_date(tokenizer: PreTrainedTokenizerBase, date: str) -> PreTrainedTokenizerBase:
+def with_fixed_date(tokenizer: PreTrainedTokenizerBase, date: str) -> PreTrainedTokenizerBase:
     """A tokenizer whose chat template prints this date (2026-01-31), at midnight, whenever it is asked.
 
     So a run over midnight prints one date, and the template says which. Templates ask a function for the time, which

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tuningfork.data.examples.values import Unusable
 from tuningfork.data.token_table import TokenTable
-from tuningfork.data.tokens.split_points import Seams
+from tuningfork.data.tokens.split_points import SplitPoints
 from tuningfork.data.tokens.template import RenderedExample, Span, check_template
 from tuningfork.errors import DataError, first_line, is_panic
 from tuningfork.records import TokenAnswer, TokenExample
@@ -55,7 +55,7 @@ class Encoder:
             self.bos = _ids([bos] if bos is not None and tokenizer("").input_ids[:1] == [bos] else [])
         self.eos = _ids([eos] if eos is not None else [])
         self.tokenizer = tokenizer
-        self.seams = Seams(tokenizer)
+        self.split_points = SplitPoints(tokenizer)
 
     def __call__(self, examples: Sequence[RenderedExample]) -> list[TokenExample]:
         """Encode examples, many in one call of the tokenizer. Raises Unusable for one of them as `encode` tells it."""
@@ -88,7 +88,7 @@ class Encoder:
 
     def _read(self, examples: Sequence[RenderedExample]) -> Iterator[list[_Sequence]]:
         """The sequences of each example, as the tokenizer reads them."""
-        cuts = [self.seams.last(e.texts[0], e.border) if len(e.texts) > 1 else 0 for e in examples]
+        cuts = [self.split_points.last(e.texts[0], e.border) if len(e.texts) > 1 else 0 for e in examples]
         parts = [_parts(example, cut) for example, cut in zip(examples, cuts, strict=True)]
         texts = [text for start, rests in parts for text in (*start, *rests)]
         with _no_post_processing(self.tokenizer):

@@ -24,7 +24,7 @@ def size_of(example: TokenExample, bos: int | None) -> Size:
     return Size(len(example.prompt_ids), tuple(len(answer.ids) for answer in example.answers), int(opens))
 
 
-def shorten(
+def truncate(
     example: TokenExample, max_length: int, policy: OverLength, bos: int | None, names: Sequence[str] = ()
 ) -> tuple[TokenExample, tuple[str, ...]]:
     """The example with no sequence (prompt + answer) longer than `max_length` tokens, and what was done to it.

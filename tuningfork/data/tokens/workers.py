@@ -1,7 +1,7 @@
-"""Chunks of rows -> tokens in this process, or in one for each core.
+"""Batches of rows -> tokens in this process, or in one for each core.
 
 The tokenizer's own threads cannot keep many cores busy: reading rows, printing chat templates and cutting texts is
-Python. So long tables are spread over processes, each with a copy of the tokenizer. Chunks come back in their order,
+Python. So long tables are spread over processes, each with a copy of the tokenizer. Batches come back in their order,
 and what becomes of a row depends on that row alone, so the result is the same for any number of processes.
 """
 
@@ -27,13 +27,13 @@ from typing import Any
 from tuningfork.data.config import DataConfig
 from tuningfork.data.examples.row_reader import RowReader
 from tuningfork.data.tables.rows import Row
-from tuningfork.data.tokens.encode_rows import Block, Chunk, ChunkEncoder
+from tuningfork.data.tokens.encode_rows import EncodedBatch, RowBatch, RowEncoder
 from tuningfork.errors import DataError
 from tuningfork.files import SCRATCH_CURE, explained, scratch
 
-CHUNK = 256  # rows encoded in one call: enough to keep the tokenizer's threads busy, few enough to show progress
+BATCH = 256  # rows encoded in one call: enough to keep the tokenizer's threads busy, few enough to show progress
 ROWS_A_PROCESS = 2048  # fewer are done sooner without a process of their own, which takes seconds to start
-_AHEAD = 3  # chunks that wait for each process, so that none is idle and few lie in memory
+_AHEAD = 3  # batches that wait for each process, so that none is idle and few lie in memory
 
 OURS = "tuningfork-tokens"  # the name of processes that are started here
 GUARD = (
@@ -53,36 +53,36 @@ def check_started() -> None:
 
 
 class Workers:
-    """Makes blocks of chunks: in this process and, for many rows, in others with an encoder like its own.
+    """Encodes batches: in this process and, for many rows, in others with an encoder like its own.
 
     There are as many as data.workers allows, else one for each core, and no more than all rows until now pay for. They
     stay for further tables until `close`, for they take seconds to start. A daemon process works alone: it may not have
     others.
     """
 
-    def __init__(self, encoder: ChunkEncoder, config: DataConfig) -> None:
+    def __init__(self, encoder: RowEncoder, config: DataConfig) -> None:
         self.encoder, self.config = encoder, config
         self._most = 1 if multiprocessing.current_process().daemon else config.workers or _cores()
         self._rows = 0  # of all tables until now
         self._pool: ProcessPoolExecutor | None = None
         self._processes: list[BaseProcess] = []
-        self._ready: list[Future[Block]] = []  # done once a process is; one for each
+        self._ready: list[Future[EncodedBatch]] = []  # done once a process is; one for each
         self._running = ExitStack()
 
-    def encode(self, rows: Iterable[tuple[int, Row]], count: int, reader: RowReader) -> Iterator[Block]:
-        """A block for each chunk of a table's rows, in their order. `count` is about how many there are.
+    def encode(self, rows: Iterable[tuple[int, Row]], count: int, reader: RowReader) -> Iterator[EncodedBatch]:
+        """What becomes of each batch of a table's rows, in their order. `count` is about how many there are.
 
         Raises DataError where a process is killed, or where no row can be used.
         """
         drawn = iter(rows)
-        chunks = iter(lambda: list(islice(drawn, CHUNK)), [])
+        batches = iter(lambda: list(islice(drawn, BATCH)), [])
         self._rows += count
         wanted = min(self._most, self._rows // ROWS_A_PROCESS)
         if wanted <= 1:
-            yield from (self.encoder(chunk, reader) for chunk in chunks)
+            yield from (self.encoder(batch, reader) for batch in batches)
             return
         try:
-            yield from self._spread(chunks, reader, self._started(wanted, count, reader))
+            yield from self._spread(batches, reader, self._started(wanted, count, reader))
         except BrokenProcessPool as error:
             raise self._killed() from error
 
@@ -112,15 +112,17 @@ class Workers:
         self._pool = pool
         return pool
 
-    def _spread(self, chunks: Iterator[Chunk], reader: RowReader, pool: ProcessPoolExecutor) -> Iterator[Block]:
-        """The blocks of all chunks, made by the processes; the first of them here, while they start."""
-        waiting: deque[Future[Block]] = deque()
+    def _spread(
+        self, batches: Iterator[RowBatch], reader: RowReader, pool: ProcessPoolExecutor
+    ) -> Iterator[EncodedBatch]:
+        """What becomes of all batches, made by the processes; the first of them here, while they start."""
+        waiting: deque[Future[EncodedBatch]] = deque()
         try:
-            for chunk in chunks:
+            for batch in batches:
                 if not waiting and not self._begun():
-                    yield self.encoder(chunk, reader)
+                    yield self.encoder(batch, reader)
                     continue
-                waiting.append(_submit(pool, chunk, reader))
+                waiting.append(_submit(pool, batch, reader))
                 if len(waiting) >= len(self._ready) * _AHEAD:
                     yield waiting.popleft().result()
             while waiting:
@@ -159,15 +161,15 @@ class Workers:
         )
 
 
-def _submit(pool: ProcessPoolExecutor, chunk: Chunk, reader: RowReader) -> Future[Block]:
-    """Hand a chunk to the processes, of which this may start another one.
+def _submit(pool: ProcessPoolExecutor, batch: RowBatch, reader: RowReader) -> Future[EncodedBatch]:
+    """Hand a batch to the processes, of which this may start another one.
 
     Ctrl-C reaches all processes, and the first of them ends the others: for them it is blocked from their beginning.
     Raises DataError where the machine refuses another process.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        return pool.submit(_work, chunk, reader)
+        return pool.submit(_work, batch, reader)
     except OSError as error:
         raise DataError(
             f"The machine refuses another process that turns rows into tokens ({error.strerror or error}). Set "
@@ -177,7 +179,7 @@ def _submit(pool: ProcessPoolExecutor, chunk: Chunk, reader: RowReader) -> Futur
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-_encoder: ChunkEncoder  # of a working process
+_encoder: RowEncoder  # of a working process
 
 
 def _begin(copies: str) -> None:
@@ -185,7 +187,7 @@ def _begin(copies: str) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core already
     threading.Thread(target=_end_with_the_first, daemon=True).start()
     tokenizer, config = pickle.loads(Path(copies).read_bytes())
-    _encoder = ChunkEncoder(tokenizer, config)
+    _encoder = RowEncoder(tokenizer, config)
 
 
 def _end_with_the_first() -> None:
@@ -196,8 +198,8 @@ def _end_with_the_first() -> None:
     os._exit(1)
 
 
-def _work(chunk: Chunk, reader: RowReader) -> Block:
-    return _encoder(chunk, reader)
+def _work(batch: RowBatch, reader: RowReader) -> EncodedBatch:
+    return _encoder(batch, reader)
 
 
 def _cores() -> int:
