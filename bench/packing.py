@@ -31,8 +31,8 @@ from bench import shapes
 from bench.lengths import QUANTILES, draw, examples_of
 from bench.output import emit, environment, parser, table
 from tuningfork.data.config import DataConfig
-from tuningfork.data.packing.balance import balance
-from tuningfork.data.packing.pack import PackLimits, pack, pack_stream, rows_of_each, split_fitting
+from tuningfork.data.packing.balance import balance_examples
+from tuningfork.data.packing.pack import PackLimits, pack_examples, pack_stream, slots_of_each, split_fitting
 from tuningfork.data.prepare import prepare_examples
 from tuningfork.models.load import load_tokenizer
 from tuningfork.models.policy import Policy
@@ -63,9 +63,9 @@ BALANCE = {
 def measure_packing(examples: Sequence[TokenExample], limits: PackLimits, way: str, window: int) -> dict[str, Any]:
     """The line of one way to pack examples, all of which fit."""
     start, own = time.perf_counter(), time.process_time()
-    bins = pack(examples, limits) if way == "set" else list(pack_stream(examples, limits, window))
+    bins = pack_examples(examples, limits) if way == "set" else list(pack_stream(examples, limits, window))
     seconds, own = time.perf_counter() - start, time.process_time() - own
-    used = int(rows_of_each(examples, limits.share_prompt).sum())
+    used = int(slots_of_each(examples, limits.share_prompt).sum())
     return {
         "way": way,
         "examples": len(examples),
@@ -81,7 +81,7 @@ def measure_balance(steps: Iterable[list[int]], ranks: int) -> dict[str, Any]:
     imbalances, bounds, as_drawn, seconds = [], [], [], []
     for costs in steps:
         start = time.perf_counter()
-        shares = balance(costs, ranks)
+        shares = balance_examples(costs, ranks)
         seconds.append(time.perf_counter() - start)
         imbalances.append(shares.imbalance)
         bounds.append(shares.bound / shares.mean)

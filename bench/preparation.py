@@ -78,7 +78,7 @@ def write_conversations(source: str, path: Path, rows: int) -> None:
 
 
 def ours(path: str, tokenizer: str, workers: int, cache: str) -> dict[str, Any]:
-    from tuningfork.data.packing.pack import PackLimits, pack, split_fitting
+    from tuningfork.data.packing.pack import PackLimits, pack_examples, split_fitting
     from tuningfork.data.prepare import prepare_examples
     from tuningfork.models.load import load_tokenizer
 
@@ -88,7 +88,7 @@ def ours(path: str, tokenizer: str, workers: int, cache: str) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     fitting, _ = split_fitting(examples, TOKENS, share_prompt=True)
     start = time.perf_counter()
-    pack(fitting, PackLimits.plan(TOKENS, True, compiled=True))
+    pack_examples(fitting, PackLimits.plan(TOKENS, True, compiled=True))
     return {"rows": report.rows_read, "used": report.used, "seconds": seconds, "packed": time.perf_counter() - start}
 
 

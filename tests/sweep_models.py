@@ -31,7 +31,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.tiny import head_of, random_examples, score_alone
-from tuningfork.data.packing.layout import build
+from tuningfork.data.packing.layout import build_pack
 from tuningfork.errors import ModelError
 from tuningfork.models import attention
 from tuningfork.models.policy import Policy
@@ -178,7 +178,7 @@ def _compare(model: Any) -> None:
     alone.sum().backward()
     truth = {name: weight.grad for name, weight in model.named_parameters()}
     model.zero_grad()
-    batch = build(examples, sum(e.rows(True) for e in examples), share_prompt=True).to(model.device)
+    batch = build_pack(examples, sum(e.slots(True) for e in examples), share_prompt=True).to(model.device)
     _, packed = head_of(policy).backward(
         policy.hidden_rows(batch), policy.head_weight, batch, lambda a, b, logps: logps.sum(), policy.head_bias
     )

@@ -132,8 +132,8 @@ class TokenExample:
         """Tokens with the prompt counted once."""
         return len(self.prompt_ids) + sum(len(a.ids) for a in self.answers)
 
-    def rows(self, share_prompt: bool) -> int:
-        """Rows that it takes up in a pack: its prompt once, or before each of its answers."""
+    def slots(self, share_prompt: bool) -> int:
+        """Token slots that it takes up in a pack: its prompt once, or before each of its answers."""
         return self.unique_tokens if share_prompt else self.plain_tokens
 
     def alone(self) -> list[TokenExample]:
@@ -275,7 +275,7 @@ class PackedBatch:
     answer_of_logit_row: Tensor  # int64 [R]
     answer_lengths: list[int]  # counted tokens of each of the A answers; stays on the host, as what follows does
     examples: tuple[TokenExample, ...]  # N of them, in pack order
-    unique_rows: int  # rows that are no padding
+    used_slots: int  # of the T slots, those that are no padding
 
     @property
     def answers_per_example(self) -> list[int]:

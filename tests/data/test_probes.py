@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.data.rows import assistant, user, write
 from tests.data.tiny_tokenizers import CHATML, INST, byte_bpe
 from tuningfork.data.config import DataConfig
-from tuningfork.data.packing.layout import build
+from tuningfork.data.packing.layout import build_pack
 from tuningfork.data.prepare import prepare_examples
 from tuningfork.data.tokens.tokenize import MERGES
 from tuningfork.data.tokens.truncate import OverLength
@@ -111,7 +111,7 @@ def packed(folder: Path, rows: int) -> PackedBatch:
         *(BOS, *ids("[INST] q [/INST] a "), EOS),  # 21 tokens
         *ids("[INST] r [/INST]"),  # 16
     ]
-    return build(examples, rows, share_prompt=True)
+    return build_pack(examples, rows, share_prompt=True)
 
 
 def test_an_answers_end_has_a_log_prob_where_pad_is_the_same_token(tmp_path: Path) -> None:

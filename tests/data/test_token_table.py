@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tuningfork.data import token_table
-from tuningfork.data.packing.pack import rows_of_each
+from tuningfork.data.packing.pack import slots_of_each
 from tuningfork.data.token_table import Subset, TokenTable, columns_of, joined_columns, mapped_columns, write_columns
 from tuningfork.records import Source, TokenAnswer, TokenExample, column
 
@@ -78,7 +78,7 @@ def test_columns_by_hand(tmp_path: Path) -> None:
     assert margins[0] == 2.0 and np.isnan(margins[1])
 
 
-def test_rows_of_each_by_hand() -> None:
+def test_slots_of_each_by_hand() -> None:
     """A prompt of 3 before answers of 1 and 2, one of 4 before one of 5, a document of 6: shared, and each alone."""
     lengths = [(3, (1, 2)), (4, (5,)), (0, (6,))]
     made = [
@@ -86,11 +86,11 @@ def test_rows_of_each_by_hand() -> None:
     ]
     table = TokenTable("f", columns_of(made))
     for examples in (made, table, Subset([made]), Subset([table]), Subset([Subset([table]), []])):
-        assert rows_of_each(examples, share_prompt=True).tolist() == [3 + 1 + 2, 4 + 5, 6]
-        assert rows_of_each(examples, share_prompt=False).tolist() == [3 + 1 + 3 + 2, 4 + 5, 6]
-    assert rows_of_each(Subset([made, table], [5, 0, 0]), share_prompt=True).tolist() == [6, 6, 6]
+        assert slots_of_each(examples, share_prompt=True).tolist() == [3 + 1 + 2, 4 + 5, 6]
+        assert slots_of_each(examples, share_prompt=False).tolist() == [3 + 1 + 3 + 2, 4 + 5, 6]
+    assert slots_of_each(Subset([made, table], [5, 0, 0]), share_prompt=True).tolist() == [6, 6, 6]
     for nothing in ([], Subset([]), TokenTable("f", columns_of([]))):
-        assert rows_of_each(nothing, True).tolist() == rows_of_each(nothing, False).tolist() == []
+        assert slots_of_each(nothing, True).tolist() == slots_of_each(nothing, False).tolist() == []
 
 
 @given(st.lists(ROW, max_size=6), st.data())

@@ -413,7 +413,7 @@ def test_too_little_memory_for_scoring(job: Job, finished: Job, monkeypatch: pyt
     monkeypatch.setattr(setup.Start, "score", patched_to_fail(setup.Start.score))
     options = ["--policy", str(finished.run / "model")] if command == "eval" else []
     message = job.refused(command, *options)
-    assert re.search(r"scoring a pack of \d+ rows: ", message) and "pack.tokens" in message
+    assert re.search(r"scoring a pack of \d+ tokens: ", message) and "pack.tokens" in message
 
 
 def patched_to_fail(score: Callable[..., Any]) -> Callable[..., Any]:

@@ -84,6 +84,6 @@ class PackConfig:
     """How examples share a pack."""
 
     tokens: Annotated[int, Field(ge=64)] = 8192
-    """Rows of a full pack. Larger packs run faster and need more memory; the numbers do not change."""
+    """Tokens of a full pack. Larger packs run faster and need more memory; the numbers do not change."""
     share_prompt: bool = True
     """Store and compute each prompt once for all of its answers."""

@@ -90,7 +90,7 @@ class StepBatch:
             examples=examples,
             scale=BatchScale.of(examples),
             tokens=int(column(examples, "plain_tokens").sum()),
-            unique_tokens=sum(pack.unique_rows for pack in packs),
+            unique_tokens=sum(pack.used_slots for pack in packs),
             answer_tokens=sum(sum(pack.answer_lengths) for pack in packs),
             rows=sum(len(pack.input_ids) for pack in packs),
         )

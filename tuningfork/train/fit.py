@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tuningfork.data.packing.layout import build
+from tuningfork.data.packing.layout import build_pack
 from tuningfork.data.packing.pack import PackLimits
 from tuningfork.errors import ConfigError, OutOfMemory, enough_memory
 from tuningfork.models.policy import Policy
@@ -128,10 +128,10 @@ class DryRun:
         self.head.backward(hidden, self.policy.head_weight, pack, share, self.policy.head_bias)
 
     def _pack(self, rows: int) -> PackedBatch:
-        rows = self.limits.rows(rows)
+        rows = self.limits.slots(rows)
         config = self.policy.config
         longest = positions(config) or rows
-        return build(list(_pairs(rows, config.vocab_size, longest)), rows, self.limits.share_prompt)
+        return build_pack(list(_pairs(rows, config.vocab_size, longest)), rows, self.limits.share_prompt)
 
 
 def _pairs(rows: int, vocabulary: int, positions: int) -> Iterator[TokenExample]:
@@ -169,7 +169,7 @@ def settle(
     console.print("activation memory: auto, trying full packs by one mode after the other, the fastest first")
     usable, states = _usable(policy.device), optimizer_bytes(policy.model)
     dry = DryRun(policy, head, limits, _cuda_peak)
-    choice = choose(dry.peak, limits.rows(limits.tokens), limits.smallest, usable - states, policy.compiled)
+    choice = choose(dry.peak, limits.slots(limits.tokens), limits.smallest, usable - states, policy.compiled)
     tried = ", ".join(f"{mode} {_gib(taken, states)}" for mode, taken in choice.peaks.items())
     if choice.mode is None:
         raise ConfigError(
@@ -179,7 +179,7 @@ def settle(
         )
     policy.keep_activations(choice.mode)
     console.print(
-        f"activation memory: {choice.mode}, the fastest that fits a pack of {limits.tokens:,} rows into "
+        f"activation memory: {choice.mode}, the fastest that fits a pack of {limits.tokens:,} tokens into "
         f"{_gib(usable)} GiB; GiB needed: {tried}"
     )
 

@@ -255,7 +255,7 @@ def training_steps(
         torch.manual_seed(config.seed * 2**32 + step)  # for rounding by chance: a pure function of (seed, step)
         try:
             rows = max(len(pairs.pack.input_ids) for pairs in batch.packs)
-            with enough_memory(f"step {step + 1}, with packs of up to {rows:,} rows"):
+            with enough_memory(f"step {step + 1}, with packs of up to {rows:,} tokens"):
                 outcome = train_step(
                     start.policy, start.head, start.objective, optimizer, batch, config.max_grad_norm, step == 0
                 )

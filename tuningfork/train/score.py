@@ -17,7 +17,7 @@ def score(policy: Policy, head: Head, batch: PackedBatch) -> Tensor:
     Runs with gradients on although none is taken: a compiler fuses, and so rounds, the forward pass of a graph without
     gradients differently. Scoring and training share one graph, and therefore every bit.
     """
-    with enough_memory(f"scoring a pack of {len(batch.input_ids):,} rows", SCORING):
+    with enough_memory(f"scoring a pack of {len(batch.input_ids):,} tokens", SCORING):
         batch = batch.to(policy.device)
         with torch.enable_grad():
             hidden = policy.hidden_rows(batch)

@@ -197,7 +197,7 @@ def read_sources(
     report.dropped_rows += too_large
     if not examples:
         raise DataError(
-            f"{', '.join(report.sources)}: no example fits a pack of {pack.tokens} rows. Raise pack.tokens."
+            f"{', '.join(report.sources)}: no example fits a pack of {pack.tokens} tokens. Raise pack.tokens."
         )
     console.print(account_line(name, report))
     return examples, report

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiny import random_examples
-from tuningfork.data.packing.layout import build
+from tuningfork.data.packing.layout import build_pack
 from tuningfork.records import ForkLayout, PackedBatch, Source, TokenAnswer, TokenExample
 
 SHAPE = st.tuples(st.integers(0, 20), st.lists(st.integers(1, 12), min_size=1, max_size=3).map(tuple))
@@ -82,7 +82,7 @@ def visible(layout: ForkLayout) -> np.ndarray:
 def pack_of(shapes, padding: int, share: bool) -> tuple[PackedBatch, list[TokenExample], Obvious]:
     examples = random_examples(shapes, holes=True)
     expected = obvious(examples, share)
-    return build(examples, len(expected.ids) + padding, share), examples, expected
+    return build_pack(examples, len(expected.ids) + padding, share), examples, expected
 
 
 @settings(max_examples=120, deadline=None)
@@ -90,7 +90,7 @@ def pack_of(shapes, padding: int, share: bool) -> tuple[PackedBatch, list[TokenE
 def test_content_equals_the_obvious_construction(shapes, padding, share):
     batch, examples, expected = pack_of(shapes, padding, share)
     n = len(expected.ids)
-    assert batch.unique_rows == n
+    assert batch.used_slots == n
     assert len(batch.input_ids) == len(batch.layout.position_of_row) == n + padding
     assert batch.input_ids[:n].tolist() == expected.ids
     assert batch.layout.position_of_row[:n].tolist() == expected.positions
@@ -138,7 +138,7 @@ def test_segments_tile_the_rows_and_the_table_has_few_lengths(shapes, padding, s
 def test_a_row_sees_its_own_sequence_up_to_itself(shapes, padding, share):
     batch, _, expected = pack_of(shapes, padding, share)
     mask = visible(batch.layout)
-    n = batch.unique_rows
+    n = batch.used_slots
     assert [np.flatnonzero(mask[row]).tolist() for row in range(n)] == expected.sequence
     assert not mask[n:, :n].any() and not mask[:n, n:].any()
     # A window counts positions: along what a row sees, they are 0, 1, 2, .. without a gap.
@@ -215,7 +215,7 @@ ONE_TOKEN = hand_made([50], ([60], [True]), ([70], [True]), ([80], [True]))
 
 
 def test_a_shared_pack_written_out_by_hand():
-    batch = build([PAIR, DOCUMENT, ONE_TOKEN], 18, share_prompt=True)
+    batch = build_pack([PAIR, DOCUMENT, ONE_TOKEN], 18, share_prompt=True)
     #                                  10  11| 20  21  22| 30  31| 40  41  42| 50| 60| 70| 80| padding
     assert batch.input_ids.tolist() == [10, 11, 20, 21, 22, 30, 31, 40, 41, 42, 50, 60, 70, 80, 0, 0, 0, 0]
     assert batch.layout.position_of_row.tolist() == [0, 1, 2, 3, 4, 2, 3, 0, 1, 2, 0, 1, 1, 1, 0, 1, 2, 3]
@@ -237,11 +237,11 @@ def test_a_shared_pack_written_out_by_hand():
     assert batch.targets.tolist() == [20, 22, 30, 31, 41, 42, 60, 70, 80]
     assert batch.answer_of_logit_row.tolist() == [0, 0, 1, 1, 2, 2, 3, 4, 5]
     assert batch.answer_lengths == [2, 2, 2, 1, 1, 1]
-    assert batch.unique_rows == 14
+    assert batch.used_slots == 14
 
 
 def test_an_unshared_pack_written_out_by_hand():
-    batch = build([PAIR, DOCUMENT], 15, share_prompt=False)
+    batch = build_pack([PAIR, DOCUMENT], 15, share_prompt=False)
     assert batch.input_ids.tolist() == [10, 11, 20, 21, 22, 10, 11, 30, 31, 40, 41, 42, 0, 0, 0]
     assert batch.layout.position_of_row.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2, 0, 1, 2]
     used, rest = used_and_rest(batch.layout)
@@ -258,22 +258,22 @@ def test_an_unshared_pack_written_out_by_hand():
     assert batch.logit_rows.tolist() == [1, 3, 6, 7, 9, 10]
     assert batch.targets.tolist() == [20, 22, 30, 31, 41, 42]
     assert batch.answer_of_logit_row.tolist() == [0, 0, 1, 1, 2, 2]
-    assert batch.unique_rows == 12
+    assert batch.used_slots == 12
 
 
 def test_a_pack_may_be_filled_to_the_last_row():
-    batch = build([PAIR], 7, share_prompt=True)
+    batch = build_pack([PAIR], 7, share_prompt=True)
     used, rest = used_and_rest(batch.layout)
     assert batch.input_ids.tolist() == [10, 11, 20, 21, 22, 30, 31]
     assert used == [[0, 2, 0, 0, 7], [2, 5, 0, 2, 5], [5, 7, 0, 2, 7]]
     assert rest == [[7] * 5] * 29
-    assert batch.unique_rows == 7
+    assert batch.used_slots == 7
 
 
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "unshared"])
 def test_forked_answers_of_an_empty_prompt_stand_alone(share):
     pair = hand_made([], ([20, 21], [True, True]), ([30], [True]))
-    batch = build([pair], 6, share)
+    batch = build_pack([pair], 6, share)
     assert batch.layout.position_of_row.tolist() == [0, 1, 0, 0, 1, 0]
     padding = [[3, 5, 3, 3, 5], [5, 6, 5, 5, 6]]  # no longer than the longer answer
     assert used_and_rest(batch.layout)[0] == [[0, 2, 0, 0, 2], [2, 3, 2, 2, 3], *padding]
@@ -284,7 +284,7 @@ def test_forked_answers_of_an_empty_prompt_stand_alone(share):
 
 def test_an_empty_prompt_does_not_take_its_neighbours():
     """What was the prompt of the example before, and how far it is seen, ends with that example."""
-    batch = build([PAIR, hand_made([], ([40], [True]), ([41], [True])), PAIR], 16, share_prompt=True)
+    batch = build_pack([PAIR, hand_made([], ([40], [True]), ([41], [True])), PAIR], 16, share_prompt=True)
     assert used_and_rest(batch.layout)[0] == [
         *([0, 2, 0, 0, 7], [2, 5, 0, 2, 5], [5, 7, 0, 2, 7]),
         *([7, 8, 7, 7, 8], [8, 9, 8, 8, 9]),
@@ -294,7 +294,7 @@ def test_an_empty_prompt_does_not_take_its_neighbours():
 
 def test_masks_at_the_ends_of_an_answer():
     example = hand_made([10], ([20, 21, 22], [False, True, False]), ([30, 31], [False, False]))
-    batch = build([example], 8, share_prompt=True)
+    batch = build_pack([example], 8, share_prompt=True)
     assert batch.logit_rows.tolist() == [1]
     assert batch.targets.tolist() == [21]
     assert batch.answer_of_logit_row.tolist() == [0]
@@ -303,12 +303,12 @@ def test_masks_at_the_ends_of_an_answer():
 
 @pytest.mark.parametrize(("documents", "padding", "entries"), [(31, 0, 32), (31, 1, 32), (32, 0, 32), (32, 1, 64)])
 def test_the_table_of_segments_has_a_multiple_of_32_entries(documents, padding, entries):
-    batch = build(random_examples([(0, (2,))] * documents), 2 * documents + padding, share_prompt=True)
+    batch = build_pack(random_examples([(0, (2,))] * documents), 2 * documents + padding, share_prompt=True)
     assert batch.layout.segments.shape == (entries, 5)
 
 
 def test_layout_dtypes_are_what_kernels_take():
-    batch = build([PAIR], 18, share_prompt=True)
+    batch = build_pack([PAIR], 18, share_prompt=True)
     layout = batch.layout
     assert [item.name for item in fields(ForkLayout)] == ["segments", "position_of_row"]
     int64 = (batch.input_ids, batch.logit_rows, batch.targets, batch.answer_of_logit_row, layout.position_of_row)
@@ -319,7 +319,7 @@ def test_layout_dtypes_are_what_kernels_take():
 
 @pytest.mark.parametrize("share", [True, False])
 def test_to_a_device_keeps_every_field(share):
-    batch = build([PAIR, DOCUMENT], 20, share)
+    batch = build_pack([PAIR, DOCUMENT], 20, share)
     moved = batch.to(torch.device("cpu"))
 
     def parts(record):

@@ -214,8 +214,8 @@ def test_build_packs_lays_out_what_the_packer_chose():
     packs = build_packs(examples, limits)
     assert len(packs) > 1
     assert Counter(e.id for pack in packs for e in pack.examples) == Counter(e.id for e in examples)
-    assert all(len(pack.input_ids) == limits.rows(pack.unique_rows) <= 128 for pack in packs)
-    assert sum(pack.unique_rows for pack in packs) == sum(e.unique_tokens for e in examples)
+    assert all(len(pack.input_ids) == limits.slots(pack.used_slots) <= 128 for pack in packs)
+    assert sum(pack.used_slots for pack in packs) == sum(e.unique_tokens for e in examples)
 
 
 @pytest.mark.parametrize("window", [4, 30, 1024])
@@ -223,7 +223,7 @@ def test_packs_in_windows_hold_every_example_once(window):
     examples = random_pairs(100)
     packs = list(packs_in_windows(examples, limits_of(tokens=128), window))
     assert Counter(e.id for pack in packs for e in pack.examples) == Counter(e.id for e in examples)
-    assert sum(pack.unique_rows for pack in packs) == sum(e.unique_tokens for e in examples)
+    assert sum(pack.used_slots for pack in packs) == sum(e.unique_tokens for e in examples)
     assert all(len(pack.input_ids) <= 128 for pack in packs)
 
 
@@ -233,7 +233,7 @@ def test_a_full_pack_has_no_padding(share, compiled):
     examples = random_examples([(10, (20, 24)), (5, (6, 7))])
     rows = sum(e.unique_tokens if share else e.plain_tokens for e in examples)
     [batch] = build_packs(examples, PackLimits.plan(rows, share, compiled))
-    assert batch.unique_rows == len(batch.input_ids) == rows
+    assert batch.used_slots == len(batch.input_ids) == rows
     assert int(batch.layout.segments[:, 1].max()) == rows
 
 
@@ -242,8 +242,6 @@ def test_packs_have_the_rows_that_the_limits_say(share, compiled):
     examples = random_pairs(40)
     limits = PackLimits.plan(1300, share, compiled)
     packs = build_packs(examples, limits)
-    assert [len(pack.input_ids) for pack in packs] == [limits.rows(pack.unique_rows) for pack in packs]
+    assert [len(pack.input_ids) for pack in packs] == [limits.slots(pack.used_slots) for pack in packs]
     assert {len(pack.input_ids) % limits.quantum for pack in packs if len(pack.input_ids) < 1300} <= {0}
-    assert sum(pack.unique_rows for pack in packs) == sum(
-        e.unique_tokens if share else e.plain_tokens for e in examples
-    )
+    assert sum(pack.used_slots for pack in packs) == sum(e.unique_tokens if share else e.plain_tokens for e in examples)

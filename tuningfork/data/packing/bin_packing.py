@@ -14,7 +14,7 @@ from itertools import count, islice
 
 import numpy as np
 
-SPARE = 256  # a bin of a stream is full enough when one row in so many is free
+SPARE = 256  # a bin of a stream is full enough when one part in so many is free
 PATIENCE = 16  # items in a row that could not fill it better, after which it stays as it is
 
 
@@ -31,8 +31,8 @@ def best_fit(sizes: Sequence[int] | np.ndarray, capacity: int) -> np.ndarray:
     """
     sizes = np.fromiter(_checked(sizes, capacity), np.int64)
     kinds, counts = np.unique(sizes, return_counts=True)
-    rooms: list[int] = []  # the numbers of free rows that bins have, sorted, each once
-    bins_with: defaultdict[int, list[int]] = defaultdict(list)  # free rows -> a heap of the bins that have them
+    rooms: list[int] = []  # the amounts of free room that bins have, sorted, each once
+    bins_with: defaultdict[int, list[int]] = defaultdict(list)  # free room -> a heap of the bins that have it
     chosen: list[int] = []  # the bin of each item, largest first
     opened = 0
     for size, waiting in zip(kinds[::-1].tolist(), counts[::-1].tolist(), strict=True):
@@ -60,7 +60,14 @@ def best_fit(sizes: Sequence[int] | np.ndarray, capacity: int) -> np.ndarray:
 
 
 def even_fit(sizes: Sequence[int] | np.ndarray, capacity: int) -> np.ndarray:
-    """As few bins as `best_fit` makes, and the largest of them as small as that allows. Returns and raises as it."""
+    """As few bins as `best_fit` makes, and the largest of them as small as that allows.
+
+    Returns:
+        The bin of each item, as `best_fit` numbers them.
+
+    Raises:
+        ValueError: a size is below 1 or above the capacity.
+    """
     bin_of = best_fit(sizes, capacity)
     bins = int(bin_of.max(initial=-1)) + 1
     if bins < 2:
@@ -77,7 +84,7 @@ def even_fit(sizes: Sequence[int] | np.ndarray, capacity: int) -> np.ndarray:
 
 
 def stream_fit(sizes: Iterable[int], capacity: int, window: int) -> Iterator[list[int]]:
-    """Bins of a stream, nearly all of them full but for a row in SPARE.
+    """Bins of a stream, nearly all of them full but for one part in SPARE.
 
     The item that has waited longest opens a bin, and those of the `window` items behind it join that fill it best. The
     last `window` items of the stream go into bins of like size. Yields the places in the stream of each bin's items, in

@@ -13,12 +13,12 @@ PADDING_ID = 0  # any id of the vocabulary serves: padding rows are computed lik
 SEGMENT_QUANTUM = 32  # the table of segments is filled up with empty ones: a compiler takes lengths of 0 and 1 apart
 
 
-def build(examples: Sequence[TokenExample], rows: int, share_prompt: bool) -> PackedBatch:
+def build_pack(examples: Sequence[TokenExample], rows: int, share_prompt: bool) -> PackedBatch:
     """Lay whole examples side by side into a pack of `rows` rows, the last of them padding. Tensors are on the CPU."""
     laid, examples = _Rows(), tuple(examples)  # made as they are asked for
     for example in examples:
         laid.add(example, share_prompt)
-    unique_rows = laid.count
+    used_slots = laid.count
     laid.pad(rows, longest=max((example.longest for example in examples), default=1))
     return PackedBatch(
         input_ids=_tensor(laid.ids, torch.int64),
@@ -31,7 +31,7 @@ def build(examples: Sequence[TokenExample], rows: int, share_prompt: bool) -> Pa
         answer_of_logit_row=_tensor(laid.answer_of_logit_row, torch.int64),
         answer_lengths=[len(rows) for rows in laid.logit_rows],
         examples=examples,
-        unique_rows=unique_rows,
+        used_slots=used_slots,
     )
 
 

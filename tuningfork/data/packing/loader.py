@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from tuningfork.data.packing.layout import build
+from tuningfork.data.packing.layout import build_pack
 from tuningfork.data.packing.pack import PackLimits, pack_evenly, pack_stream
 from tuningfork.records import PackedBatch, TokenExample
 
@@ -119,11 +119,12 @@ def packs_in_windows(
 ) -> Iterator[PackedBatch]:
     """All examples in packs, each built while the one before is used. They are chosen from a window of examples at a
     time: enough to fill packs well, few enough to begin at once and to keep in memory."""
-    packs = (build(members, rows, limits.share_prompt) for rows, members in pack_stream(examples, limits, window))
+    bins = pack_stream(examples, limits, window)
+    packs = (build_pack(members, slots, limits.share_prompt) for slots, members in bins)
     return ahead(pack.pinned() for pack in packs) if pin_memory else ahead(packs)
 
 
 def build_packs(examples: Sequence[TokenExample], limits: PackLimits, pin_memory: bool = False) -> list[PackedBatch]:
     """Pack the examples and lay each bin out as tensors."""
-    batches = [build(members, rows, limits.share_prompt) for rows, members in pack_evenly(examples, limits)]
+    batches = [build_pack(members, slots, limits.share_prompt) for slots, members in pack_evenly(examples, limits)]
     return [batch.pinned() for batch in batches] if pin_memory else batches
