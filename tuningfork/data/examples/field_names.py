@@ -6,16 +6,17 @@ import difflib
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
+from tuningfork.data.examples.checks import ASKED
 from tuningfork.data.examples.formats import FORMATS
 from tuningfork.data.examples.roles import SHAREGPT
-from tuningfork.data.examples.row_reader import ASKED, COMMON_FIELDS
+from tuningfork.data.examples.row_reader import COMMON_FIELDS
 from tuningfork.data.tables.rows import Row
 from tuningfork.errors import ConfigError, DataError
 
 Names = Mapping[str, str]
 """A name in a file -> ours."""
 Columns = Mapping[str, str | None]
-"""The same, with None for a field that is left out."""
+"""A name of a field in a file -> ours, or None for a field that is left out."""
 
 OURS = sorted({*COMMON_FIELDS, *ASKED, *(key for format in FORMATS.values() for key in (*format.keys, *format.more))})
 """Every field that some format reads."""

@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
-from itertools import combinations
 from typing import Any, NamedTuple
 
+from tuningfork.data.examples.checks import ASKED, check_asked, check_distinct, check_filled, check_turns
 from tuningfork.data.examples.conversations import (
-    OPENING,
     after_prompt,
     fork,
     is_transcript,
     parted,
     renamed_roles,
-    says_something,
     split_transcripts,
     transcript_turns,
     turns,
@@ -56,7 +54,6 @@ COMMON_FIELDS = {
 ROW_ONLY = frozenset(
     (*SYSTEM, REJECTED_SYSTEM, "history", "rejected_tools", "chat_template_kwargs", "weight", "margin")
 )
-ASKED = ("instruction", "input", "question", "query")  # fields that hold what was asked, where no prompt does
 CUT_REPEATED = "answers repeat the prompt: cut off"
 BEGIN_ALIKE = "all answers begin with the whole prompt"
 UPSIDE_DOWN = "chosen is not scored higher"
@@ -129,13 +126,13 @@ def _example(source: Source, row: Row, format: Format, parts: Unpacked, as_text:
         text = string(parts.answers[0][1], parts.answers[0][0])
         if not text.strip():
             raise Unusable("empty answer", "text")
-        _check_asked(row, format, text)
+        check_asked(row, format, text)
         return Example(source, "", (text,), weight=_weight(row))
     beside = {key: value for key, value in row.items() if key not in format.keys}
     found: tuple[Any, list[Any]] = _text_parts(source, parts, beside) if as_text else _turn_parts(parts, beside, names)
     prompt, answers = found
-    _check_asked(row, format, prompt if isinstance(prompt, str) else "\n".join(turn.content for turn in prompt))
-    _check_distinct(parts, answers)
+    check_asked(row, format, prompt if isinstance(prompt, str) else "\n".join(turn.content for turn in prompt))
+    check_distinct(parts, answers)
     return Example(
         source,
         prompt,
@@ -165,7 +162,7 @@ def _text_parts(source: Source, parts: Parts, row: Row) -> tuple[str, list[str]]
         prompt, *answers = [string(value, name) for name, value in values]
         if longer := [name for name, value in parts.answers if is_transcript(value)]:
             raise Unusable("prompts differ", f"{longer[0]} is a whole transcript that does not begin with the prompt")
-    _check_filled(parts, [bool(answer.strip()) for answer in answers])
+    check_filled(parts, [bool(answer.strip()) for answer in answers])
     return prompt, answers
 
 
@@ -198,7 +195,8 @@ def _turn_parts(parts: Parts, row: Row, names: MessageNames) -> tuple[Turns, lis
         raise Unusable(
             "two system messages", f"{REJECTED_SYSTEM} is not the one of the prompt, which both answers have"
         )
-    return _checked(parts, prompt, found)
+    check_turns(parts, prompt, found)
+    return prompt, found
 
 
 def _with_history(prompt: Turns, row: Row, names: MessageNames) -> Turns:
@@ -236,54 +234,6 @@ def _first_answer(conversation: Turns) -> tuple[Turns, list[Turns]]:
     if first is None:
         raise Unusable("no assistant turn", f"roles are {', '.join(turn.role for turn in conversation)}")
     return conversation[:first], [conversation[first:]]
-
-
-def _checked(parts: Parts, prompt: Turns, answers: list[Turns]) -> tuple[Turns, list[Turns]]:
-    if not prompt:
-        raise Unusable("empty prompt", "the answers have no turn before them")
-    _check_filled(parts, [bool(answer) for answer in answers])
-    for (name, _), answer in zip(parts.answers, answers, strict=True):
-        if answer[-1].role != "assistant":
-            raise Unusable("last turn not assistant", f"{name!r} ends with a {answer[-1].role} turn")
-        if answer[0].role != "assistant":
-            raise Unusable("answer starts with another role", f"{name!r} starts with a {answer[0].role} turn")
-    _check_filled(parts, [all(map(says_something, (m for m in a if m.role == "assistant"))) for a in answers])
-    for place, message in enumerate(prompt, 1):
-        if message.role not in OPENING and not says_something(message):
-            raise Unusable("empty message", f"message {place} of the prompt, of role {message.role}")
-    if prompt[-1].role == "assistant":
-        raise Unusable(
-            "prompt ends with an assistant turn",
-            "an answer would be a second one in a row; end the prompt with a user or tool turn, or give text to be "
-            "continued as strings with data.template: none",
-        )
-    return prompt, answers
-
-
-def _check_filled(parts: Parts, full: list[bool]) -> None:
-    if not all(full):
-        empty = [name for (name, _), there in zip(parts.answers, full, strict=True) if not there]
-        raise Unusable("empty answer", " and ".join(empty))
-
-
-def _check_distinct(parts: Parts, answers: Sequence[Turns | str]) -> None:
-    names = [name for name, _ in parts.answers]
-    for (first, one), (second, other) in combinations(zip(names, answers, strict=True), 2):
-        if one == other:
-            reason = "chosen equals rejected" if len(answers) == 2 else "answers are equal"
-            raise Unusable(reason, "" if len(answers) == 2 else f"{first} and {second}")
-
-
-def _check_asked(row: Row, format: Format, prompt: str) -> None:
-    """Raise Unusable where a field that usually holds what was asked says something that the prompt does not."""
-    for key in ASKED:
-        if key not in (*format.keys, *format.more) and filled(row, key):
-            value = row[key]
-            if not isinstance(value, str) or value.strip() not in prompt:
-                raise Unusable(
-                    "unsupported field",
-                    f"{key} is filled, and what is read does not hold it; put it there or remove the field",
-                )
 
 
 def _weight(row: Row) -> float:

@@ -97,7 +97,7 @@ def parsed(value: Any, field: str) -> Any:
 
 
 def given(value: Any, field: str) -> Any:
-    """The same, or None where it says nothing, as such or as text: null, an empty list or object, no text."""
+    """The value, parsed where it is JSON text; None where it says nothing: null, an empty list or object, no text."""
     if isinstance(value, str) and not value.strip():
         return None
     value = parsed(value, field)

@@ -105,7 +105,7 @@ class PackLoader:
 
 
 def ahead(items: Iterable[Item]) -> Iterator[Item]:
-    """The same items; while one is used, a thread makes the next. What it raises is raised where that one is taken."""
+    """Yield the items; while one is used, a thread makes the next. What it raises is raised where that one is taken."""
     source, end = iter(items), object()
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="ahead") as pool:
         coming = pool.submit(next, source, end)

@@ -87,7 +87,7 @@ def _expand(source: str, use: Use) -> Tables:
 
 
 def expand_sources(sources: str | Sequence[str], use: Use = "train") -> list[Tables]:
-    """The tables of each source. Raises DataError as `expand`, and where one table would be read twice."""
+    """The tables of each source. Raises DataError where a source has none, or where one table would be read twice."""
     found = [expand_source(source, use) for source in ([sources] if isinstance(sources, str) else sources)]
     seen: dict[str, str] = {}
     for tables in found:

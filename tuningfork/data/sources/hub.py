@@ -21,7 +21,7 @@ _BARE = re.compile(rf"{HUB_NAME}(?::[\w.+-]+)?")
 
 
 def pinned_sources(sources: Sources, commit: Commit) -> Sources:
-    """The same sources, those of the hub as ``hub:owner/name@commit:split`` where `commit` knows theirs.
+    """The sources with those of the hub as ``hub:owner/name@commit:split``, where `commit` knows their commit.
 
     ``owner/name`` is one without `hub:`, if there is neither such a file nor a folder `owner` here.
     """

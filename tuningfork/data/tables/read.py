@@ -74,13 +74,13 @@ def read_rows(path: str | Path) -> Rows:
 
 
 def check_exists(table: str) -> None:
-    """Raise DataError as `read_rows` does for a file that is not there, empty or of no known kind; it is not opened."""
+    """Raise DataError for a file that is not there, is empty or of no known kind; it is not opened."""
     if not table.startswith(HUB) and not is_saved_dataset(Path(table)):
         _checked_suffix(Path(table))
 
 
 def digest_of(table: str) -> str:
-    """A hash of a table's bytes and of what kind of file they are. Raises DataError as `read_rows`."""
+    """A hash of a table's bytes and of what kind of file they are. Raises DataError where they cannot be read."""
     if table.startswith(HUB):
         with _loading(table):
             files = [Path(file["filename"]) for file in _from_hub(table).cache_files]

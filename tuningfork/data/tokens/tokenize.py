@@ -186,7 +186,7 @@ class _Sequence(NamedTuple):
         return cls(_ids(ids), *np.array(offsets, dtype=np.int64).reshape(-1, 2).T)
 
     def moved(self, characters: int) -> _Sequence:
-        """The same tokens in a text that has this many characters in front."""
+        """The tokens as they stand in a text that has this many characters in front."""
         return _Sequence(self.ids, self.starts + characters, self.stops + characters)
 
     def tokens_before(self, border: int) -> int:
