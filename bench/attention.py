@@ -32,8 +32,8 @@ from torch import Tensor
 from bench.output import device, emit, environment, failure, parser, rounded, table
 from bench.shapes import random_pairs, yardstick
 from bench.timing import free_memory, median_ms
-from tuningfork.data.layout import build
-from tuningfork.data.pack import PackLimits, pack
+from tuningfork.data.packing.layout import build_pack
+from tuningfork.data.packing.pack import PackLimits, pack_examples
 from tuningfork.kernels import attention as kernel_room
 from tuningfork.models.flops import FlopCounter
 from tuningfork.records import ForkLayout, PackedBatch, TokenExample
@@ -87,14 +87,14 @@ class Layouts:
     @classmethod
     def of(cls, examples: Sequence[TokenExample], tokens: int) -> Layouts:
         """The examples of the fullest shared pack of `tokens` rows; each layout takes as few rows as it can."""
-        bins = pack(examples, PackLimits.plan(tokens, share_prompt=True, compiled=True))
+        bins = pack_examples(examples, PackLimits.plan(tokens, share_prompt=True, compiled=True))
         _, chosen = max(bins, key=lambda found: sum(e.unique_tokens for e in found[1]))
         return cls(chosen, cls._lay(chosen, True), cls._lay(chosen, False))
 
     @staticmethod
     def _lay(chosen: Sequence[TokenExample], share: bool) -> PackedBatch:
-        rows = sum(example.rows(share) for example in chosen)
-        return build(chosen, -(-rows // 128) * 128, share)
+        rows = sum(example.slots(share) for example in chosen)
+        return build_pack(chosen, -(-rows // 128) * 128, share)
 
 
 def kernels(names: list[str] | None, where: torch.device) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def compare(layouts: Layouts, kernel: Any, shape: Shape, repeats: int, layers: i
     if all("whole_ms" in line for line in lines.values()):
         lines[True] |= {
             "saved": rounded(1 - lines[True]["whole_ms"] / lines[False]["whole_ms"], 3),
-            "saved_tokens": rounded(1 - layouts.shared.unique_rows / layouts.unshared.unique_rows, 3),
+            "saved_tokens": rounded(1 - layouts.shared.used_slots / layouts.unshared.used_slots, 3),
             "saved_pairs": rounded(1 - pairs_once / pairs_repeated, 3),
         }
     return [{k: round(v, 4) if k.endswith("_ms") else v for k, v in line.items()} for line in lines.values()]

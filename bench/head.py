@@ -31,8 +31,8 @@ from torch.nn import functional as F
 from bench.output import device, emit, environment, failure, parser, peak, rounded, table
 from bench.shapes import random_pairs
 from bench.timing import free_memory, median_ms, transient_bytes
-from tuningfork.data.loader import build_packs
-from tuningfork.data.pack import PackLimits
+from tuningfork.data.packing.loader import build_packs
+from tuningfork.data.packing.pack import PackLimits
 from tuningfork.kernels.select import plain, select
 from tuningfork.models.head import Head, _Projection
 from tuningfork.objective.base import Answers

@@ -30,11 +30,10 @@ import torch
 from bench import shapes
 from bench.lengths import QUANTILES, draw, examples_of
 from bench.output import emit, environment, parser, table
-from tuningfork.data.audit import prepare
 from tuningfork.data.config import DataConfig
-from tuningfork.data.pack import PackLimits, pack, pack_stream, split_fitting
-from tuningfork.data.store import rows_of_each
-from tuningfork.distributed.balance import balance
+from tuningfork.data.packing.pack import PackLimits, pack_examples, pack_stream, slots_of_each, split_fitting
+from tuningfork.data.prepare import prepare_examples
+from tuningfork.distributed.balance import balance_examples
 from tuningfork.models.load import load_tokenizer
 from tuningfork.models.policy import Policy
 from tuningfork.records import TokenExample
@@ -64,9 +63,9 @@ BALANCE = {
 def measure_packing(examples: Sequence[TokenExample], limits: PackLimits, way: str, window: int) -> dict[str, Any]:
     """The line of one way to pack examples, all of which fit."""
     start, own = time.perf_counter(), time.process_time()
-    bins = pack(examples, limits) if way == "set" else list(pack_stream(examples, limits, window))
+    bins = pack_examples(examples, limits) if way == "set" else list(pack_stream(examples, limits, window))
     seconds, own = time.perf_counter() - start, time.process_time() - own
-    used = int(rows_of_each(examples, limits.share_prompt).sum())
+    used = int(slots_of_each(examples, limits.share_prompt).sum())
     return {
         "way": way,
         "examples": len(examples),
@@ -82,7 +81,7 @@ def measure_balance(steps: Iterable[list[int]], ranks: int) -> dict[str, Any]:
     imbalances, bounds, as_drawn, seconds = [], [], [], []
     for costs in steps:
         start = time.perf_counter()
-        shares = balance(costs, ranks)
+        shares = balance_examples(costs, ranks)
         seconds.append(time.perf_counter() - start)
         imbalances.append(shares.imbalance)
         bounds.append(shares.bound / shares.mean)
@@ -100,7 +99,7 @@ def measure_balance(steps: Iterable[list[int]], ranks: int) -> dict[str, Any]:
 def lengths_of(data: str, tokenizer: str) -> np.ndarray:
     """Lengths of the usable pairs of a file, int64 [n, 3]: prompt, chosen, rejected."""
     loaded = load_tokenizer(tokenizer)
-    examples, _ = prepare(data, loaded, DataConfig(max_length=2**31), len(loaded))
+    examples, _ = prepare_examples(data, loaded, DataConfig(max_length=2**31), len(loaded))
     return np.array([[len(e.prompt_ids), *(len(a.ids) for a in e.answers)] for e in examples])
 
 

@@ -34,8 +34,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from tuningfork.data.config import DataConfig
-from tuningfork.data.survey import open_table
-from tuningfork.data.values import Unusable
+from tuningfork.data.examples.infer_format import open_table
+from tuningfork.data.examples.values import Unusable
 from tuningfork.records import Example, Message
 
 # More is imported where it is needed: processes that make tokens import this file again, and PyTorch takes seconds.
@@ -78,17 +78,17 @@ def write_conversations(source: str, path: Path, rows: int) -> None:
 
 
 def ours(path: str, tokenizer: str, workers: int, cache: str) -> dict[str, Any]:
-    from tuningfork.data.audit import prepare
-    from tuningfork.data.pack import PackLimits, pack, split_fitting
+    from tuningfork.data.packing.pack import PackLimits, pack_examples, split_fitting
+    from tuningfork.data.prepare import prepare_examples
     from tuningfork.models.load import load_tokenizer
 
     loaded, config = load_tokenizer(tokenizer), DataConfig(max_length=MAX_LENGTH, workers=workers)
     start = time.perf_counter()
-    examples, report = prepare(path, loaded, config, 10**9, cache=Path(cache))
+    examples, report = prepare_examples(path, loaded, config, 10**9, cache=Path(cache))
     seconds = time.perf_counter() - start
     fitting, _ = split_fitting(examples, TOKENS, share_prompt=True)
     start = time.perf_counter()
-    pack(fitting, PackLimits.plan(TOKENS, True, compiled=True))
+    pack_examples(fitting, PackLimits.plan(TOKENS, True, compiled=True))
     return {"rows": report.rows_read, "used": report.used, "seconds": seconds, "packed": time.perf_counter() - start}
 
 

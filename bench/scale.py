@@ -25,10 +25,10 @@ import torch
 
 from bench.lengths import QUANTILES, draw
 from bench.output import emit, environment, parser, rounded, table
-from tuningfork.data.audit import dataset_digest
-from tuningfork.data.loader import EpochOrder, build_packs, packs_in_windows
-from tuningfork.data.pack import PackLimits, split_fitting
-from tuningfork.data.store import TYPES, Selection, TokenTable
+from tuningfork.data.packing.loader import EpochOrder, build_packs, packs_in_windows
+from tuningfork.data.packing.pack import PackLimits, split_fitting
+from tuningfork.data.prepare import dataset_digest
+from tuningfork.data.token_table import TYPES, Subset, TokenTable
 from tuningfork.models.flops import FlopCounter
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.records import column
@@ -43,7 +43,7 @@ FLUSH_EVERY = 2**13
 Found = TypeVar("Found")
 
 
-def many_pairs(lengths: np.ndarray) -> Selection:
+def many_pairs(lengths: np.ndarray) -> Subset:
     """Pairs of these lengths, int64 [n, 3], as a run has them that read them from a token cache."""
     pairs, tokens, rng = len(lengths), int(lengths.sum()), np.random.default_rng(0)
     said: dict[str, Any] = {
@@ -61,12 +61,12 @@ def many_pairs(lengths: np.ndarray) -> Selection:
     columns = {name: np.asarray(said[name], dtype=kind) for name, kind in TYPES.items()}
     rows = TokenTable("drawn", columns)
     columns["content"][:] = column(list(rows), "content")
-    return Selection([Selection([rows])])
+    return Subset([Subset([rows])])
 
 
-def start_and_scoring(pairs: Selection, limits: PackLimits, folder: Path) -> Iterator[tuple[str, float]]:
+def start_and_scoring(pairs: Subset, limits: PackLimits, folder: Path) -> Iterator[tuple[str, float]]:
     """What a start does with all pairs, in its order; with a reference cache that is filled on the way."""
-    objective, everything = ObjectiveConfig().build(), [pairs, Selection([])]
+    objective, everything = ObjectiveConfig().build(), [pairs, Subset([])]
     yield "start: which fit a pack", _seconds(lambda: split_fitting(pairs, limits.tokens, True))
     yield "start: the longest", _seconds(lambda: column(pairs, "longest").max())
     yield "start: the objective's check", _seconds(lambda: objective.check(pairs))
@@ -91,12 +91,12 @@ def start_and_scoring(pairs: Selection, limits: PackLimits, folder: Path) -> Ite
     yield "start: looking for what is not cached", _seconds(lambda: store.missing(pairs))
 
 
-def scoring_packs(pairs: Selection, limits: PackLimits) -> float:
+def scoring_packs(pairs: Subset, limits: PackLimits) -> float:
     """Seconds to pack and lay out all pairs, as for the reference and an evaluation."""
     return _seconds(lambda: sum(1 for _ in packs_in_windows(pairs, limits)))
 
 
-def of_a_step(pairs: Selection, batch: int, limits: PackLimits, store: ReferenceStore) -> Iterator[tuple[str, float]]:
+def of_a_step(pairs: Subset, batch: int, limits: PackLimits, store: ReferenceStore) -> Iterator[tuple[str, float]]:
     """Host work for a step of `batch` pairs: the median of five steps, after one that is not counted."""
     objective = ObjectiveConfig().build()
     flops = FlopCounter(10**9, 10**8, ((2048, None),) * 16)

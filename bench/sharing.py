@@ -38,7 +38,7 @@ from bench.attention import RATIOS, visible_pairs
 from bench.device_time import DeviceProfile
 from bench.output import device, emit, environment, parser, rounded, table
 from bench.timing import free_memory
-from tuningfork.data.layout import build
+from tuningfork.data.packing.layout import build_pack
 from tuningfork.models.policy import Policy
 from tuningfork.records import PackedBatch, TokenExample
 
@@ -64,11 +64,11 @@ def fill(examples: list[TokenExample], rows: int, share_prompt: bool) -> PackedB
     """A pack of `rows` rows with as many of the examples as fit, the first ones first."""
     chosen, used = [], 0
     for example in examples:
-        needed = example.rows(share_prompt)
+        needed = example.slots(share_prompt)
         if used + needed <= rows:
             chosen.append(example)
             used += needed
-    return build(chosen, rows, share_prompt)
+    return build_pack(chosen, rows, share_prompt)
 
 
 def pairs_that_fill(ratio: float, answer: int, rows: int, vocabulary: int) -> list[TokenExample]:

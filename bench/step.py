@@ -26,8 +26,8 @@ from bench.output import device, emit, environment, parser, peak, rounded, table
 from bench.timing import free_memory
 from bench.workload import pairs as workload
 from bench.workload import stats
-from tuningfork.data.loader import EpochOrder, PackLoader, build_packs
-from tuningfork.data.pack import PackLimits
+from tuningfork.data.packing.loader import EpochOrder, PackLoader, build_packs
+from tuningfork.data.packing.pack import PackLimits
 from tuningfork.models.config import ACTIVATION_MEMORY_FORMS
 from tuningfork.models.flops import FlopCounter
 from tuningfork.models.load import Loaded, hold_weights

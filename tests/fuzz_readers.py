@@ -29,8 +29,8 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from tests.data.tiny_tokenizers import CHATML, INST, REWRITING, byte_bpe
-from tuningfork.data.audit import prepare
 from tuningfork.data.config import DataConfig
+from tuningfork.data.prepare import prepare_examples
 from tuningfork.errors import DataError, TuningforkError
 
 VOCAB = 260
@@ -50,7 +50,7 @@ class Finding:
     report: str
 
 
-# ---- valid rows, in every form
+# ---- valid rows, in every format
 
 
 def pair(rng: random.Random) -> Row:
@@ -203,7 +203,7 @@ OTHERS = ("environment", "function", "developer", "human", "tool", "ipython", "s
 
 
 def other(rng: random.Random) -> Row:
-    """Fields of several forms, with values of any kind."""
+    """Fields of several formats, with values of any kind."""
     names = (
         "text",
         "messages",
@@ -491,7 +491,7 @@ def fuzz(
 def tried(case: int, path: Path, tokenizer: Any, config: DataConfig) -> Finding | None:
     begun = time.monotonic()
     try:
-        used, report = prepare(path, tokenizer, config, VOCAB)
+        used, report = prepare_examples(path, tokenizer, config, VOCAB)
     except DataError as error:
         if str(path) not in str(error):
             return Finding(

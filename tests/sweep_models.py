@@ -31,7 +31,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.tiny import random_examples, score_alone, scorer_of
-from tuningfork.data.layout import build
+from tuningfork.data.packing.layout import build_pack
 from tuningfork.errors import ModelError
 from tuningfork.models import attention
 from tuningfork.models.policy import Policy
@@ -178,7 +178,7 @@ def _compare(model: Any) -> None:
     alone.sum().backward()
     truth = {name: weight.grad for name, weight in model.named_parameters()}
     model.zero_grad()
-    batch = build(examples, sum(e.rows(True) for e in examples), share_prompt=True).to(model.device)
+    batch = build_pack(examples, sum(e.slots(True) for e in examples), share_prompt=True).to(model.device)
     _, packed = scorer_of(policy).backward(batch, lambda a, b, logps: logps.sum())
     worst = float((packed - alone).detach().abs().max() / alone.detach().abs().max())
     assert worst < LOGPS_AGREE, f"log-probs differ by {worst:.1e}"

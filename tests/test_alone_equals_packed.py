@@ -72,8 +72,8 @@ def test_float64_packed_equals_alone(family, share_prompt):
 def test_a_pack_filled_to_the_last_row_equals_alone(family, share_prompt):
     policy = tiny_policy(family)
     examples = random_examples(SHAPES, holes=True)
-    batch = one_pack(examples, share_prompt, tokens=one_pack(examples, share_prompt).unique_rows)
-    assert batch.unique_rows == len(batch.input_ids)
+    batch = one_pack(examples, share_prompt, tokens=one_pack(examples, share_prompt).used_slots)
+    assert batch.used_slots == len(batch.input_ids)
     weights = torch.linspace(-1, 2, batch.answer_of_logit_row.max() + 1, dtype=torch.float64)
 
     expected, truth = _weighted_alone(policy, examples, weights)

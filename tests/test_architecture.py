@@ -39,10 +39,23 @@ ROOMS = {
     "train": {"data", "distributed", "models", "objective", "reference", "report"},
     "lab": {"train", "data", "distributed", "kernels", "models", "objective", "reference", "report"},
 }
+DATA = {  # what is in data/, each with those before it that it may import
+    "token_table": set(),
+    "packing": set(),
+    "tables": set(),
+    "sources": {"tables"},
+    "examples": {"tables"},
+    "config": {"examples"},
+    "template_file": {"config"},
+    "tokens": {"token_table", "tables", "examples", "config"},
+    "token_cache": {"token_table", "tables", "examples", "config", "tokens"},
+    "prepare": {"token_table", "sources", "examples", "config", "tokens", "token_cache"},
+    "summary": {"packing", "examples", "config", "tokens", "prepare"},
+}
 
 
 def name_of(path: Path) -> str:
-    """``tuningfork/data/pack.py`` -> ``data.pack``; a package is its folder, the house itself the empty name."""
+    """``tuningfork/data/config.py`` -> ``data.config``; a package is its folder, the house itself the empty name."""
     parts = list(path.relative_to(ROOT).with_suffix("").parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -82,7 +95,7 @@ def imports(module: str) -> frozenset[str]:
 
 def test_the_reader_of_imports_sees_what_is_there():
     """Guards the guard: a few imports of each kind that are known to exist."""
-    assert "data.pack" in imports("data.loader")
+    assert "data.packing.pack" in imports("data.packing.loader")
     assert "kernels.attention.fork" in imports("kernels.select")  # inside a function
     assert "models.attention" in imports("models.load")  # a module imported from its package
     assert {"config", "recipe", "commands"} <= imports("cli")
@@ -104,6 +117,23 @@ def test_a_room_imports_only_from_rooms_that_the_table_allows(name):
         if room(module) == name
         for other in imports(module)
         if room(other) not in allowed
+    }
+    assert not wrong
+
+
+def test_what_is_in_data_imports_only_what_comes_before_it():
+    def part(module: str) -> str:
+        return module.removeprefix("data.").partition(".")[0]
+
+    for place, (name, allowed) in enumerate(DATA.items()):
+        assert allowed <= set(list(DATA)[:place]), name
+    inside = {module for module in modules() if module.startswith("data.")}
+    assert {part(module) for module in inside} == set(DATA)
+    wrong = {
+        f"{module} imports {other}"
+        for module in inside
+        for other in imports(module) & inside
+        if part(other) not in {part(module), *DATA[part(module)]}
     }
     assert not wrong
 
@@ -328,7 +358,7 @@ def test_a_process_that_makes_tokens_imports_no_more_than_it_needs() -> None:
     """Each would take seconds and hundreds of megabytes for it."""
     imported = "[name for name in ('torch', 'datasets', 'pandas', 'pyarrow') if name in sys.modules]"
     told = subprocess.run(
-        [sys.executable, "-c", f"import sys, tuningfork.cli, tuningfork.data.workers; print({imported})"],
+        [sys.executable, "-c", f"import sys, tuningfork.cli, tuningfork.data.tokens.workers; print({imported})"],
         capture_output=True,
         text=True,
         check=True,

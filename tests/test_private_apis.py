@@ -45,7 +45,7 @@ from tests.data.tiny_tokenizers import CHATML, byte_bpe, sentence_piece, word_le
 from tests.payload import Payload
 from tests.private_uses import PAGE, listed, marks, sources, unmarked
 from tests.tiny import tiny_model
-from tuningfork.data.dated import at_date
+from tuningfork.data.tokens.template_date import at_date
 from tuningfork.errors import is_of_memory, is_panic, of_pickle
 from tuningfork.models import attention, compiler
 from tuningfork.models.attention import hand_down

@@ -22,7 +22,7 @@ NEEDED = {  # the end of a call's name -> what it must be told
 PLAIN = {"GenerationConfig.from_pretrained"}  # numbers and names alone, and it knows no such setting
 PICKLES = {  # who may unpickle, and what
     "tuningfork/train/checkpoint_reader.py",  # by names that it knows
-    "tuningfork/data/workers.py",  # what the process wrote itself, in a folder that nobody else may enter
+    "tuningfork/data/tokens/workers.py",  # what the process wrote itself, in a folder that nobody else may enter
 }
 UNPICKLERS = {"pickle.load", "pickle.loads", "pickle.Unpickler", "pickle._Unpickler"}
 RUN = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "jinja2.Template"}

@@ -10,8 +10,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from tuningfork.data.layout import build
-from tuningfork.data.pack import PackLimits
+from tuningfork.data.packing.layout import build_pack
+from tuningfork.data.packing.pack import PackLimits
 from tuningfork.kernels.select import Kernels, plain
 from tuningfork.models import attention
 from tuningfork.models.head import Head
@@ -114,7 +114,7 @@ def random_pairs(n: int, seed: int = 0, longest: int = 20, vocab: int = VOCAB) -
 
 
 def one_pack(examples: Sequence[TokenExample], share_prompt: bool, tokens: int = 256) -> PackedBatch:
-    return build(examples, tokens, share_prompt)
+    return build_pack(examples, tokens, share_prompt)
 
 
 def limits_of(tokens: int = 256, share_prompt: bool = True) -> PackLimits:

@@ -11,14 +11,14 @@ import torch
 
 from tuningfork import __version__
 from tuningfork.config import check, from_yaml
-from tuningfork.data.audit import check_names_used, dataset_digest
-from tuningfork.data.hub import commit_in, newest_commit, pinned
-from tuningfork.data.loader import EpochOrder
-from tuningfork.data.own_template import with_template
-from tuningfork.data.pack import PackLimits
-from tuningfork.data.sources import Use, check_sources
+from tuningfork.data.packing.loader import EpochOrder
+from tuningfork.data.packing.pack import PackLimits
+from tuningfork.data.prepare import check_names_used, dataset_digest
+from tuningfork.data.sources.expand import Use, check_sources
+from tuningfork.data.sources.hub import commit_in, newest_commit, pinned_sources
 from tuningfork.data.summary.sets import SetData
 from tuningfork.data.summary.summarize import summarize
+from tuningfork.data.template_file import with_template
 from tuningfork.errors import ConfigError, ModelError, RunFolderError, counted, visible
 from tuningfork.files import exclusive
 from tuningfork.models.config import ModelConfig
@@ -196,7 +196,7 @@ def evaluate(config: RunConfig, policy: str | None, console: Console | None = No
         "seconds": result.seconds,
         "version": __version__,
     }
-    said = f"{Path(policy or MODEL).name} on {Path(next(iter(report.forms))).stem}"
+    said = f"{Path(policy or MODEL).name} on {Path(next(iter(report.formats))).stem}"
     console.print("", f"written to {eval_files.write(folder, said, facts, result.as_dict(), more)}")
     return 0
 
@@ -256,7 +256,7 @@ def _run_in(folder: Path) -> RunConfig | None:
 
 def _dated(config: RunConfig, run: RunConfig | None) -> RunConfig:
     """The same with the day that chat templates print: its own, or that of the `run` in its folder, or today."""
-    return replace(config, data=config.data.dated(began=run.data.date if run else None))
+    return replace(config, data=config.data.with_day(began=run.data.date if run else None))
 
 
 def _as_before(config: RunConfig, run: RunConfig | None) -> RunConfig:
@@ -268,18 +268,18 @@ def _as_before(config: RunConfig, run: RunConfig | None) -> RunConfig:
     model, data = config.model, config.data
     if ours is not None and theirs is not None and ours == HubName(theirs.repository, None):
         model = replace(model, path=run.model.path)
-    data = replace(data, train=pinned(data.train, commit_in(run.data.train)))
+    data = replace(data, train=pinned_sources(data.train, commit_in(run.data.train)))
     if data.eval is not None:
-        data = replace(data, eval=pinned(data.eval, commit_in(run.data.eval)))
+        data = replace(data, eval=pinned_sources(data.eval, commit_in(run.data.eval)))
     return replace(config, model=model, data=data)
 
 
 def _located(config: RunConfig, console: Console, weights: bool = True) -> tuple[RunConfig, str]:
     """The same with everything from the hub at one commit and the model's path on this machine; and as config.yaml
     keeps it, where the model's name with that commit stands for its path. Raises ModelError."""
-    data = replace(config.data, train=pinned(config.data.train, newest_commit))
+    data = replace(config.data, train=pinned_sources(config.data.train, newest_commit))
     if data.eval is not None:
-        data = replace(data, eval=pinned(data.eval, newest_commit))
+        data = replace(data, eval=pinned_sources(data.eval, newest_commit))
     config = replace(config, data=data)
     name = hub_name(config.model.path)
     if name is None:

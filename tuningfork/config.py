@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 from tuningfork import recipe as recipes
-from tuningfork.data.columns import check_columns
 from tuningfork.data.config import DataConfig, PackConfig
-from tuningfork.data.own_template import read_template
-from tuningfork.data.roles import check_roles
+from tuningfork.data.examples.field_names import check_columns
+from tuningfork.data.examples.roles import check_roles
+from tuningfork.data.template_file import read_template
 from tuningfork.errors import ConfigError, counted
 from tuningfork.run_config import RunConfig
 from tuningfork.train.config import TrainConfig

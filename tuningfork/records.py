@@ -132,8 +132,8 @@ class TokenExample:
         """Tokens with the prompt counted once."""
         return len(self.prompt_ids) + sum(len(a.ids) for a in self.answers)
 
-    def rows(self, share_prompt: bool) -> int:
-        """Rows that it takes up in a pack: its prompt once, or before each of its answers."""
+    def slots(self, share_prompt: bool) -> int:
+        """Token slots that it takes up in a pack: its prompt once, or before each of its answers."""
         return self.unique_tokens if share_prompt else self.plain_tokens
 
     def alone(self) -> list[TokenExample]:
@@ -183,8 +183,8 @@ _COLUMNS: dict[str, tuple[str, Callable[[TokenExample], Any]]] = {
 def column(examples: Sequence[TokenExample], name: str) -> np.ndarray:
     """One fact of each of many examples, [n], by the name that TokenExample has for it; `answers` are counted.
 
-    A label or margin that is not there is -1 or NaN. A sequence that keeps columns (data/store.py) makes no example
-    for it: a million of them would take half a minute.
+    A label or margin that is not there is -1 or NaN. A sequence that keeps columns (data/token_table.py) makes no
+    example for it: a million of them would take half a minute.
     """
     kept = getattr(examples, "column", None)
     if kept is not None:
@@ -227,7 +227,7 @@ class DataReport:
     dropped_rows: list[DroppedRow] = field(default_factory=list)
     sources: dict[str, list[str]] = field(default_factory=dict)  # source, as the recipe names it -> its files
     passed_over: list[str] = field(default_factory=list)  # files and splits beside them that are for another use
-    forms: dict[str, str] = field(default_factory=dict)  # file -> what form it has, a name of data/forms.py
+    formats: dict[str, str] = field(default_factory=dict)  # file -> its format, a name of data/examples/formats.py
     fields: dict[str, None] = field(default_factory=dict)  # that rows have, by the files' own names
     sizes: dict[Source, Size] = field(default_factory=dict)  # of examples that were cut, or left out though readable
     notes: dict[str, list[Source]] = field(default_factory=dict)  # what is worth knowing of rows that are used -> which
@@ -275,7 +275,7 @@ class PackedBatch:
     answer_of_logit_row: Tensor  # int64 [R]
     answer_lengths: list[int]  # counted tokens of each of the A answers; stays on the host, as what follows does
     examples: tuple[TokenExample, ...]  # N of them, in pack order
-    unique_rows: int  # rows that are no padding
+    used_slots: int  # of the T slots, those that are no padding
 
     @property
     def answers_per_example(self) -> list[int]:

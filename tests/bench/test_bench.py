@@ -30,7 +30,7 @@ from bench import (
 )
 from bench.device_time import DeviceProfile, category
 from bench.output import table
-from tuningfork.data import layout
+from tuningfork.data.packing import layout
 from tuningfork.kernels.attention.plain import PlainAttention
 from tuningfork.models.flops import FlopCounter
 from tuningfork.models.policy import Policy
@@ -300,7 +300,7 @@ def test_parts_take_the_dtypes_of_a_training_step(monkeypatch, name, modules):
         model.base_model.layers[0].get_submodule(module).register_forward_hook(
             lambda _, inputs, __, module=module: taken.update({module: inputs[0].dtype})
         )
-    Policy.fast(model, torch.bfloat16).hidden_rows(layout.build(shapes.random_pairs([(4, 3, 2)], 512), 64, True))
+    Policy.fast(model, torch.bfloat16).hidden_rows(layout.build_pack(shapes.random_pairs([(4, 3, 2)], 512), 64, True))
     given = {part: [x.dtype for x in kind(family(name, 8)).inputs()] for part, kind in parts.PARTS.items()}
     assert taken == {module: given[part][0] for module, part in modules.items()}
     assert rotated[0] == given["rope"]

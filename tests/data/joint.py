@@ -18,8 +18,8 @@ import numpy as np
 from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
-from tuningfork.data.template import render
-from tuningfork.data.tokenize import Encoder
+from tuningfork.data.tokens.template import render
+from tuningfork.data.tokens.tokenize import Encoder
 from tuningfork.records import Example, Message, Source, TokenExample, Turns
 
 Span = tuple[int, int]

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tuningfork.data import examples, read, survey
-from tuningfork.data.roles import MessageNames
-from tuningfork.data.values import Unusable
+from tuningfork.data.examples import infer_format, row_reader
+from tuningfork.data.examples.roles import MessageNames
+from tuningfork.data.examples.values import Unusable
+from tuningfork.data.tables import read
 from tuningfork.records import DroppedRow, Example, Message, Source
 
 
@@ -17,7 +18,7 @@ from tuningfork.records import DroppedRow, Example, Message, Source
 class Read:
     """A whole table as examples."""
 
-    form: str
+    format: str
     rows_read: int
     examples: list[Example]
     dropped: list[DroppedRow]
@@ -27,12 +28,12 @@ class Read:
 def read_examples(
     path: str | Path,
     as_text: bool,
-    form: str = "auto",
+    format: str = "auto",
     columns: dict[str, str | None] | None = None,
     names: MessageNames | None = None,
 ) -> Read:
-    rows, whole, reader = survey.open_table(path, as_text, form, columns, names or MessageNames())
-    found = Read(reader.form, whole.rows, [], [], {})
+    rows, whole, reader = infer_format.open_table(path, as_text, format, columns, names or MessageNames())
+    found = Read(reader.format, whole.rows, [], [], {})
     not_read: dict[str, list[Source]] = {}
     for number, row in rows:
         source = Source(str(path), number)
@@ -48,7 +49,7 @@ def read_examples(
             not_read.setdefault(name, []).append(source)
     if not_read:
         places = {source.row: source for sources in not_read.values() for source in sources}
-        found.notes[examples.fields_not_read(list(not_read))] = [places[row] for row in sorted(places)]
+        found.notes[row_reader.fields_not_read(list(not_read))] = [places[row] for row in sorted(places)]
     return found
 
 
@@ -87,7 +88,7 @@ PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
 
 
 def drop(folder: Path, row: dict[str, Any], as_text: bool = False) -> tuple[str, str]:
-    """Reason and detail for a bad row that lies behind a good one, which settles the file's form."""
+    """Reason and detail for a bad row that lies behind a good one, which settles the file's format."""
     good = {
         tuple: {"chosen": [user("q"), assistant("a")], "rejected": [user("q"), assistant("b")]},
         str: {"chosen": HH.format("q", "a"), "rejected": HH.format("q", "b")},

@@ -26,7 +26,7 @@ def test_a_fault_is_found_once_and_its_input_kept(
     def prepare(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(fuzz_readers, "prepare", prepare)
+    monkeypatch.setattr(fuzz_readers, "prepare_examples", prepare)
     ran, (finding,) = fuzz_readers.fuzz(tmp_path, seed=0, cases=3)
     assert ran == 3 and finding.case == 0 and list(tmp_path.iterdir()) == [finding.file]
     (folder := tmp_path / "again").mkdir()

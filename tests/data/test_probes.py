@@ -13,11 +13,11 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.data.rows import assistant, user, write
 from tests.data.tiny_tokenizers import CHATML, INST, byte_bpe
-from tuningfork.data.audit import prepare
 from tuningfork.data.config import DataConfig
-from tuningfork.data.layout import build
-from tuningfork.data.shorten import OverLength
-from tuningfork.data.tokenize import MERGES
+from tuningfork.data.packing.layout import build_pack
+from tuningfork.data.prepare import prepare_examples
+from tuningfork.data.tokens.tokenize import MERGES
+from tuningfork.data.tokens.truncate import OverLength
 from tuningfork.records import DataReport, PackedBatch, Source, TokenExample
 
 BOS, EOS, START, END = 0, 1, 2, 3  # ids of byte_bpe's special tokens
@@ -38,7 +38,7 @@ def prepared(
 ) -> tuple[list[TokenExample], DataReport]:
     """What becomes of a file with these rows; as plain text for a tokenizer without a chat template."""
     config = DataConfig(template="chat" if tokenizer.chat_template else "none", **settings)
-    examples, report = prepare(write(folder, rows), tokenizer, config, len(tokenizer))
+    examples, report = prepare_examples(write(folder, rows), tokenizer, config, len(tokenizer))
     return list(examples), report
 
 
@@ -111,7 +111,7 @@ def packed(folder: Path, rows: int) -> PackedBatch:
         *(BOS, *ids("[INST] q [/INST] a "), EOS),  # 21 tokens
         *ids("[INST] r [/INST]"),  # 16
     ]
-    return build(examples, rows, share_prompt=True)
+    return build_pack(examples, rows, share_prompt=True)
 
 
 def test_an_answers_end_has_a_log_prob_where_pad_is_the_same_token(tmp_path: Path) -> None:

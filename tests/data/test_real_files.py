@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from tests.data.rows import read_examples
 from tests.data.tiny_tokenizers import CHATML, INST, byte_bpe
 from tests.real_tokenizers import Unavailable, real_tokenizer
-from tuningfork.data.audit import prepare
 from tuningfork.data.config import DataConfig
+from tuningfork.data.prepare import prepare_examples
 from tuningfork.errors import DataError
 from tuningfork.records import Example
 
@@ -76,7 +76,7 @@ def test_dpo_en_conversations() -> None:
 
 def test_llmbar_labels() -> None:
     result = read_examples(DATA / "llmbar.jsonl.gz", as_text=False)
-    assert (result.form, result.rows_read, len(result.examples), result.dropped) == ("labelled", 419, 419, [])
+    assert (result.format, result.rows_read, len(result.examples), result.dropped) == ("labelled", 419, 419, [])
     with gzip.open(DATA / "llmbar.jsonl.gz", "rt", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
     assert Counter(row["label"] for row in rows) == {1: 206, 2: 213}
@@ -87,7 +87,7 @@ def test_llmbar_labels() -> None:
 
 def test_v1_message_lists() -> None:
     result = read_examples(DATA / "llamafactory_v1_dpo_demo.jsonl.gz", as_text=False)
-    assert (result.form, len(result.examples), result.dropped) == ("message_lists", 10, [])
+    assert (result.format, len(result.examples), result.dropped) == ("message_lists", 10, [])
     assert all(example.prompt[0].role == "system" for example in result.examples)  # type: ignore[union-attr]
     assert all(len(answer) == 1 for example in result.examples for answer in example.answers)
 
@@ -107,7 +107,7 @@ def test_hh_through_a_template_with_strict_roles(tmp_path: Path) -> None:
         lines = file.readlines()
     chosen = sorted({*odd, *range(1, 200)} - HH_DROP_ROWS)
     path.write_text("".join(lines[row - 1] for row in chosen), encoding="utf-8")
-    used, report = prepare(path, byte_bpe(chat_template=INST), DataConfig(max_length=10**6), 260)
+    used, report = prepare_examples(path, byte_bpe(chat_template=INST), DataConfig(max_length=10**6), 260)
     assert report.dropped == {"the chat template refuses the conversation": len(odd)}
     assert len(used) == len(chosen) - len(odd)
 
@@ -123,7 +123,7 @@ def sample(path: Path, folder: Path, every: int) -> Path:
 def test_dpo_en_byte_by_byte(tmp_path: Path) -> None:
     """With one token a byte, lengths and masks can be counted from the text alone."""
     path = sample(DPO_EN, tmp_path, every=5)
-    used, report = prepare(path, byte_bpe(chat_template=CHATML), DataConfig(max_length=10**6), 260)
+    used, report = prepare_examples(path, byte_bpe(chat_template=CHATML), DataConfig(max_length=10**6), 260)
     assert report.rows_read == report.used == 60
     for source, example in zip(read_examples(path, as_text=False).examples, used, strict=True):
         turns = source.prompt if source.prompt[0].role == "system" else ("Be kind.", *source.prompt)  # type: ignore[union-attr]
@@ -150,7 +150,7 @@ def test_the_demo_tokenizer_on_hh(tmp_path: Path) -> None:
     """A sample against transformers' own tokenizing of whole conversations."""
     tokenizer = smollm2()
     path = sample(HH, tmp_path, every=20)
-    used, report = prepare(path, tokenizer, DataConfig(), len(tokenizer))
+    used, report = prepare_examples(path, tokenizer, DataConfig(), len(tokenizer))
     assert report.rows_read == 118 and report.used >= 110
     sources = {example.source.row: example for example in read_examples(path, as_text=False).examples}
     newline = tokenizer("\n").input_ids

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bench.lengths import QUANTILES, draw
 from tests.data.rows import read_examples
 from tests.data.test_real_files import DPO_EN, HH
-from tuningfork.distributed.balance import balance
+from tuningfork.distributed.balance import balance_examples
 
 RANKS = [2**n for n in range(1, 11)]
 COSTS = st.lists(st.integers(0, 50) | st.integers(0, 10**15), max_size=60)
@@ -21,7 +21,7 @@ COSTS = st.lists(st.integers(0, 50) | st.integers(0, 10**15), max_size=60)
 @settings(max_examples=300, deadline=None)
 @given(costs=COSTS, ranks=st.integers(1, 20))
 def test_every_example_is_on_exactly_one_rank_and_every_rank_has_one(costs, ranks):
-    shares = balance(costs, ranks)
+    shares = balance_examples(costs, ranks)
     assert len(shares.ranks) == len(shares.costs) == ranks
     assert sorted(i for own in shares.ranks for i in own) == list(range(len(costs)))
     assert all(list(own) == sorted(own) for own in shares.ranks)
@@ -29,7 +29,7 @@ def test_every_example_is_on_exactly_one_rank_and_every_rank_has_one(costs, rank
     assert shares.largest == max(costs, default=0)
     assert sum(bool(own) for own in shares.ranks) == min(ranks, len(costs))
     assert max(shares.costs) >= shares.bound * (1 - 1e-12)
-    assert balance(list(costs), ranks) == shares
+    assert balance_examples(list(costs), ranks) == shares
 
 
 @settings(max_examples=150, deadline=None)
@@ -40,13 +40,13 @@ def test_the_slowest_rank_is_close_to_the_best_of_all_plans(costs, ranks):
     best = min(
         max(sum(c for c, r in zip(costs, plan, strict=True) if r == rank) for rank in range(ranks)) for plan in plans
     )
-    slowest = max(balance(costs, ranks).costs)
+    slowest = max(balance_examples(costs, ranks).costs)
     assert best <= slowest <= (4 / 3 - 1 / (3 * ranks)) * best + 1e-9
 
 
 def test_costliest_first_by_hand():
     # 8 | 7 | 6, then 5 to the 6, 4 to the 7, 3 to the 8: 11 each.
-    shares = balance([3, 8, 5, 7, 4, 6], 3)
+    shares = balance_examples([3, 8, 5, 7, 4, 6], 3)
     assert shares.ranks == ((0, 1), (3, 4), (2, 5))
     assert (shares.costs, shares.mean, shares.bound, shares.imbalance) == ((11, 11, 11), 11, 11, 1)
 
@@ -55,47 +55,47 @@ def test_exchanges_by_hand():
     # Costliest first ends with 5 3 3 | 5 3 | 4 4. The first gives a 5 for the 3 of the second: 3 3 3 | 5 5 | 4 4.
     # Then the second gives a 5 for a 4 of the third.
     costs = [5, 5, 4, 4, 3, 3, 3]
-    shares = balance(costs, 3)
+    shares = balance_examples(costs, 3)
     assert shares.costs == (9, 9, 9)
     assert sorted(sorted(costs[i] for i in own) for own in shares.ranks) == [[3, 3, 3], [4, 5], [4, 5]]
 
 
 def test_an_exchange_that_does_not_help_is_not_made():
     # Costliest first: 6 2 2 | 5 4; a 6 for the 5 would leave 9 | 10.
-    assert balance([6, 5, 4, 2, 2], 2).ranks == ((0, 3, 4), (1, 2))
+    assert balance_examples([6, 5, 4, 2, 2], 2).ranks == ((0, 3, 4), (1, 2))
 
 
 def test_integers_of_numpy_do_not_overflow():
     half = np.array([2**62, 2**62, 2**62, 2**62])
-    assert balance(half, 1).costs == (2**64,)
+    assert balance_examples(half, 1).costs == (2**64,)
 
 
 def test_one_giant_example_is_the_bound():
     costs = [1] * 20 + [1000] + [1] * 10
-    shares = balance(costs, 4)
+    shares = balance_examples(costs, 4)
     assert max(shares.costs) == shares.bound == shares.largest == 1000
     assert sorted(map(len, shares.ranks)) == [1, 10, 10, 10]
     assert shares.mean == 1030 / 4 and shares.imbalance == 1000 / (1030 / 4)
 
 
 def test_fewer_examples_than_ranks_leave_ranks_without_one():
-    shares = balance([5, 9], 4)
+    shares = balance_examples([5, 9], 4)
     assert sorted(shares.ranks) == [(), (), (0,), (1,)]
     assert (shares.mean, shares.bound) == (3.5, 9)
-    empty = balance([], 3)
+    empty = balance_examples([], 3)
     assert (empty.ranks, empty.costs, empty.imbalance) == (((), (), ()), (0, 0, 0), 1)
 
 
 def test_examples_that_cost_nothing_still_give_every_rank_one():
-    shares = balance([0, 0, 0], 3)
+    shares = balance_examples([0, 0, 0], 3)
     assert sorted(shares.ranks) == [(0,), (1,), (2,)] and shares.imbalance == 1
 
 
 def test_what_cannot_be_shared_out_is_refused():
     with pytest.raises(ValueError, match="0 ranks"):
-        balance([1, 2], 0)
+        balance_examples([1, 2], 0)
     with pytest.raises(ValueError, match="example 1 of the batch costs below 0"):
-        balance([1, -2], 2)
+        balance_examples([1, -2], 2)
 
 
 def flops(prompt, chosen, rejected, share_prompt: bool):
@@ -113,13 +113,13 @@ def flops(prompt, chosen, rejected, share_prompt: bool):
 def test_ranks_are_alike_on_real_lengths(name, per_rank, share):
     for ranks in RANKS:
         costs = flops(*draw(name, ranks * per_rank, seed=ranks).T, share).tolist()
-        assert balance(costs, ranks).imbalance < 1.03, ranks
+        assert balance_examples(costs, ranks).imbalance < 1.03, ranks
 
 
 @pytest.mark.parametrize("name", QUANTILES)
 def test_few_examples_a_rank_are_close_to_the_bound(name):
     for ranks in RANKS[2:]:
-        shares = balance(flops(*draw(name, ranks * 4, seed=ranks).T, True).tolist(), ranks)
+        shares = balance_examples(flops(*draw(name, ranks * 4, seed=ranks).T, True).tolist(), ranks)
         assert max(shares.costs) < 1.03 * shares.bound, ranks
 
 
@@ -134,4 +134,4 @@ def test_ranks_are_alike_on_real_files(path):
     rng = np.random.default_rng(0)
     for ranks in (2, 8, 64, 1024):
         drawn = np.array(lengths)[rng.integers(0, len(lengths), 32 * ranks)]
-        assert balance(flops(*drawn.T, True).tolist(), ranks).imbalance < 1.03, ranks
+        assert balance_examples(flops(*drawn.T, True).tolist(), ranks).imbalance < 1.03, ranks

@@ -167,7 +167,7 @@ def test_all_rows_dropped(job: Job) -> None:
 
 
 def test_fields_of_no_known_form(job: Job) -> None:
-    """The fields found, the nearest form, and what to set, without a guess which answer is the better one."""
+    """The fields found, the nearest format, and what to set, without a guess which answer is the better one."""
     message = with_rows(job, {"question": "a", "good": "b", "bad": "c"}).refused()
     assert "Nearest are question (question, chosen, rejected) lacks chosen and rejected;" in message
     assert message.rstrip().endswith("such as data.columns: {...: chosen, ...: rejected}.")

@@ -51,7 +51,7 @@ def test_all_of_hh_helpful_base(job: Job) -> None:
 
 
 def test_dpo_en_demo(job: Job) -> None:
-    """300 rows in another form: none is dropped but for its length."""
+    """300 rows in another format: none is dropped but for its length."""
     job = on_real_data(job, DPO_EN, max_length=2000)
     outcome = job.done()
     assert set(assert_accounted(job, 300)) == {"longer than max_length"}

@@ -18,8 +18,8 @@ import xxhash
 
 from tests.end_to_end.workbench import Child, Job, make_model, make_pairs, make_tokenizer, write_rows
 from tuningfork.config import load_run_config
-from tuningfork.data.audit import prepare
-from tuningfork.data.loader import EpochOrder
+from tuningfork.data.packing.loader import EpochOrder
+from tuningfork.data.prepare import prepare_examples
 from tuningfork.models.load import load_tokenizer
 from tuningfork.records import TokenExample
 from tuningfork.reference import build
@@ -54,7 +54,7 @@ def write_shard(cache: Path, rows: dict[tuple[bytes, int], float]) -> Path:
 
 def examples_of(job: Job) -> Sequence[TokenExample]:
     config = load_run_config(None, job.arguments("train")[1:], "tuningfork train")
-    return prepare(config.data.train, load_tokenizer(config.model.path), config.data, 300)[0]
+    return prepare_examples(config.data.train, load_tokenizer(config.model.path), config.data, 300)[0]
 
 
 def keys_of_step(job: Job, step: int) -> list[tuple[bytes, int]]:

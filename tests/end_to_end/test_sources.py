@@ -1,4 +1,4 @@
-"""Training on several sources of several forms, mixed, with what their rows say."""
+"""Training on several sources of several formats, mixed, with what their rows say."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def as_labelled(row: dict[str, str]) -> dict[str, object]:
 
 @pytest.fixture
 def files(job: Job) -> tuple[Path, Path]:
-    """Twelve pairs and, in another form, eight others."""
+    """Twelve pairs and, in another format, eight others."""
     pairs, labelled = job.folder / "pairs.jsonl", job.folder / "labelled.jsonl"
     write_rows(pairs, make_pairs(12))
     write_rows(labelled, [as_labelled(row) for row in make_pairs(8, seed=3)])
@@ -69,7 +69,7 @@ def test_a_source_of_a_mix_without_a_usable_row_is_refused_by_name(job: Job, fil
 
 
 def test_a_form_does_not_matter(job: Job, files: tuple[Path, Path]) -> None:
-    """The same pairs in another form give the same run, to the last digit of every loss."""
+    """The same pairs in another format give the same run, to the last digit of every loss."""
     again = job.folder / "again.jsonl"
     write_rows(again, [as_labelled(row) for row in make_pairs(12)])
     losses = []

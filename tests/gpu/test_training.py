@@ -21,8 +21,8 @@ from tests.tiny import (
     tiny_gpt_oss,
     tiny_model,
 )
-from tuningfork.data.loader import build_packs
-from tuningfork.data.pack import PackLimits
+from tuningfork.data.packing.loader import build_packs
+from tuningfork.data.packing.pack import PackLimits
 from tuningfork.errors import ConfigError, ModelError
 from tuningfork.models import attention, compiler
 from tuningfork.models.load import hold_weights

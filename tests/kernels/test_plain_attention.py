@@ -80,7 +80,7 @@ def attend(batch: PackedBatch, q, k, v, scale=0.3, window=None, softcap=None, si
 def test_values_and_gradients_are_those_of_a_dense_masked_softmax(share, softcap, window, kv_heads):
     examples = random_examples(SHAPES)
     batch = one_pack(examples, share)
-    n = batch.unique_rows
+    n = batch.used_slots
     q, k, v = (t.requires_grad_() for t in random_qkv(len(batch.input_ids), kv_heads))
     mask = sees(examples, share, len(batch.input_ids), window)
 
@@ -104,7 +104,7 @@ def test_values_and_gradients_are_those_of_a_dense_masked_softmax(share, softcap
 def test_sinks_and_values_of_another_width_are_those_of_a_dense_softmax(has_sinks, value_width, window, softcap, share):
     examples = random_examples(SHAPES)
     batch = one_pack(examples, share)
-    n, rows = batch.unique_rows, len(batch.input_ids)
+    n, rows = batch.used_slots, len(batch.input_ids)
     generator = torch.Generator().manual_seed(2)
     q, k, _ = random_qkv(rows, 2)
     v = torch.randn(rows, 2, value_width, generator=generator, dtype=torch.float64)
@@ -127,7 +127,7 @@ def test_sinks_and_values_of_another_width_are_those_of_a_dense_softmax(has_sink
 def test_error_is_at_most_twice_that_of_dense_attention_in_the_same_dtype(dtype, softcap):
     examples = random_examples(SHAPES)
     batch = one_pack(examples, True)
-    n, rows = batch.unique_rows, len(batch.input_ids)
+    n, rows = batch.used_slots, len(batch.input_ids)
     inputs = random_qkv(rows, 2, dtype)
     mask = sees(examples, True, rows, 5)
 
@@ -176,7 +176,7 @@ def test_not_a_number_in_one_segment_reaches_only_who_sees_it(share, softcap):
     clean = attend(batch, q, k, v, window=5, softcap=softcap)
     mask = sees(examples, share, rows, window=None)
     parts = [part for prompt, answers in forks(examples, share) for part in (prompt, *answers) if part]
-    for segment in (*parts, list(range(batch.unique_rows, rows))):
+    for segment in (*parts, list(range(batch.used_slots, rows))):
         poisoned = [t.clone() for t in (q, k, v)]
         for t in poisoned:
             t[segment] = float("nan")
@@ -190,7 +190,7 @@ def test_not_a_number_in_one_segment_reaches_only_who_sees_it(share, softcap):
 def test_a_pack_filled_to_the_last_row_is_the_same_as_a_padded_one(share):
     examples = random_examples(SHAPES)
     padded = one_pack(examples, share)
-    n = padded.unique_rows
+    n = padded.used_slots
     full = one_pack(examples, share, tokens=n)
     inputs = random_qkv(len(padded.input_ids), 2, torch.float32)
     out = attend(full, *(t[:n] for t in inputs), window=5)

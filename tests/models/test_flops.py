@@ -154,5 +154,5 @@ def test_a_pack_with_shared_prompts_counts_as_many_model_flops_as_one_without():
     """Model flops are what the work needs. A prompt that is computed twice is not counted twice."""
     counter = tiny_policy("llama").flops()
     shared, unshared = one_pack([PAIR], True), one_pack([PAIR], False)
-    assert (shared.unique_rows, unshared.unique_rows) == (9, 12)
+    assert (shared.used_slots, unshared.used_slots) == (9, 12)
     assert counter.training(shared.examples) == counter.training(unshared.examples)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.tiny import random_examples, random_pairs, scorer_of, tiny_policy
-from tuningfork.data.loader import build_packs
-from tuningfork.data.pack import PackLimits
+from tuningfork.data.packing.loader import build_packs
+from tuningfork.data.packing.pack import PackLimits
 from tuningfork.errors import DataError
 from tuningfork.objective.base import Answers, BatchTotals, Objective
 from tuningfork.objective.kinds import OBJECTIVES

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.tiny import limits_of, random_pairs, scorer_of, tiny_policy
-from tuningfork.data.loader import build_packs, packs_in_windows
+from tuningfork.data.packing.loader import build_packs, packs_in_windows
 from tuningfork.errors import ReferenceMismatch
 from tuningfork.records import PackedBatch
 from tuningfork.reference import build

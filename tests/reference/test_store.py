@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tiny import random_examples, random_pairs
-from tuningfork.data.store import Selection, TokenTable, columns_of
+from tuningfork.data.token_table import Subset, TokenTable, columns_of
 from tuningfork.errors import ReferenceMismatch, RunFolderError
 from tuningfork.records import Source, TokenAnswer, TokenExample
 from tuningfork.reference import entries, shards
@@ -376,17 +376,17 @@ def test_a_wrong_number_of_log_probs_is_an_error(tmp_path):
         store.add(random_pairs(2), [-1.0, -2.0, -3.0])
 
 
-def all_at_once(examples: list[TokenExample]) -> Selection:
+def all_at_once(examples: list[TokenExample]) -> Subset:
     """The same examples in columns, as a run has them."""
     table = TokenTable("f", columns_of(examples))
-    return Selection([Selection([table]), examples[:1]])
+    return Subset([Subset([table]), examples[:1]])
 
 
 def test_columns_and_lists_are_looked_up_alike(tmp_path):
     examples = random_examples([(3, (4, 5)), (0, (6,)), (7, (1, 2, 3)), (2, (2, 2))])
     store = filled(tmp_path, examples[1:3])
     of_columns = store.missing(all_at_once(examples))
-    assert isinstance(of_columns, Selection) and [e.content for e in of_columns] == [
+    assert isinstance(of_columns, Subset) and [e.content for e in of_columns] == [
         e.content for e in (examples[0], examples[3])
     ]
     store.add(of_columns, logps_of(list(of_columns)))

@@ -18,8 +18,8 @@ import torch
 
 from tests.tiny import FAMILIES, limits_of, random_examples, random_pairs, score_alone, scorer_of, tiny_policy
 from tuningfork.data.config import PackConfig
-from tuningfork.data.loader import EpochOrder, PackLoader, build_packs
-from tuningfork.data.pack import PackLimits
+from tuningfork.data.packing.loader import EpochOrder, PackLoader, build_packs
+from tuningfork.data.packing.pack import PackLimits
 from tuningfork.errors import ReferenceMismatch
 from tuningfork.models.head import Head
 from tuningfork.models.load import Loaded

@@ -13,8 +13,8 @@ import torch
 import transformers
 
 from tests.tiny import head_of, limits_of, random_examples, random_pairs, score_alone, scorer_of, tiny_policy
-from tuningfork.data.layout import build
-from tuningfork.data.loader import build_packs
+from tuningfork.data.packing.layout import build_pack
+from tuningfork.data.packing.loader import build_packs
 from tuningfork.errors import DataError, NonFiniteError, ReferenceMismatch
 from tuningfork.kernels.select import plain
 from tuningfork.models import attention
@@ -127,8 +127,8 @@ def test_padding_stays_within_a_learned_table_of_positions():
     examples = random_examples([(10, (54, 3)), (1, (2, 1))])  # as long as the table, and a little more
     for some in (examples, examples[1:]):
         alone = np.concatenate([[float(x.detach()) for x in score_alone(policy.model, example)] for example in some])
-        pack = build(some, 512, share_prompt=True)
-        assert 512 - pack.unique_rows > policy.config.n_positions
+        pack = build_pack(some, 512, share_prompt=True)
+        assert 512 - pack.used_slots > policy.config.n_positions
         hidden = policy.hidden_rows(pack)
         packed = scorer_of(policy).score(pack)
         np.testing.assert_allclose(packed.numpy(), alone, rtol=1e-9, atol=1e-9)

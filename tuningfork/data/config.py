@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from datetime import date
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
+
+from tuningfork.data.examples.formats import FORMATS
+
+if TYPE_CHECKING:
+    FormatName = str
+else:  # so that a format has one declaration, its own
+    FormatName = Literal["auto", *FORMATS]
 
 CHAT, NO_TEMPLATE = "chat", "none"
 TEMPLATE = r"^(chat|none|.+\.(jinja|jinja2|j2))$"
 TEMPLATE_FORMS = "chat (the tokenizer's own template), none, or the path of a file that ends in .jinja"
-"""What data.template may be, as a pattern and in words; data/own_template.py reads a file."""
+"""What data.template may be, as a pattern and in words; data/template_file.py reads a file."""
 
 
 @dataclass
@@ -33,39 +40,11 @@ class DataConfig:
     eval: Annotated[str, Field(min_length=1)] | list[str] | None = None
     """Held-out pairs from any of the same sources; scored before and after training. Of a folder or a hub name with
     splits, the validation split, else the test split."""
-    format: Literal[
-        "auto",
-        "sharegpt",
-        "pairs",
-        "instruction",
-        "question",
-        "input",
-        "message_lists",
-        "rejected_messages",
-        "rejected_response",
-        "query",
-        "responses",
-        "instruction_responses",
-        "messages_pairs",
-        "openai",
-        "labelled",
-        "helpsteer2",
-        "helpsteer3",
-        "saferlhf",
-        "shp",
-        "conversations",
-        "ranking",
-        "completions",
-        "unpaired",
-        "unpaired_messages",
-        "completion",
-        "messages",
-        "text",
-    ] = "auto"
+    format: FormatName = "auto"
     """What the fields of a row are. auto: told by their names, the same for a whole file."""
     columns: dict[str, str | None] | None = None
-    """Fields of the files under names that a form reads: {question: prompt, better: chosen, worse: rejected}. One that
-    is null is left out: {tools: null}."""
+    """Fields of the files under names that a format reads: {question: prompt, better: chosen, worse: rejected}. One
+    that is null is left out: {tools: null}."""
     roles: dict[str, str] | None = None
     """What the files call roles of a conversation, beside the names that are known: {customer: user, agent: assistant}.
     Ours are system, developer, user, assistant and tool; tool_call is an assistant's turn whose content is a call."""
@@ -95,8 +74,8 @@ class DataConfig:
         """The day that a chat template prints: its own, or that on which a run `began`, or today."""
         return self.date or began or date.today().isoformat()
 
-    def dated(self, began: str | None = None) -> DataConfig:
-        """The same with that day."""
+    def with_day(self, began: str | None = None) -> DataConfig:
+        """These settings with the day that `day` gives."""
         return replace(self, date=self.day(began))
 
 
@@ -105,6 +84,6 @@ class PackConfig:
     """How examples share a pack."""
 
     tokens: Annotated[int, Field(ge=64)] = 8192
-    """Rows of a full pack. Larger packs run faster and need more memory; the numbers do not change."""
+    """Tokens of a full pack. Larger packs run faster and need more memory; the numbers do not change."""
     share_prompt: bool = True
     """Store and compute each prompt once for all of its answers."""

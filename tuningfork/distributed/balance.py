@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
 
-GOOD_ENOUGH = 1.001  # slowest rank / the least possible; packs round rows up by more than what is left
+GOOD_ENOUGH = 1.001  # slowest rank / the least possible; packs round their sizes up by more than what is left
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Shares:
         return max(self.costs) / self.mean if self.mean else 1.0
 
 
-def balance(costs: Sequence[int], ranks: int) -> Shares:
+def balance_examples(costs: Sequence[int], ranks: int) -> Shares:
     """Share examples out over ranks so that the slowest rank has as little to do as can be.
 
     The costliest example first, each to the rank that has least so far; then the slowest rank exchanges examples

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from tuningfork.distributed.balance import balance
+from tuningfork.distributed.balance import balance_examples
 
 Item = TypeVar("Item")
 
@@ -39,7 +39,7 @@ class Ranks:
         """
         if self.size == 1:
             return items
-        return [items[place] for place in balance([cost(item) for item in items], self.size).ranks[self.rank]]
+        return [items[place] for place in balance_examples([cost(item) for item in items], self.size).ranks[self.rank]]
 
     def sum(self, share: Tensor) -> Tensor:
         """The sum of a tensor over all ranks, on each of them."""

@@ -21,8 +21,8 @@ _FORMATTED = -1  # the kind of f-strings here, whose tokens depend on Python's v
 
 SCORING = (
     "records.py",
-    "data/layout.py",
-    "data/pack.py",
+    "data/packing/layout.py",
+    "data/packing/pack.py",
     "models/activations.py",
     "models/attention.py",
     "models/compiler.py",

@@ -55,7 +55,7 @@ class StepBatch:
             answers=answers.pinned() if pin_memory else answers,
             totals=totals or objective.totals(examples),
             tokens=int(column(examples, "plain_tokens").sum()),
-            unique_tokens=sum(pack.unique_rows for pack in packs),
+            unique_tokens=sum(pack.used_slots for pack in packs),
             answer_tokens=sum(lengths),
             rows=sum(len(pack.input_ids) for pack in packs),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tuningfork.data.loader import EpochOrder
+from tuningfork.data.packing.loader import EpochOrder
 from tuningfork.errors import RunFolderError, counted
 from tuningfork.train.checkpoint import Progress
 from tuningfork.train.config import TrainConfig

@@ -12,9 +12,9 @@ from types import FrameType
 
 import torch
 
-from tuningfork.data.audit import dataset_digest, report_dict
-from tuningfork.data.loader import PackLoader
-from tuningfork.data.store import Selection
+from tuningfork.data.packing.loader import PackLoader
+from tuningfork.data.prepare import dataset_digest, report_dict
+from tuningfork.data.token_table import Subset
 from tuningfork.errors import NonFiniteError, RunFolderError, counted
 from tuningfork.files import clear_abandoned
 from tuningfork.objective.base import Objective
@@ -95,7 +95,7 @@ def run(
     result = RunResult(folder, False, 0, order.total_steps)
     reference = None
     if session.objective.needs_reference:
-        used = Selection([data.train], order.used_indices())
+        used = Subset([data.train], order.used_indices())
         reference = open_reference(config, session, used, data.limits, console, data.held_out, weights)
         with console.stage("step-0 check", "checking that margins are exactly 0 before the first step"):
             result.checked = check_start(session, loader.step(0), reference)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tuningfork.data.loader import packs_in_windows
-from tuningfork.data.pack import PackLimits
+from tuningfork.data.packing.loader import packs_in_windows
+from tuningfork.data.packing.pack import PackLimits
 from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
 from tuningfork.models.load import Loaded
 from tuningfork.models.policy import Policy

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tuningfork.data.loader import PackLoader, ahead
+from tuningfork.data.packing.loader import PackLoader, ahead
 from tuningfork.errors import NonFiniteError, enough_memory
 from tuningfork.models.policy import graphs_compiled
 from tuningfork.reference.store import ReferenceStore

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.data.summary.workbench import sizes
 from tests.tiny import random_examples, random_pairs
-from tuningfork.data.loader import EpochOrder, build_packs
-from tuningfork.data.pack import PackLimits
+from tuningfork.data.packing.loader import EpochOrder, build_packs
+from tuningfork.data.packing.pack import PackLimits
 from tuningfork.data.summary import cost
 from tuningfork.data.summary.cost import Cost, FirstSteps, RunPlan, count_cost, padded_slots, plan_run
 from tuningfork.records import TokenExample
@@ -96,7 +96,7 @@ def test_shared_attention_is_what_the_layout_lets_see(shapes: list[tuple[int, li
         seen[share] = 0
         for pack in build_packs(examples, limits_of(128, share)):
             for start, end, before, until, _ in pack.layout.segments.tolist():
-                if start < pack.unique_rows:
+                if start < pack.used_slots:
                     rows = end - start
                     seen[share] += rows * (rows + 1) // 2 + rows * (until - before)
     found = cost_of(examples, order, limits_of())
@@ -113,7 +113,7 @@ def test_layouts_and_plan_are_those_of_the_loader(share_prompt: bool) -> None:
         """Packs, rows and rows with a token."""
         steps = [[examples[i] for i in order.indices(step)] for step in range(order.total_steps)]
         packs = [pack for members in steps for pack in build_packs(members, limits)]
-        return len(packs), sum(len(pack.input_ids) for pack in packs), sum(pack.unique_rows for pack in packs)
+        return len(packs), sum(len(pack.input_ids) for pack in packs), sum(pack.used_slots for pack in packs)
 
     number, rows, used = packed(order)
     plan = plan_of(examples, order, limits)

@@ -9,8 +9,8 @@ import pytest
 
 from tests.data.summary.workbench import pair, summary_of
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
+from tuningfork.data.examples.unpack import JSON_AS_TEXT, SOME_AS_JSON
 from tuningfork.data.summary.findings import Finding
-from tuningfork.data.unpack import JSON_AS_TEXT, SOME_AS_JSON
 
 GOOD = [pair("one", "ab", "cde"), pair("two", "fgh", "ij")]
 

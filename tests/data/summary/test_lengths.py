@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from tests.data.summary.workbench import sizes
 from tests.tiny import random_examples
-from tuningfork.data.shorten import OverLength, shorten
+from tuningfork.data.examples.values import Unusable
 from tuningfork.data.summary.lengths import Histogram, length_bias, lengths, preview_truncation
-from tuningfork.data.values import Unusable
+from tuningfork.data.tokens.truncate import OverLength, truncate
 
 SHAPES = st.lists(st.tuples(st.integers(0, 900), st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=60)
 
@@ -141,7 +141,7 @@ def test_a_limit_costs_what_shortening_takes(
     cut = lost = kept = 0
     for one in examples:
         try:
-            shorter, notes = shorten(one, limit, policy, bos)
+            shorter, notes = truncate(one, limit, policy, bos)
         except Unusable:
             lost += 1
         else:

@@ -14,14 +14,14 @@ from types import SimpleNamespace
 import pytest
 
 from tests.data.test_real_files import DATA, DPO_EN, HH, HH_DROPS, smollm2
-from tuningfork.data.audit import prepare
-from tuningfork.data.bins import best_fit
 from tuningfork.data.config import DataConfig, PackConfig
-from tuningfork.data.loader import EpochOrder
-from tuningfork.data.pack import PackLimits
+from tuningfork.data.packing.bin_packing import best_fit
+from tuningfork.data.packing.loader import EpochOrder
+from tuningfork.data.packing.pack import PackLimits
+from tuningfork.data.prepare import prepare_examples
 from tuningfork.data.summary.sets import SetData
 from tuningfork.data.summary.summarize import DataSummary, summarize
-from tuningfork.data.tokenize import MERGES
+from tuningfork.data.tokens.tokenize import MERGES
 
 pytestmark = pytest.mark.skipif(not HH.exists(), reason="no real data: set TUNINGFORK_DATA to a folder that has it")
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(not HH.exists(), reason="no real data: set TUNIN
 def summary_of(path: Path, max_length: int) -> DataSummary:
     tokenizer = smollm2()
     config = DataConfig(max_length=max_length)
-    examples, report = prepare(path, tokenizer, config, len(tokenizer))
+    examples, report = prepare_examples(path, tokenizer, config, len(tokenizer))
     data = SetData.of(examples, report, tokenizer.bos_token_id)
     model = SimpleNamespace(vocab_size=len(tokenizer), max_position_embeddings=8192)
     order = EpochOrder.plan(len(examples), 32, 0, 1.0, None)
@@ -136,7 +136,7 @@ def test_llmbar() -> None:
 @pytest.mark.parametrize(("path", "rows"), [(HH, 2339), (DPO_EN, 300), (DATA / "llmbar.jsonl.gz", 419)])
 def test_no_row_has_a_token_across_its_border(path: Path, rows: int) -> None:
     """With this tokenizer and these formats a prompt has the same ids by itself, counted by encoding both ways."""
-    _, report = prepare(path, smollm2(), DataConfig(max_length=8192), len(smollm2()))
+    _, report = prepare_examples(path, smollm2(), DataConfig(max_length=8192), len(smollm2()))
     assert report.used == rows and MERGES not in report.notes
 
 
@@ -147,7 +147,7 @@ DPO_EN_LEFT = {2048: (19, 83, 31), 4096: (2, 8, 1), 8192: (0, 1, 0), 16384: (0, 
 
 
 def test_dpo_en_fills_as_many_bins_as_were_counted() -> None:
-    examples, _ = prepare(DPO_EN, smollm2(), DataConfig(max_length=8192), len(smollm2()))
+    examples, _ = prepare_examples(DPO_EN, smollm2(), DataConfig(max_length=8192), len(smollm2()))
     kinds = (
         [len(each.prompt_ids) + len(answer.ids) for each in examples for answer in each.answers],
         [each.plain_tokens for each in examples],

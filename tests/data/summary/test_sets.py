@@ -8,9 +8,9 @@ import pytest
 
 from tests.data.summary.workbench import pair, summary_of, summary_of_files, write
 from tuningfork.data.config import DataConfig
-from tuningfork.data.shorten import CUT_ANSWERS, CUT_ONE_SIDE
 from tuningfork.data.summary.mix import MixPart
 from tuningfork.data.summary.sets import Note, Numbers
+from tuningfork.data.tokens.truncate import CUT_ANSWERS, CUT_ONE_SIDE
 from tuningfork.records import Source
 
 

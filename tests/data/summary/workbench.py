@@ -11,15 +11,15 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from tests.data.tiny_tokenizers import byte_bpe
-from tuningfork.data.audit import prepare
 from tuningfork.data.config import DataConfig, PackConfig
-from tuningfork.data.loader import EpochOrder
-from tuningfork.data.pack import PackLimits
-from tuningfork.data.shorten import size_of
-from tuningfork.data.sources import Use
+from tuningfork.data.packing.loader import EpochOrder
+from tuningfork.data.packing.pack import PackLimits
+from tuningfork.data.prepare import prepare_examples
+from tuningfork.data.sources.expand import Use
 from tuningfork.data.summary.sets import SetData
 from tuningfork.data.summary.sizes import Sizes
 from tuningfork.data.summary.summarize import DataSummary, summarize
+from tuningfork.data.tokens.truncate import size_of
 from tuningfork.records import DataReport, TokenExample
 
 
@@ -37,7 +37,7 @@ def sizes(examples: Sequence[TokenExample], bos: int | None = None) -> Sizes:
 
 
 def read(path: str | list[str], tokenizer: PreTrainedTokenizerBase, config: DataConfig, use: Use = "train") -> SetData:
-    examples, report = prepare(path, tokenizer, config, 260, use=use)
+    examples, report = prepare_examples(path, tokenizer, config, 260, use=use)
     return SetData.of(examples, report, tokenizer.bos_token_id)
 
 
@@ -81,7 +81,7 @@ def summary_of_files(
 
 def summary_of_examples(examples: Sequence[TokenExample]) -> DataSummary:
     """The summary of examples of any number of answers."""
-    report = DataReport(len(examples), len(examples), sources={"random": ["random"]}, forms={"random": "ranking"})
+    report = DataReport(len(examples), len(examples), sources={"random": ["random"]}, formats={"random": "ranking"})
     data = SetData.of(examples, report, None)
     order = EpochOrder.plan(len(examples), 2, 0, 1.0, None)
     return _summary(data, data, byte_bpe(), DataConfig(template="none", max_length=64), None, order, True)

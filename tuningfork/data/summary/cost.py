@@ -1,6 +1,6 @@
 """Where the token slots of an epoch go, in the layouts of a plain trainer, of a packing one, and of this one.
 
-A slot is a row of a batch or pack: a token, or padding. Everything here is counted, nothing is timed.
+A slot is a place for a token in a batch or pack: a token, or padding. Everything here is counted, nothing is timed.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from math import ceil
 
 import numpy as np
 
-from tuningfork.data.loader import EpochOrder
-from tuningfork.data.pack import PackLimits, pack_evenly
-from tuningfork.data.store import rows_of_each
+from tuningfork.data.packing.loader import EpochOrder
+from tuningfork.data.packing.pack import PackLimits, pack_evenly, slots_of_each
 from tuningfork.data.summary.sizes import Sizes
 from tuningfork.records import TokenExample
 
@@ -147,7 +146,7 @@ def plan_run(sizes: Sizes, order: EpochOrder, steps: FirstSteps, limits: PackLim
     n, in_all = len(sizes.prompt), order.total_examples
     whole = packed.steps == order.total_steps
     tokens = int(sizes.sequence.sum()) / n
-    rows = int(sizes.prompt.sum() + sizes.answer.sum()) / n if limits.share_prompt else tokens
+    size = int(sizes.prompt.sum() + sizes.answer.sum()) / n if limits.share_prompt else tokens
     return RunPlan(
         examples=n,
         examples_per_step=order.examples_per_step,
@@ -160,7 +159,7 @@ def plan_run(sizes: Sizes, order: EpochOrder, steps: FirstSteps, limits: PackLim
         steps_packed=packed.steps,
         pad_share=1 - packed.used / packed.slots,
         tokens=packed.tokens if whole else round(tokens * in_all),
-        slots=packed.slots if whole else round(rows * in_all * packed.slots_per_token),
+        slots=packed.slots if whole else round(size * in_all * packed.slots_per_token),
     )
 
 
@@ -200,7 +199,7 @@ def _pack(steps: Iterable[Sequence[TokenExample]], limits: PackLimits) -> Packed
     for members in steps:
         bins = pack_evenly(members, limits)
         number, examples, packs = number + 1, examples + len(members), packs + len(bins)
-        slots += sum(rows for rows, _ in bins)
-        used += int(rows_of_each(members, limits.share_prompt).sum())
-        tokens += int(rows_of_each(members, share_prompt=False).sum())
+        slots += sum(size for size, _ in bins)
+        used += int(slots_of_each(members, limits.share_prompt).sum())
+        tokens += int(slots_of_each(members, share_prompt=False).sum())
     return Packed(number, examples, packs, slots, used, tokens)

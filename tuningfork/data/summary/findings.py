@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from tuningfork.data.examples.unpack import SOME_AS_JSON
 from tuningfork.data.summary.lengths import LengthBias
 from tuningfork.data.summary.repeats import Leaks
 from tuningfork.data.summary.sets import ControlWords, SetSummary
 from tuningfork.data.summary.tokenizer import TokenizerFacts
-from tuningfork.data.unpack import SOME_AS_JSON
 from tuningfork.errors import counted
 from tuningfork.records import Source
 

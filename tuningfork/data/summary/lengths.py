@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tuningfork.data.shorten import OverLength
 from tuningfork.data.summary.sizes import Sizes
+from tuningfork.data.tokens.truncate import OverLength
 
 BARS = 40  # of a histogram, about: enough to show a shape, few enough to hover over
 LIMITS = (512, 1024, 2048, 4096, 8192)  # values of max_length that are previewed, and on by doubling
@@ -131,7 +131,7 @@ def preview_truncation(sizes: Sizes, recipe: int, policy: OverLength) -> list[Tr
 
 
 def _can_be_cut(sizes: Sizes, limit: int, policy: OverLength) -> np.ndarray:
-    """Bool [N], whether data/shorten.py would cut an example that is longer than the limit rather than drop it."""
+    """Bool [N], whether `truncate` would cut an example that is longer than the limit rather than drop it."""
     if policy == "truncate_answers":
         return sizes.prompt < limit
     if policy == "truncate_prompt_left":

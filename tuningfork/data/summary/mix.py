@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from tuningfork.data.audit import LEFT_OUT
 from tuningfork.data.config import DataConfig
+from tuningfork.data.prepare import LEFT_OUT
 from tuningfork.data.summary.sets import SetData
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from tuningfork.data.audit import NOTED, ON_PURPOSE, report_dict
 from tuningfork.data.config import DataConfig
-from tuningfork.data.control import RENDERED, WRITTEN
-from tuningfork.data.shorten import size_of
+from tuningfork.data.prepare import NOTED, ON_PURPOSE, report_dict
 from tuningfork.data.summary.lengths import LengthBias, Lengths, Truncation, length_bias, lengths, preview_truncation
 from tuningfork.data.summary.repeats import Repeats, find_repeats
 from tuningfork.data.summary.sizes import Sizes
+from tuningfork.data.tokens.control_tokens import RENDERED, WRITTEN
+from tuningfork.data.tokens.truncate import size_of
 from tuningfork.records import DataReport, Size, Source, TokenExample
 
 
@@ -163,7 +163,7 @@ def _tables(data: SetData) -> list[TableSummary]:
     return [
         TableSummary(
             file=file,
-            form=report.forms[file],
+            form=report.formats[file],
             source=source,
             rows_read=used[file] + dropped[file] + left_out[file],
             used=used[file],

@@ -12,8 +12,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from tuningfork.data.config import DataConfig, PackConfig
-from tuningfork.data.loader import EpochOrder
-from tuningfork.data.pack import PackLimits
+from tuningfork.data.packing.loader import EpochOrder
+from tuningfork.data.packing.pack import PackLimits
 from tuningfork.data.summary.cost import Cost, FirstSteps, RunPlan, count_cost, plan_run
 from tuningfork.data.summary.findings import REFUSED, Finding, findings
 from tuningfork.data.summary.mix import Mix, summarize_mix

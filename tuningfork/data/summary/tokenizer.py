@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from tuningfork.data.config import DataConfig
-from tuningfork.data.dated import prints_the_date
+from tuningfork.data.tokens.template_date import prints_the_date
 from tuningfork.records import TokenExample
 
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from tuningfork.data.layout import build
-from tuningfork.data.pack import SMALLEST_COMPILED, PackLimits
+from tuningfork.data.packing.layout import build_pack
+from tuningfork.data.packing.pack import SMALLEST_COMPILED, PackLimits
 from tuningfork.errors import LOADING, ModelError, OutOfMemory, enough_memory
 from tuningfork.models import attention
 from tuningfork.models.policy import Policy
@@ -123,9 +123,9 @@ def probes(policy: Policy) -> list[TokenExample]:
 
 def probe_pack(examples: list[TokenExample], share_prompt: bool, compiled: bool) -> PackedBatch:
     """Them in one pack, of as many rows as a run would give it."""
-    rows = sum(example.rows(share_prompt) for example in examples)
+    rows = sum(example.slots(share_prompt) for example in examples)
     limits = PackLimits.plan(2 * rows + SMALLEST_COMPILED, share_prompt, compiled)
-    return build(examples, limits.rows(rows), share_prompt)
+    return build_pack(examples, limits.slots(rows), share_prompt)
 
 
 def _score_packed(policy: Policy, batch: PackedBatch) -> torch.Tensor:

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tuningfork.data.layout import build
-from tuningfork.data.pack import PackLimits
+from tuningfork.data.packing.layout import build_pack
+from tuningfork.data.packing.pack import PackLimits
 from tuningfork.errors import ConfigError, OutOfMemory, enough_memory
 from tuningfork.models.scorer import Scorer
 from tuningfork.models.support import positions
@@ -126,10 +126,10 @@ class DryRun:
         self.scorer.backward(pack, loss)
 
     def _pack(self, rows: int) -> PackedBatch:
-        rows = self.limits.rows(rows)
+        rows = self.limits.slots(rows)
         config = self.scorer.policy.config
         longest = positions(config) or rows
-        return build(list(_pairs(rows, config.vocab_size, longest)), rows, self.limits.share_prompt)
+        return build_pack(list(_pairs(rows, config.vocab_size, longest)), rows, self.limits.share_prompt)
 
 
 def _pairs(rows: int, vocabulary: int, positions: int) -> Iterator[TokenExample]:
@@ -168,7 +168,7 @@ def choose_activation_memory(
     console.print("activation memory: auto, trying full packs by one mode after the other, the fastest first")
     usable, states = _usable(policy.device), optimizer_bytes(policy.model)
     dry = DryRun(scorer, limits, _cuda_peak)
-    choice = fastest_that_fits(dry.peak, limits.rows(limits.tokens), limits.smallest, usable - states, policy.compiled)
+    choice = fastest_that_fits(dry.peak, limits.slots(limits.tokens), limits.smallest, usable - states, policy.compiled)
     tried = ", ".join(f"{mode} {_gib(taken, states)}" for mode, taken in choice.peaks.items())
     if choice.mode is None:
         raise ConfigError(
@@ -178,7 +178,7 @@ def choose_activation_memory(
         )
     policy.keep_activations(choice.mode)
     console.print(
-        f"activation memory: {choice.mode}, the fastest that fits a pack of {limits.tokens:,} rows into "
+        f"activation memory: {choice.mode}, the fastest that fits a pack of {limits.tokens:,} tokens into "
         f"{_gib(usable)} GiB; GiB needed: {tried}"
     )
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from tuningfork.data.audit import account_line, check_names_used, prepare
 from tuningfork.data.config import DataConfig, PackConfig
-from tuningfork.data.overlap import overlap
-from tuningfork.data.pack import PackLimits, split_fitting
-from tuningfork.data.sources import Use, check_sources
-from tuningfork.data.store import Selection
+from tuningfork.data.packing.pack import PackLimits, split_fitting
+from tuningfork.data.prepare import account_line, check_names_used, prepare_examples
+from tuningfork.data.sources.expand import Use, check_sources
+from tuningfork.data.summary.overlap import overlap
+from tuningfork.data.token_table import Subset
 from tuningfork.errors import READING, DataError, counted, enough_memory
 from tuningfork.models.config import ModelConfig
 from tuningfork.models.load import load_config
@@ -59,7 +59,7 @@ def read_data(
         console.print(f"! {shared}")
     if train_too or not data.train:  # names of fields may be meant for rows that are not read now
         check_names_used(data, *(report for report in (train_report, held_out_report) if report is not None))
-    examples, longest = Selection([train, held_out]), positions(config)
+    examples, longest = Subset([train, held_out]), positions(config)
     lengths = column(examples, "longest")
     if longest and lengths.max() > longest:
         scaled = longest < (getattr(config, "max_position_embeddings", None) or longest)
@@ -93,13 +93,13 @@ def read_sources(
             phase.advance(done - phase.done)
 
         cache = None if data.cache is None else Path(data.cache)
-        prepared, report = prepare(sources, tokenizer, data, vocab_size, progress, use, cache, console.print)
+        prepared, report = prepare_examples(sources, tokenizer, data, vocab_size, progress, use, cache, console.print)
     examples, too_large = split_fitting(prepared, pack.tokens, pack.share_prompt)
     report.used = len(examples)
     report.dropped_rows += too_large
     if not examples:
         raise DataError(
-            f"{', '.join(report.sources)}: no example fits a pack of {pack.tokens} rows. Raise pack.tokens."
+            f"{', '.join(report.sources)}: no example fits a pack of {pack.tokens} tokens. Raise pack.tokens."
         )
     console.print(account_line(name, report))
     return examples, report

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from tuningfork.data.pack import PackLimits
+from tuningfork.data.packing.pack import PackLimits
 from tuningfork.distributed.parallelize import parallelize
 from tuningfork.distributed.ranks import ONE_PROCESS
 from tuningfork.models import activations, export

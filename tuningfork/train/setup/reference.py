@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from tuningfork.data.pack import PackLimits
-from tuningfork.data.store import Selection
+from tuningfork.data.packing.pack import PackLimits
+from tuningfork.data.token_table import Subset
 from tuningfork.models.load import comparable
 from tuningfork.models.policy import Policy
 from tuningfork.records import TokenExample
@@ -53,12 +53,12 @@ def open_reference(
     )
     with console.startup.time("reference"):
         store = open_entry(Path(config.reference.cache), facts, console.print)
-        parts = [Selection([examples]), Selection([held_out])]
-        again = Selection([parts[part].take(places) for part, places in to_rescore(store, parts)])
+        parts = [Subset([examples]), Subset([held_out])]
+        again = Subset([parts[part].take(places) for part, places in to_rescore(store, parts)])
         if again:
             with console.phase("checking the reference cache", total=len(again), unit="examples") as phase:
                 check_rescored(store, session.packs(again, limits), session.scorer.score, phase.advance)
-        missing = store.missing(Selection(parts))
+        missing = store.missing(Subset(parts))
         if missing:
             with console.phase("scoring the reference", total=len(missing), unit="examples") as phase:
                 fill(store, session.packs(missing, limits), session.scorer.score, phase.advance)

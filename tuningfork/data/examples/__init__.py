@@ -1,0 +1,1 @@
+"""Rows -> examples: a prompt and its answers, as messages or as text."""

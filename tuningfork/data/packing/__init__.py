@@ -1,0 +1,1 @@
+"""Token examples -> packs: which share one, and how one lies in tensors."""

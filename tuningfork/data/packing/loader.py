@@ -1,0 +1,138 @@
+"""The order of examples through a run, and packs of them, which a thread builds ahead of their use.
+
+The order is a pure function of (seed, step), so the loader's whole resumable state is the number of steps done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+from typing import TypeVar
+
+import numpy as np
+
+from tuningfork.data.packing.layout import build_pack
+from tuningfork.data.packing.pack import PackLimits, pack_evenly, pack_stream
+from tuningfork.records import PackedBatch, TokenExample
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True)
+class EpochOrder:
+    """Shuffled passes over the data, laid end to end and cut into steps.
+
+    A step holds exactly `examples_per_step` examples, also where it straddles two epochs; only the very last step of a
+    run by epochs may hold fewer. A run that is made longer goes on behind that step's last example: `done_examples`
+    are those of its first `done_steps` steps. So within each epoch every example appears exactly once.
+    """
+
+    examples: int
+    examples_per_step: int
+    seed: int
+    total_examples: int
+    done_steps: int = 0
+    done_examples: int = 0
+
+    @classmethod
+    def plan(
+        cls,
+        examples: int,
+        examples_per_step: int,
+        seed: int,
+        epochs: float,
+        max_steps: int | None,
+        done_steps: int = 0,
+        done_examples: int = 0,
+    ) -> EpochOrder:
+        total = max(1, round(epochs * examples))
+        if max_steps is not None:
+            total = done_examples + (max_steps - done_steps) * examples_per_step
+        return cls(examples, examples_per_step, seed, total, done_steps, done_examples)
+
+    @property
+    def total_steps(self) -> int:
+        return self.done_steps + ceil((self.total_examples - self.done_examples) / self.examples_per_step)
+
+    def indices(self, step: int) -> list[int]:
+        """The examples of step `step` (from 0)."""
+        first = self._first(step)
+        places = range(first, min(first + self.examples_per_step, self.total_examples))
+        return [int(_permutation(self.examples, self.seed, n // self.examples)[n % self.examples]) for n in places]
+
+    def used_indices(self) -> np.ndarray:
+        """int64: the examples that the run uses at all, in the file's order; fewer than all in less than an epoch."""
+        if self.total_examples >= self.examples:
+            return np.arange(self.examples)
+        return np.sort(_permutation(self.examples, self.seed, 0)[: self.total_examples])
+
+    def epoch_after(self, step: int) -> float:
+        """Passes over the data completed after step `step` (from 0)."""
+        return min(self._first(step) + self.examples_per_step, self.total_examples) / self.examples
+
+    def _first(self, step: int) -> int:
+        """The place of a step's first example among all that the run goes through."""
+        if step < self.done_steps:
+            return step * self.examples_per_step
+        return self.done_examples + (step - self.done_steps) * self.examples_per_step
+
+
+@lru_cache(maxsize=2)
+def _permutation(examples: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(examples)
+
+
+class PackLoader:
+    """Yields `(step, packs)` from any step on, each built as it is asked for; `ahead` does it while others are used."""
+
+    def __init__(
+        self, examples: Sequence[TokenExample], order: EpochOrder, limits: PackLimits, pin_memory: bool = False
+    ) -> None:
+        self.examples = examples
+        self.order = order
+        self.limits = limits
+        self.pin_memory = pin_memory
+
+    def examples_of(self, step: int) -> list[TokenExample]:
+        """The examples of one step, of all ranks."""
+        return [self.examples[i] for i in self.order.indices(step)]
+
+    def packs(self, examples: Sequence[TokenExample]) -> list[PackedBatch]:
+        """These examples of a step in packs."""
+        return build_packs(examples, self.limits, self.pin_memory)
+
+    def step(self, step: int) -> list[PackedBatch]:
+        """The packs of one step, of a run in one process."""
+        return self.packs(self.examples_of(step))
+
+    def steps(self, first: int) -> Iterator[tuple[int, list[PackedBatch]]]:
+        return ((step, self.step(step)) for step in range(first, self.order.total_steps))
+
+
+def ahead(items: Iterable[Item]) -> Iterator[Item]:
+    """Yield the items; while one is used, a thread makes the next. What it raises is raised where that one is taken."""
+    source, end = iter(items), object()
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="ahead") as pool:
+        coming = pool.submit(next, source, end)
+        while (item := coming.result()) is not end:
+            coming = pool.submit(next, source, end)
+            yield item  # type: ignore[misc]
+
+
+def packs_in_windows(
+    examples: Sequence[TokenExample], limits: PackLimits, window: int = 1024, pin_memory: bool = False
+) -> Iterator[PackedBatch]:
+    """All examples in packs, each built while the one before is used. They are chosen from a window of examples at a
+    time: enough to fill packs well, few enough to begin at once and to keep in memory."""
+    bins = pack_stream(examples, limits, window)
+    packs = (build_pack(members, slots, limits.share_prompt) for slots, members in bins)
+    return ahead(pack.pinned() for pack in packs) if pin_memory else ahead(packs)
+
+
+def build_packs(examples: Sequence[TokenExample], limits: PackLimits, pin_memory: bool = False) -> list[PackedBatch]:
+    """Pack the examples and lay each bin out as tensors."""
+    batches = [build_pack(members, slots, limits.share_prompt) for slots, members in pack_evenly(examples, limits)]
+    return [batch.pinned() for batch in batches] if pin_memory else batches

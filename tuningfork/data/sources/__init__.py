@@ -1,0 +1,1 @@
+"""What a recipe names -> the tables that it stands for."""

@@ -1,0 +1,172 @@
+"""A JSON Lines file, or a .json file that is one array -> its rows, with the values exactly as the file has them.
+
+Lines are read as they are drawn, so a file may be larger than memory; an array is parsed as a whole. What is read at
+once has a bound, and so has what a gzipped file may grow to: a megabyte of it can be a gigabyte. Values are those
+of Python's json: `datasets` would guess types for whole columns, so that answers that look like dates become
+timestamps, a missing field becomes null, and numbers change.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import IO, Any, cast
+
+from tuningfork.data.tables.rows import Row, kind_of
+from tuningfork.errors import DataError
+from tuningfork.files import opened
+
+LONGEST_LINE = 64 << 20  # bytes of one row: texts of ten million characters, and their escapes
+LONGEST_ARRAY = 1 << 30  # bytes of an array, which takes several times as much memory
+BLANK = 1_000_000  # lines in a row that say nothing
+RATIO, UNZIPPED = 200, 1 << 30  # how many times its size a gzipped file may have, if it has more than so many bytes
+_AS_LINES = "Write it as .jsonl, an object a line: that is read line by line."
+_GZIP = b"\x1f\x8b"  # what a gzipped file begins with
+_BOM = b"\xef\xbb\xbf"
+
+
+def is_array(path: Path) -> bool:
+    """Whether the first thing in a file, plain or gzipped, is the beginning of an array."""
+    heads = pieces(path)
+    first = next(heads, b"").removeprefix(_BOM)
+    return next((head.lstrip() for head in chain([first], heads) if not head.isspace()), b"").startswith(b"[")
+
+
+def array_rows(path: Path) -> list[tuple[int, Row]]:
+    """The rows of a file that is one array, with their places in it from 1. Raises DataError."""
+    text, size = [], 0
+    for _, line in _lines(path, LONGEST_ARRAY):
+        size += len(line)
+        text.append(line)
+        if size > LONGEST_ARRAY:
+            raise DataError(f"{path}: {_too_long('this array', LONGEST_ARRAY)} {_AS_LINES}")
+    try:
+        rows = _parsed(path, 1, "".join(text))
+    except MemoryError as error:
+        raise DataError(
+            f"{path}: one array of {size:,} characters takes more memory than there is. {_AS_LINES}"
+        ) from error
+    return [(number, _checked(path, f"row {number}", row)) for number, row in enumerate(rows, 1)]
+
+
+def line_rows(path: Path) -> Iterator[tuple[int, Row]]:
+    """The rows of a file with one object a line, with the numbers of their lines. Raises DataError."""
+    for number, line in _lines(path, LONGEST_LINE):
+        if line.strip():
+            # Without its end, behind which a fault would be on the next line.
+            yield number, _checked(path, f"line {number}", _parsed(path, number, line.rstrip("\n")))
+
+
+def is_zipped(path: Path) -> bool:
+    """Whether a file is gzipped, whatever its name. Raises DataError where it cannot be read."""
+    with _explained(path), opened(path) as file:
+        return file.read(len(_GZIP)) == _GZIP
+
+
+def pieces(path: Path) -> Iterator[bytes]:
+    """The bytes of a file, unzipped, a megabyte at a time. Raises DataError where it cannot be read to its end."""
+    with _unzipped(path) as file:
+        most, size = _most(path) if isinstance(file, gzip.GzipFile) else None, 0
+        while piece := file.read(1 << 20):
+            size += len(piece)
+            if most is not None and size > most:
+                raise DataError(_bomb(path, most))
+            yield piece
+
+
+def text_lines(path: Path) -> Iterator[str]:
+    """The lines of a text file, plain or gzipped, each with its end. Raises DataError where it is not UTF-8, or a line
+    is too long."""
+    return (line for _, line in _lines(path, LONGEST_LINE))
+
+
+@contextmanager
+def _unzipped(path: Path) -> Iterator[IO[bytes]]:
+    zipped = is_zipped(path)
+    with _explained(path), opened(path) as file, gzip.open(file) if zipped else file as content:
+        yield cast(IO[bytes], content)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: the gzip data is cut short or damaged ({error}). Copy the file again.") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error}). Check the file's rights.") from error
+
+
+def _lines(path: Path, longest: int) -> Iterator[tuple[int, str]]:
+    """Lines with their numbers. Raises DataError for one of more than `longest` bytes, which is not read to its end."""
+    number = blank = size = 0
+    try:
+        with _unzipped(path) as file:
+            most = _most(path) if isinstance(file, gzip.GzipFile) else None
+            while line := file.readline(longest + 1):
+                number += 1
+                size += len(line)
+                blank = blank + 1 if line.isspace() else 0
+                if len(line) > longest:
+                    raise DataError(
+                        f"{path}: {_too_long(f'line {number}', longest)} Look at what is there, and remove it."
+                    )
+                if blank > BLANK:
+                    raise DataError(f"{path}: the {blank:,} lines before line {number + 1:,} are blank. Remove them.")
+                if most is not None and size > most:
+                    raise DataError(_bomb(path, most))
+                yield number, line.removeprefix(_BOM if number == 1 else b"").decode()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}: line {number} is not UTF-8 text. Save the file as UTF-8 ({error.reason}, byte {error.start})."
+        ) from error
+
+
+def _too_long(what: str, most: int) -> str:
+    return f"{what} has more than {most >> 20:,} MiB, which is more than is read at once."
+
+
+def _most(path: Path) -> int:
+    """Bytes to which a gzipped file may grow. Text of people shrinks to a third or a tenth."""
+    return max(UNZIPPED, RATIO * path.stat().st_size)
+
+
+def _bomb(path: Path, most: int) -> str:
+    return (
+        f"{path}: unpacks to more than {most:,} bytes, {RATIO} times its size or more: it says the same again and "
+        "again. Look at what is in it."
+    )
+
+
+def _parsed(path: Path, line: int, text: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_object)
+    except json.JSONDecodeError as error:
+        line += error.lineno - 1
+        place, what = f"line {line}", f"{error.msg}, column {error.colno}"
+    except (ValueError, RecursionError) as error:  # a field given twice; a number or a nesting beyond all use
+        place, what = f"line {line}", str(error)
+    raise DataError(
+        f"{path}: {place} is not JSON ({what}). Mend or remove it: a file has one object a line, "
+        "or (.json only) one array of objects."
+    )
+
+
+def _object(pairs: list[tuple[str, Any]]) -> Row:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"field {twice[:80]!r} is given twice")
+    return row
+
+
+def _checked(path: Path, place: str, row: Any) -> Row:
+    if not isinstance(row, dict):
+        raise DataError(f"{path}: {place} is {kind_of(row)}, not an object like a preference pair.")
+    return row

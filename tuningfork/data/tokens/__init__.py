@@ -1,0 +1,1 @@
+"""Examples -> token examples, by a tokenizer and its chat template."""

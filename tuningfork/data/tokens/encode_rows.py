@@ -1,0 +1,126 @@
+"""A batch of rows -> tokens, and an account of what became of each row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from tuningfork.data.config import DataConfig
+from tuningfork.data.examples.roles import MessageNames, roles_for
+from tuningfork.data.examples.row_reader import RowReader
+from tuningfork.data.examples.values import Unusable
+from tuningfork.data.tables.rows import Row
+from tuningfork.data.token_table import Columns, columns_of
+from tuningfork.data.tokens.as_text import AsText
+from tuningfork.data.tokens.control_tokens import AS_TEXT, KEPT, RENDERED, WRITTEN, ControlTokens
+from tuningfork.data.tokens.printing import message_fields
+from tuningfork.data.tokens.template import RenderedExample, render
+from tuningfork.data.tokens.tokenize import Encoded, Encoder
+from tuningfork.data.tokens.truncate import size_of, truncate
+from tuningfork.records import Example, Size, TokenExample
+
+RowBatch = list[tuple[int, Row]]
+"""Rows with their numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedBatch:
+    """What became of a batch of rows: its examples as columns, and an account of the others."""
+
+    read: int  # rows
+    columns: Columns
+    dropped: list[tuple[int, str, str]]  # row, reason, detail
+    notes: list[tuple[str, int]]  # what is worth knowing of a row in use, and which
+    not_read: list[tuple[str, int]]  # a filled field that nothing reads, and in which row
+    sizes: dict[int, Size]  # row -> of an example over max_length, cut or left out
+
+
+class RowEncoder:
+    """Reads, prints, encodes, truncates and checks batches of rows. Raises DataError for an unfit tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
+        self.tokenizer = tokenizer
+        self.encoder = Encoder(tokenizer, config.template)
+        self.control = ControlTokens(tokenizer, chat=config.template == "chat")
+        self.as_text = AsText(tokenizer, self.control)
+        self.config = config
+        roles = roles_for(tokenizer.chat_template, config.roles or {})
+        self.names = MessageNames(roles, message_fields(tokenizer))
+
+    def __call__(self, rows: RowBatch, reader: RowReader) -> EncodedBatch:
+        """What becomes of the rows. Raises DataError where none of the table can be used."""
+        batch = EncodedBatch(len(rows), {}, [], [], [], {})
+        used: list[TokenExample] = []
+        bos = self.tokenizer.bos_token_id
+        for names, encoded in self._encode(rows, reader, batch):
+            row = encoded.example.source.row
+            if encoded.example.longest > self.config.max_length:
+                batch.sizes[row] = size_of(encoded.example, bos)
+            try:
+                example, cuts = truncate(encoded.example, self.config.max_length, self.config.over_length, bos, names)
+                _check(example, names)
+            except Unusable as unusable:
+                batch.dropped.append((row, unusable.reason, unusable.detail))
+                continue
+            used.append(example)
+            batch.notes.extend((note, row) for note in (*encoded.notes, *cuts))
+        return replace(batch, columns=columns_of(used))
+
+    def _encode(self, rows: RowBatch, reader: RowReader, batch: EncodedBatch) -> list[tuple[list[str], Encoded]]:
+        """Read, render and encode; what rows say beside the text goes along, and the names of their answers."""
+        kept: list[tuple[Example, list[str]]] = []
+        rendered: list[RenderedExample] = []
+        for number, row in rows:
+            try:
+                read = reader(number, row)
+                printed, notes = self._print(read.example)
+            except Unusable as unusable:
+                batch.dropped.append((number, unusable.reason, unusable.detail))
+                continue
+            rendered.append(printed)
+            kept.append((read.example, read.names))
+            batch.notes.extend((note, number) for note in (*read.notes, *notes))
+            batch.not_read.extend((name, number) for name in read.not_read)
+        found: list[tuple[list[str], Encoded]] = []
+        for (example, names), encoded in zip(kept, self.encoder.encode(rendered), strict=True):
+            if isinstance(encoded, Unusable):
+                batch.dropped.append((example.source.row, encoded.reason, encoded.detail))
+                continue
+            said = replace(encoded.example, label=example.label, weight=example.weight, margin=example.margin)
+            found.append((names, encoded._replace(example=said)))
+        return found
+
+    def _print(self, example: Example) -> tuple[RenderedExample, list[str]]:
+        """The example as text, and notes of the control tokens that its own words spell."""
+
+        def printed(example: Example) -> RenderedExample:
+            return render(example, self.tokenizer, self.config.train_on)
+
+        wanted = self.config.control_tokens
+        example, notes = self.control.with_one_end(example)
+        if isinstance(example.prompt, str) and wanted in (None, "keep"):  # text is taken as it is
+            return printed(example), notes
+        found = self.control.in_words(example)
+        if not found:
+            return printed(example), notes
+        written = [f"{token} in {place}" for token, place in found]
+        if wanted == "drop":
+            raise Unusable(WRITTEN, ", ".join(written))
+        if wanted == "as_text":
+            return self.as_text(example, printed), [*notes, *(f"{AS_TEXT}: {words}" for words in written)]
+        notes += [f"{KEPT}: {words}" for words in written]
+        return printed(example), [*notes, RENDERED] if self.control.looks_rendered(example) else notes
+
+
+def _check(example: TokenExample, names: list[str]) -> None:
+    """Raise Unusable where an encoded example cannot be trained on as a whole."""
+    for place, name in enumerate(names):
+        if example.answer_tokens(place) == 0:
+            raise Unusable("no token of an answer counts", name)
+    for one, other in combinations(example.answers, 2):
+        if np.array_equal(one.ids, other.ids):
+            reason = "chosen equals rejected" if len(example.answers) == 2 else "answers are equal"
+            raise Unusable(reason, "they differ in the file, but not as the tokens that are left")

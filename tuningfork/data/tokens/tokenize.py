@@ -1,0 +1,235 @@
+"""Rendered text -> token ids: prompt once, each answer after it, and a mask over the tokens that count.
+
+A sequence has the ids of its whole text, since tokens can merge across the border of prompt and answer; where it is
+encoded in two parts, that gives the same (`split_points.py`). The shared prompt is then what an example's sequences
+have in common before the border, and what the border cuts through belongs to the answer. Whether a token counts is
+decided by its characters, never by its id, so a pad token that is also the end token loses nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from tuningfork.data.examples.values import Unusable
+from tuningfork.data.token_table import TokenTable
+from tuningfork.data.tokens.split_points import SplitPoints
+from tuningfork.data.tokens.template import RenderedExample, Span, check_template
+from tuningfork.errors import DataError, first_line, is_panic
+from tuningfork.records import TokenAnswer, TokenExample
+
+BATCH = 4_000_000  # characters encoded in one call: what the tokenizer returns takes many times their memory
+FAILS = "the tokenizer fails"
+MERGES = "tokens merge across the border of prompt and answer"  # a note
+
+
+class Encoded(NamedTuple):
+    """An example as tokens, and what is worth knowing of it, in short phrases."""
+
+    example: TokenExample
+    notes: tuple[str, ...]
+
+
+class Encoder:
+    """Encodes rendered examples with one tokenizer.
+
+    A template's text is all there is, BOS and end markers included. Plain text gets a BOS in front where the tokenizer
+    itself would put one, and its EOS, which counts, behind each answer. Raises DataError for an unfit tokenizer, which
+    is one without a chat template where `template` is "chat".
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+        if not tokenizer.is_fast:
+            raise DataError(
+                f"The tokenizer {tokenizer.name_or_path or '(unnamed)'} is a slow one ({type(tokenizer).__name__}) and "
+                "cannot tell which characters a token covers. Use a model folder with a tokenizer.json."
+            )
+        if template == "chat":
+            check_template(tokenizer)
+        bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+        with naming(tokenizer):
+            self.bos = _ids([bos] if bos is not None and tokenizer("").input_ids[:1] == [bos] else [])
+        self.eos = _ids([eos] if eos is not None else [])
+        self.tokenizer = tokenizer
+        self.split_points = SplitPoints(tokenizer)
+
+    def __call__(self, examples: Sequence[RenderedExample]) -> list[TokenExample]:
+        """Encode examples, many in one call of the tokenizer. Raises Unusable for one of them as `encode` tells it."""
+        found = []
+        for encoded in self.encode(examples):
+            if isinstance(encoded, Unusable):
+                raise encoded
+            found.append(encoded.example)
+        return found
+
+    def encode(self, examples: Sequence[RenderedExample]) -> list[Encoded | Unusable]:
+        """Encode examples, many in one call of the tokenizer, with what is worth knowing of each; why it cannot be used
+        where the tokenizer fails at it."""
+        return [encoded for batch in _batches(examples) for encoded in self._tried(batch)]
+
+    def _tried(self, examples: Sequence[RenderedExample]) -> list[Encoded | Unusable]:
+        """Encode examples in one call; where that fails, each by itself, so that one costs no other."""
+        try:
+            with naming(self.tokenizer):
+                return [*self._encode(examples)]
+        except DataError as error:
+            if len(examples) == 1:
+                return [Unusable(FAILS, str(error))]
+        return [encoded for example in examples for encoded in self._tried([example])]
+
+    def _encode(self, examples: Sequence[RenderedExample]) -> list[Encoded]:
+        given = iter([[_Sequence.of(*read) for read in example.tokens] for example in examples if example.tokens])
+        others = iter(self._read([example for example in examples if not example.tokens]))
+        return [self._split(example, next(given if example.tokens else others)) for example in examples]
+
+    def _read(self, examples: Sequence[RenderedExample]) -> Iterator[list[_Sequence]]:
+        """The sequences of each example, as the tokenizer reads them."""
+        cuts = [self.split_points.last(e.texts[0], e.border) if len(e.texts) > 1 else 0 for e in examples]
+        parts = [_parts(example, cut) for example, cut in zip(examples, cuts, strict=True)]
+        texts = [text for start, rests in parts for text in (*start, *rests)]
+        with _no_post_processing(self.tokenizer):
+            encoded = self.tokenizer(
+                texts, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False
+            )
+        made = map(_Sequence.of, encoded["input_ids"], encoded["offset_mapping"])
+        for cut, (start, rests) in zip(cuts, parts, strict=True):
+            starts = [next(made) for _ in start]
+            yield [_joined(*starts, next(made).moved(cut)) for _ in rests]
+
+    def _split(self, example: RenderedExample, sequences: list[_Sequence]) -> Encoded:
+        """Cut an example's sequences behind the prompt tokens that all of them share."""
+        bos, eos = (self.bos, self.eos) if example.plain else (_ids([]), _ids([]))
+        p = min(sequence.tokens_before(example.border) for sequence in sequences)
+        for other in sequences[1:]:
+            differ = np.flatnonzero(sequences[0].ids[:p] != other.ids[:p])
+            p = int(differ[0]) if len(differ) else p
+        given = all(np.array_equal(sequence.ids[:1], bos) for sequence in sequences)
+        prompt_ids = sequences[0].ids[:p] if given else np.concatenate([bos, sequences[0].ids[:p]])
+        answers = tuple(_answer(s, p, spans, eos) for s, spans in zip(sequences, example.spans, strict=True))
+        merged = any(p < len(s.ids) and s.starts[p] < example.border for s in sequences)
+        notes = (*example.notes, MERGES) if merged else example.notes
+        return Encoded(TokenExample(example.source, prompt_ids, answers), notes)
+
+
+def _parts(example: RenderedExample, cut: int) -> tuple[list[str], list[str]]:
+    """What all of an example's texts begin with, up to the cut, and what each of them has behind it."""
+    return [example.texts[0][:cut]] if cut else [], [text[cut:] for text in example.texts]
+
+
+def _batches(examples: Sequence[RenderedExample]) -> Iterator[list[RenderedExample]]:
+    """Examples whose texts together have no more than BATCH characters; a longer one stands alone."""
+    batch: list[RenderedExample] = []
+    size = 0
+    for example in examples:
+        length = sum(map(len, example.texts))
+        if batch and size + length > BATCH:
+            yield batch
+            batch, size = [], 0
+        batch.append(example)
+        size += length
+    if batch:
+        yield batch
+
+
+@contextmanager
+def _no_post_processing(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Post-processing may trim white space from a token's offsets, which would hide that it reaches over a border. It
+    also adds special tokens, and those are not wanted here. Afterwards the tokenizer is as it was; a copy of a large
+    one would take seconds."""
+    backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+    kept, backend.post_processor = backend.post_processor, None
+    try:
+        yield
+    finally:
+        backend.post_processor = kept
+
+
+@contextmanager
+def naming(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Turn whatever the tokenizer's library fails with into a DataError that names the tokenizer."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, MemoryError) or not (isinstance(error, Exception) or is_panic(error)):
+            raise
+        raise DataError(f"{_name(tokenizer)} cannot read it ({first_line(error)[:200]})") from error
+
+
+def _name(tokenizer: PreTrainedTokenizerBase) -> str:
+    return f"tokenizer.json of {tokenizer.name_or_path or '(unnamed)'}"
+
+
+def _ids(ids: Sequence[int]) -> np.ndarray:
+    return np.array(ids, dtype=np.int32)
+
+
+def _answer(sequence: _Sequence, p: int, spans: Sequence[Span], eos: np.ndarray) -> TokenAnswer:
+    ids, mask = sequence.ids[p:], sequence.covered(spans)[p:]
+    if not np.array_equal(ids[-1:], eos):
+        ids, mask = np.concatenate([ids, eos]), np.concatenate([mask, np.ones(len(eos), dtype=bool)])
+    return TokenAnswer(ids, mask)
+
+
+class _Sequence(NamedTuple):
+    """One encoded text: `ids` int32 [n], `starts` and `stops` int64 [n], the characters that each token covers."""
+
+    ids: np.ndarray
+    starts: np.ndarray
+    stops: np.ndarray
+
+    @classmethod
+    def of(cls, ids: list[int], offsets: list[tuple[int, int]]) -> _Sequence:
+        return cls(_ids(ids), *np.array(offsets, dtype=np.int64).reshape(-1, 2).T)
+
+    def moved(self, characters: int) -> _Sequence:
+        """The tokens as they stand in a text that has this many characters in front."""
+        return _Sequence(self.ids, self.starts + characters, self.stops + characters)
+
+    def tokens_before(self, border: int) -> int:
+        """How many leading tokens end at or before the border."""
+        beyond = np.flatnonzero(self.stops > border)
+        return int(beyond[0]) if len(beyond) else len(self.ids)
+
+    def covered(self, spans: Sequence[Span]) -> np.ndarray:
+        """bool [n]: which tokens lie, even partly, in one of the spans."""
+        found = np.zeros(len(self.ids), dtype=bool)
+        for start, stop in spans:
+            found |= (self.starts < stop) & (self.stops > start)
+        return found
+
+
+def _joined(*parts: _Sequence) -> _Sequence:
+    return parts[0] if len(parts) == 1 else _Sequence(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Raise DataError where the tokenizer has ids that the model's embedding, of vocab_size rows, has not."""
+    name, vocabulary = tokenizer.name_or_path or "(unnamed)", tokenizer.get_vocab()
+    if not vocabulary:
+        raise DataError(f"The tokenizer {name} has no tokens. Use the model's own tokenizer.")
+    token = max(vocabulary, key=vocabulary.__getitem__)
+    if vocabulary[token] >= vocab_size:
+        raise DataError(
+            f"The tokenizer {name} has token {token!r} with id {vocabulary[token]}, but the model embeds only the ids "
+            f"below {vocab_size}. Use the model's own tokenizer, or resize the model's embeddings and save it."
+        )
+
+
+def check_ids(table: TokenTable, vocab_size: int) -> None:
+    """Raise DataError where a row has an id that the model's embedding, of vocab_size rows, has not.
+
+    A vocabulary need not tell all ids, for a tokenizer may give a word another one than the vocabulary says; and
+    a token cache could have been written by anybody.
+    """
+    ids = table.columns["ids"]
+    if not len(ids) or (ids.min() >= 0 and ids.max() < vocab_size):
+        return
+    wrong = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
+    raise DataError(
+        f"{table.source_of(wrong)} has the token id {ids[wrong]}, but the model embeds only the ids from 0 to "
+        f"{vocab_size - 1}. Use the model's own tokenizer; if that is in use, set data.cache to another folder."
+    )
