@@ -35,7 +35,7 @@ from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import column
 from tuningfork.reference.build import to_rescore
 from tuningfork.reference.store import ReferenceStore
-from tuningfork.report.metrics import pair_statistics
+from tuningfork.report.run.metrics import pair_statistics
 from tuningfork.train.batch import StepBatch
 
 COLUMNS = {"work": "work", "pairs": "pairs", "seconds": "seconds"}

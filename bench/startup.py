@@ -31,7 +31,7 @@ from tuningfork.data.config import PackConfig
 from tuningfork.models.config import ModelConfig
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.reference.fingerprint import tensors_of, weights_digest
-from tuningfork.report.console import Console
+from tuningfork.report.run.console import Console
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.setup import start_model
 

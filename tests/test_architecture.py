@@ -35,6 +35,13 @@ ROOMS = {
     "train": {"data", "models", "objective", "reference", "report"},
     "lab": {"train", "data", "kernels", "models", "objective", "reference", "report"},
 }
+SUB_ROOMS = {
+    "report.files": set(),
+    "report.sinks": set(),
+    "report.run": {"report.files", "report.sinks"},
+    "report.dataset": {"report.files", "report.run"},
+}
+"""Rooms within a room -> their neighbours there from which they may import."""
 
 
 def name_of(path: Path) -> str:
@@ -102,6 +109,28 @@ def test_a_room_imports_only_from_rooms_that_the_table_allows(name):
         if room(other) not in allowed
     }
     assert not wrong
+
+
+def sub_room(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+@pytest.mark.parametrize("name", SUB_ROOMS)
+def test_a_room_within_a_room_imports_only_from_neighbours_that_the_table_allows(name):
+    allowed = SUB_ROOMS[name] | {name}
+    wrong = {
+        f"{module} imports {other}"
+        for module in modules()
+        if sub_room(module) == name
+        for other in imports(module)
+        if room(other) == room(name) and sub_room(other) not in allowed
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize("parent", {room(name) for name in SUB_ROOMS})
+def test_every_module_of_a_parted_room_lives_in_a_known_part(parent):
+    assert {sub_room(module) for module in modules() if room(module) == parent} - {parent} <= set(SUB_ROOMS)
 
 
 def test_what_everyone_imports_imports_nothing_else():

@@ -17,7 +17,7 @@ from typing import NoReturn, TextIO
 
 from tuningfork import __version__
 from tuningfork.errors import READING, SCORING, TRAINING, ConfigError, TuningforkError, enough_memory, visible
-from tuningfork.report.console import Console
+from tuningfork.report.run.console import Console
 
 _INTRODUCTION = """\
 Train language models on preference pairs.

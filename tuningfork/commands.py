@@ -28,10 +28,11 @@ from tuningfork.models.load import comparable, load_config, load_tokenizer, repl
 from tuningfork.models.support import positions
 from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import DataReport
-from tuningfork.report import data_files, eval_files
-from tuningfork.report.console import Console, number, table
-from tuningfork.report.data_terminal import draw_report
-from tuningfork.report.writer import Scores
+from tuningfork.report.dataset import report_files
+from tuningfork.report.dataset.terminal import draw_report
+from tuningfork.report.run import eval_files
+from tuningfork.report.run.console import Console, number, table
+from tuningfork.report.run.writer import Scores
 from tuningfork.train import checkpoint, optimizer
 from tuningfork.train import folder as run_folder
 from tuningfork.train.evaluate import evaluate as evaluate_packs
@@ -105,8 +106,8 @@ def data(config: RunConfig, strict: bool, console: Console | None = None) -> int
     """
     console = console or Console()
     config = _dated_as_its_run(config)
-    folder = Path(config.output.dir) / data_files.FOLDER
-    data_files.check(folder)  # before minutes of reading
+    folder = Path(config.output.dir) / report_files.FOLDER
+    report_files.check(folder)  # before minutes of reading
     config, _ = _located(config, console, weights=False)
     with console.stage("data", READING_MODEL):
         model, tokenizer = load_config(config.model.path), load_tokenizer(config.model.path)
@@ -147,7 +148,7 @@ def data(config: RunConfig, strict: bool, console: Console | None = None) -> int
     if device.type == "cpu" and config.train.device == "auto":
         console.print("no GPU is seen here; --train.device cuda counts the packs of a run on one")
     console.print()
-    for path in data_files.write(folder, report, __version__):
+    for path in report_files.write(folder, report, __version__):
         console.print(str(path))
     return 1 if summary.refused or (strict and summary.strict) else 0
 

@@ -18,8 +18,8 @@ import pytest
 from tests.end_to_end.workbench import Child, Job, job_in, state_of, unequal
 from tuningfork.models import export
 from tuningfork.reference.store import ReferenceStore
-from tuningfork.report.board import Board
-from tuningfork.report.writer import RunWriter
+from tuningfork.report.run.writer import RunWriter
+from tuningfork.report.sinks.tensorboard import Board
 from tuningfork.train import checkpoint, loop
 
 MIB = 2**20

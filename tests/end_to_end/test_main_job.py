@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.end_to_end.workbench import CHATML, Job, make_model, make_pairs, state_of, write_rows
 from tuningfork.config import RunConfig, differing_settings, from_yaml, load_run_config
-from tuningfork.report.metrics import METRICS
+from tuningfork.report.run.metrics import METRICS
 
 
 def sequences(row: dict[str, str]) -> tuple[str, str, str]:

@@ -22,7 +22,7 @@ from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.objective.head import Head
 from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import TokenAnswer, TokenExample
-from tuningfork.report.console import Console
+from tuningfork.report.run.console import Console
 from tuningfork.train import fit
 from tuningfork.train import step as step_module
 from tuningfork.train.batch import StepBatch

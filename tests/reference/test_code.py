@@ -19,7 +19,7 @@ from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import PackedBatch
 from tuningfork.reference import code
 from tuningfork.reference.code import model_code_digest, scoring_digest, scoring_files, statements
-from tuningfork.report.console import Console
+from tuningfork.report.run.console import Console
 from tuningfork.train import setup
 from tuningfork.train.score import score
 from tuningfork.train.setup import Start, open_reference

@@ -16,7 +16,7 @@ from torch import nn
 from tuningfork import files
 from tuningfork.errors import RunFolderError
 from tuningfork.files import checksum
-from tuningfork.report.metrics import Evaluation, PairSums
+from tuningfork.report.run.metrics import Evaluation, PairSums
 from tuningfork.train.checkpoint import Progress, newest, progress, restore, save
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.loop import _check_same_run

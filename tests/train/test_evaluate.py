@@ -29,7 +29,7 @@ from tuningfork.records import Source, TokenExample
 from tuningfork.reference.build import fill
 from tuningfork.reference.fingerprint import differing_facts
 from tuningfork.reference.store import ReferenceStore
-from tuningfork.report.console import Console
+from tuningfork.report.run.console import Console
 from tuningfork.train.batch import StepBatch
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.evaluate import check_start, evaluate

@@ -24,7 +24,7 @@ from tuningfork.models.load import Loaded
 from tuningfork.models.policy import Policy
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.objective.objectives import PreferenceObjective
-from tuningfork.report.console import Console
+from tuningfork.report.run.console import Console
 from tuningfork.train import checkpoint, kernel_check
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.kernel_check import KernelCheck

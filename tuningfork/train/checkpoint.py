@@ -41,7 +41,7 @@ from tuningfork.files import (
 )
 from tuningfork.json_files import as_object
 from tuningfork.models.config import ACTIVATION_MEMORY
-from tuningfork.report.metrics import Evaluation
+from tuningfork.report.run.metrics import Evaluation
 from tuningfork.train.checkpoint_reader import Foreign, PlainPlanner, PlainReader
 
 _NAME = re.compile(r"step-([1-9][0-9]*)")

@@ -11,7 +11,7 @@ from tuningfork.errors import ReferenceMismatch
 from tuningfork.records import PackedBatch
 from tuningfork.reference.build import by_file, wrongly_cached
 from tuningfork.reference.store import ReferenceStore
-from tuningfork.report.metrics import Evaluation, PairSums, pair_statistics
+from tuningfork.report.run.metrics import Evaluation, PairSums, pair_statistics
 from tuningfork.train.setup import Start
 
 

@@ -22,7 +22,7 @@ from tuningfork.models.policy import Policy
 from tuningfork.models.support import positions
 from tuningfork.objective.head import Head
 from tuningfork.records import PackedBatch, Source, TokenAnswer, TokenExample
-from tuningfork.report.console import Console
+from tuningfork.report.run.console import Console
 
 BUDGETS = (0.8, 0.6, 0.4, 0.2)
 USABLE = 0.94  # of what others leave of the GPU: memory comes in pieces, and some lie idle between others

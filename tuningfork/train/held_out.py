@@ -8,9 +8,9 @@ from pathlib import Path
 
 from tuningfork.errors import counted
 from tuningfork.reference.store import ReferenceStore
-from tuningfork.report.console import Console, number
-from tuningfork.report.metrics import Evaluation
-from tuningfork.report.writer import RunWriter, Scores
+from tuningfork.report.run.console import Console, number
+from tuningfork.report.run.metrics import Evaluation
+from tuningfork.report.run.writer import RunWriter, Scores
 from tuningfork.train import checkpoint
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.evaluate import evaluate

@@ -35,7 +35,7 @@ from tuningfork.reference.code import model_code_digest
 from tuningfork.reference.entries import open_entry
 from tuningfork.reference.fingerprint import fingerprint, tensors_of, text_digest, weights_digest
 from tuningfork.reference.store import ReferenceStore
-from tuningfork.report.console import Console
+from tuningfork.report.run.console import Console
 from tuningfork.train import checkpoint
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.fit import settle

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from tuningfork.report.metrics import StepResult, Sums
+from tuningfork.report.run.metrics import StepResult, Sums
 
 Dtype = Literal["bfloat16", "float32"]
 

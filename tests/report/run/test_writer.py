@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tuningfork.errors import NonFiniteError, RunFolderError
-from tuningfork.report.writer import CHECKSUM, RunWriter, read_metrics, write_json, write_text
+from tuningfork.report.run.writer import CHECKSUM, RunWriter, read_metrics, write_json, write_text
 
 
 def board(folder: Path, tag: str) -> list[tuple[int, float]]:
@@ -247,7 +247,7 @@ def test_a_record_that_is_a_link_is_not_written_through(tmp_path: Path, name: st
 
 def test_an_event_file_is_always_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its name can be guessed."""
-    monkeypatch.setattr("tuningfork.report.board.time.time_ns", lambda: 5)
+    monkeypatch.setattr("tuningfork.report.sinks.tensorboard.time.time_ns", lambda: 5)
     path = tmp_path / "tensorboard" / f"events.out.tfevents.5.{os.getpid()}"
     path.parent.mkdir()
     (tmp_path / "elsewhere").write_text("precious")

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from tuningfork.files import clear_abandoned
-from tuningfork.report import own_files
-from tuningfork.report.data_page import draw_page
-from tuningfork.report.writer import write_json, write_text
+from tuningfork.report.dataset.page import draw_page
+from tuningfork.report.files import check_file, check_folder
+from tuningfork.report.run.writer import write_json, write_text
 
 FOLDER = "data"  # inside output.dir; a run may begin where there is nothing else
 REPORT, PAGE = "data_report.json", "data_report.html"
@@ -22,9 +22,9 @@ def check(folder: Path) -> None:
 
     The folder itself, which lies in the run folder, must not be a link.
     """
-    own_files.check_folder(folder)
+    check_folder(folder)
     for name, mark in _OURS.items():
-        own_files.check_file(folder / name, MADE_BY, mark)
+        check_file(folder / name, MADE_BY, mark)
 
 
 def write(folder: Path, report: Mapping[str, Any], version: str) -> list[Path]:

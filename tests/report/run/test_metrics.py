@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tuningfork.report.metrics import METRICS, Interval, PairSums, StepResult, pair_statistics
+from tuningfork.report.run.metrics import METRICS, Interval, PairSums, StepResult, pair_statistics
 
 GIB = 2**30
 

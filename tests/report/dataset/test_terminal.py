@@ -10,10 +10,10 @@ import pytest
 
 from tests.data.summary.workbench import pair, summary_of
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
-from tests.report.test_console import Terminal
-from tests.report.test_data_page import report_of
-from tuningfork.report.console import Console
-from tuningfork.report.data_terminal import draw_report
+from tests.report.dataset.test_page import report_of
+from tests.report.run.test_console import Terminal
+from tuningfork.report.dataset.terminal import draw_report
+from tuningfork.report.run.console import Console
 
 
 def printed(report: dict, stream: io.StringIO) -> str:

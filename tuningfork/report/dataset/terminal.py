@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tuningfork.errors import counted, visible
-from tuningfork.report.words import (
+from tuningfork.report.dataset.wording import (
     CUTS,
     Tree,
     account,

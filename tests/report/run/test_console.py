@@ -10,7 +10,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from tuningfork.report.console import Console, duration, number, side_by_side, table
+from tuningfork.report.run.console import Console, duration, number, side_by_side, table
 
 
 class Terminal(io.StringIO):

@@ -13,8 +13,8 @@ from typing import Any
 
 import xxhash
 
-from tuningfork.report import own_files
-from tuningfork.report.writer import write_json
+from tuningfork.report.files import check_file, check_folder
+from tuningfork.report.run.writer import write_json
 
 FOLDER = "evaluations"  # inside output.dir; a run may begin where there is nothing else
 MADE_BY = "tuningfork eval"  # stands at the beginning of each file
@@ -24,7 +24,7 @@ _MARK = f'{{\n  "made_by": "{MADE_BY}"'
 
 def check(folder: Path) -> None:
     """Raise RunFolderError where no folder can be, before minutes are spent, or where there is a link."""
-    own_files.check_folder(folder)
+    check_folder(folder)
 
 
 def write(
@@ -44,6 +44,6 @@ def write(
     digest = xxhash.xxh3_64_hexdigest(json.dumps(facts, sort_keys=True).encode())
     path = folder / f"{re.sub(r'[^A-Za-z0-9_.]+', '-', said).strip('-.')[:LONGEST]}-{digest}.json"
     check(folder)  # it may have changed since
-    own_files.check_file(path, MADE_BY, _MARK)
+    check_file(path, MADE_BY, _MARK)
     write_json(path, {"made_by": MADE_BY, "scores": scores, **facts, **more})
     return path

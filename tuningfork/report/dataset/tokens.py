@@ -7,8 +7,8 @@ from html import escape
 from typing import Any
 
 from tuningfork.errors import counted, visible
-from tuningfork.report.html import text
-from tuningfork.report.words import cut, rows
+from tuningfork.report.dataset.html import text
+from tuningfork.report.dataset.wording import cut, rows
 
 _TEXT = 200  # characters shown of one token
 

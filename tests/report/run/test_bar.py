@@ -8,8 +8,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console as RichConsole
 
-from tuningfork.report.bar import Part, fitted
-from tuningfork.report.console import Console, Phase
+from tuningfork.report.run.bar import Part, fitted
+from tuningfork.report.run.console import Console, Phase
 
 FIGURES = {"loss": 0.693147, "margin": -0.01234, "accuracy": 0.9375, "tokens/s": 123456.0}
 PHASES = [  # as runs name them, with large numbers

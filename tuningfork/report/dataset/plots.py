@@ -12,7 +12,7 @@ from html import escape
 from typing import Any
 
 from tuningfork.errors import counted
-from tuningfork.report.words import share, signed
+from tuningfork.report.dataset.wording import share, signed
 
 _HEIGHT = 100.0
 _GAP = 1.0  # bars between the last bar and the one of what lies beyond

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tuningfork.report.words import (
+from tuningfork.report.dataset.wording import (
     account,
     amount,
     by_reason,

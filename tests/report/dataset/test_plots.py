@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tuningfork.report.plots import histogram, mirrored, stacked
+from tuningfork.report.dataset.plots import histogram, mirrored, stacked
 
 
 def bars(drawn: str) -> list[tuple[float, float, float, str]]:

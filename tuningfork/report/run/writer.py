@@ -13,8 +13,8 @@ from typing import Any
 from tuningfork.errors import NonFiniteError, RunFolderError, escaped
 from tuningfork.files import append_plain, explained, read_plain, whole_file
 from tuningfork.json_files import as_object
-from tuningfork.report.board import Board
-from tuningfork.report.metrics import EVAL
+from tuningfork.report.run.metrics import EVAL
+from tuningfork.report.sinks.tensorboard import Board
 
 Scores = Mapping[str, float | int | None]
 """Numbers of an evaluation by name, without the prefix that they have in metrics.jsonl."""

@@ -11,11 +11,11 @@ from importlib import resources
 from pathlib import Path
 
 from tuningfork.errors import counted
-from tuningfork.report.data_charts import draw_bias, draw_cost, draw_lengths, draw_truncation
-from tuningfork.report.html import breakable, facts, table, text
-from tuningfork.report.plots import stacked
-from tuningfork.report.tokens_html import examples
-from tuningfork.report.words import (
+from tuningfork.report.dataset.charts import draw_bias, draw_cost, draw_lengths, draw_truncation
+from tuningfork.report.dataset.html import breakable, facts, table, text
+from tuningfork.report.dataset.plots import stacked
+from tuningfork.report.dataset.tokens import examples
+from tuningfork.report.dataset.wording import (
     Tree,
     account,
     amount,
@@ -61,7 +61,7 @@ def draw_page(report: Tree) -> str:
     name = text(_titled(report["train"]))
     sections = "".join(_section(key, SECTIONS[key], body) for key, body in drawn.items())
     links = "".join(f'<a href="#{key}">{title}</a>' for key, title in SECTIONS.items())
-    style = resources.files("tuningfork.report").joinpath("data_page.css").read_text(encoding="utf-8")
+    style = resources.files("tuningfork.report.dataset").joinpath("page.css").read_text(encoding="utf-8")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="generator" content="{text(report["made_by"])} {text(report["version"])}">\n'

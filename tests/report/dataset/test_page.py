@@ -14,12 +14,12 @@ import pytest
 
 from tests.data.summary.workbench import pair, summary_of, summary_of_examples, summary_of_files, write
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
-from tests.report.browser import browser, find_browser
+from tests.report.dataset.browser import browser, find_browser
 from tests.tiny import random_examples
 from tuningfork.data.config import DataConfig
-from tuningfork.report.console import Console
-from tuningfork.report.data_page import SECTIONS, draw_page
-from tuningfork.report.data_terminal import draw_report
+from tuningfork.report.dataset.page import SECTIONS, draw_page
+from tuningfork.report.dataset.terminal import draw_report
+from tuningfork.report.run.console import Console
 
 EVIL = "</script></style><img src=http://example.invalid/x.png onerror=alert(1)><b>\"'&amp;"
 SEVERAL = [

@@ -22,8 +22,8 @@ from rich.segment import Segment
 from rich.text import Text
 
 from tuningfork.errors import visible
-from tuningfork.report.bar import BarLine, Part
-from tuningfork.report.stopwatch import Stopwatch
+from tuningfork.report.run.bar import BarLine, Part
+from tuningfork.report.run.stopwatch import Stopwatch
 
 Values = Mapping[str, float | None]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tuningfork.errors import RunFolderError
-from tuningfork.report.eval_files import check, write
+from tuningfork.report.run.eval_files import check, write
 
 SAID, FACTS, SCORES = "model on held_out", {"policy": "a"}, {"loss": 0.5}
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.report.test_metrics import A, B
-from tuningfork.report.throughput import PEAK_FLOPS, RunTotals, peak_flops
+from tests.report.run.test_metrics import A, B
+from tuningfork.report.run.throughput import PEAK_FLOPS, RunTotals, peak_flops
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.report.test_console import Clock
-from tuningfork.report.stopwatch import Stopwatch
+from tests.report.run.test_console import Clock
+from tuningfork.report.run.stopwatch import Stopwatch
 
 
 def test_phases_come_in_order_and_add_up() -> None:

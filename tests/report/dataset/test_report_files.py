@@ -10,7 +10,7 @@ import pytest
 
 from tests.data.summary.workbench import pair, summary_of
 from tuningfork.errors import RunFolderError
-from tuningfork.report.data_files import PAGE, REPORT, check, write
+from tuningfork.report.dataset.report_files import PAGE, REPORT, check, write
 
 
 @pytest.fixture(scope="module")

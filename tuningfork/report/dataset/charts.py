@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tuningfork.errors import counted
-from tuningfork.report.html import table
-from tuningfork.report.plots import histogram, mirrored, stacked
-from tuningfork.report.words import CUTS, Tree, share, signed
+from tuningfork.report.dataset.html import table
+from tuningfork.report.dataset.plots import histogram, mirrored, stacked
+from tuningfork.report.dataset.wording import CUTS, Tree, share, signed
 
 LAYOUTS = {
     "padded": "Padded: batches of 8, all sequences as long as the longest",
