@@ -39,7 +39,7 @@ SUB_ROOMS = {
     "report.files": set(),
     "report.sinks": set(),
     "report.run": {"report.files", "report.sinks"},
-    "report.dataset": {"report.files", "report.run"},
+    "report.dataset": {"report.files"},
 }
 """Rooms within a room -> their neighbours there from which they may import."""
 

@@ -1,13 +1,45 @@
-"""What may be replaced of reports that a command writes into a folder of its own inside the run folder: its own."""
+"""Files of a run folder that people read: written as a whole, and a report replaces an earlier report only.
+
+A command that reports has a folder of its own inside the run folder.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
-from tuningfork.errors import RunFolderError
-from tuningfork.files import check_plain, explained, plain
+from tuningfork.errors import NonFiniteError, RunFolderError, escaped
+from tuningfork.files import check_plain, explained, plain, whole_file
 
 _BEGINNING = 1000  # bytes, in which a report says what it is
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write indented JSON as a whole, in place of what was there.
+
+    What a terminal would obey is written as JSON's own escapes, for people look at such files with `cat`.
+
+    Raises:
+        NonFiniteError: a number is nan or infinite, which JSON cannot say.
+        RunFolderError: the disk refuses (full, read-only); the file is named.
+    """
+    try:
+        text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        raise NonFiniteError(f"{path}: a number to be written is nan or infinite.") from None
+    write_text(path, escaped(text) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file as a whole: after a crash at any moment it is the old one or the new one, never a part.
+
+    Raises:
+        RunFolderError: the disk refuses (full, read-only); the file is named.
+    """
+    # A lone surrogate has no UTF-8; backslashreplace makes it \udc80, which in a JSON string means the same.
+    with whole_file(path) as file:
+        file.write(text.encode("utf-8", errors="backslashreplace"))
 
 
 def check_folder(folder: Path) -> None:

@@ -21,10 +21,11 @@ from tuningfork.files import clear_abandoned
 from tuningfork.models.policy import graphs_compiled
 from tuningfork.reference.config import ReferenceConfig
 from tuningfork.reference.store import ReferenceStore
+from tuningfork.report.files import write_json, write_text
 from tuningfork.report.run.console import Console, Phase
 from tuningfork.report.run.metrics import Evaluation, Interval, StepResult, pair_statistics
 from tuningfork.report.run.throughput import RunTotals, peak_flops
-from tuningfork.report.run.writer import RunWriter, write_json, write_text
+from tuningfork.report.run.writer import RunWriter
 from tuningfork.train import checkpoint
 from tuningfork.train.batch import StepBatch
 from tuningfork.train.checkpoint import Progress

@@ -8,8 +8,7 @@ from typing import Any
 
 from tuningfork.files import clear_abandoned
 from tuningfork.report.dataset.page import draw_page
-from tuningfork.report.files import check_file, check_folder
-from tuningfork.report.run.writer import write_json, write_text
+from tuningfork.report.files import check_file, check_folder, write_json, write_text
 
 FOLDER = "data"  # inside output.dir; a run may begin where there is nothing else
 REPORT, PAGE = "data_report.json", "data_report.html"

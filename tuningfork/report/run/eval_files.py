@@ -13,8 +13,7 @@ from typing import Any
 
 import xxhash
 
-from tuningfork.report.files import check_file, check_folder
-from tuningfork.report.run.writer import write_json
+from tuningfork.report.files import check_file, check_folder, write_json
 
 FOLDER = "evaluations"  # inside output.dir; a run may begin where there is nothing else
 MADE_BY = "tuningfork eval"  # stands at the beginning of each file

@@ -1,4 +1,4 @@
-"""What a run leaves on disk: metrics.jsonl, TensorBoard, log.txt, and JSON files that are whole or absent."""
+"""The running records of a run: metrics.jsonl and log.txt, and the same numbers in TensorBoard's files."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tuningfork.errors import NonFiniteError, RunFolderError, escaped
-from tuningfork.files import append_plain, explained, read_plain, whole_file
+from tuningfork.errors import NonFiniteError, RunFolderError
+from tuningfork.files import append_plain, explained, read_plain
 from tuningfork.json_files import as_object
+from tuningfork.report.files import write_text
 from tuningfork.report.run.metrics import EVAL
 from tuningfork.report.sinks.tensorboard import Board
 
@@ -146,28 +147,6 @@ def _as_line(metrics: Mapping[str, Any]) -> str:
 
 def _checksum(text: str) -> int:
     return zlib.crc32(text.encode())
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write indented JSON, atomically. Raises NonFiniteError for a nan or infinity, RunFolderError as `write_text`.
-
-    What a terminal would obey is written as JSON's own escapes, for people look at such files with `cat`.
-    """
-    try:
-        text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
-    except ValueError:
-        raise NonFiniteError(f"{path}: a number to be written is nan or infinite.") from None
-    write_text(path, escaped(text) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a file as a whole: after a crash at any moment it is the old one or the new one, never a part.
-
-    Raises RunFolderError, naming the file, where the disk refuses (full, read-only).
-    """
-    # A lone surrogate has no UTF-8; backslashreplace makes it \udc80, which in a JSON string means the same.
-    with whole_file(path) as file:
-        file.write(text.encode("utf-8", errors="backslashreplace"))
 
 
 def _keep_lines(path: Path, last_step: int, evaluations: bool) -> list[dict[str, Any]]:
