@@ -20,7 +20,7 @@ from tuningfork.data.pack import PackLimits
 from tuningfork.data.sources import Use, check_sources
 from tuningfork.data.summary.sets import SetData
 from tuningfork.data.summary.summarize import summarize
-from tuningfork.errors import ConfigError, ModelError, RunFolderError, counted, visible
+from tuningfork.errors import ConfigError, ModelError, RunFolderError
 from tuningfork.files import exclusive
 from tuningfork.models.config import ModelConfig
 from tuningfork.models.hub import HUB, HubName, fetch, hub_name
@@ -54,6 +54,7 @@ from tuningfork.train.setup import (
     start_model,
     starting_weights,
 )
+from tuningfork.wording import counted, visible
 
 READING_MODEL = "reading the model's config and tokenizer"
 

@@ -20,11 +20,12 @@ from tuningfork.data.columns import check_columns
 from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.own_template import read_template
 from tuningfork.data.roles import check_roles
-from tuningfork.errors import ConfigError, counted
+from tuningfork.errors import ConfigError
 from tuningfork.models.config import ModelConfig
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.reference.config import ReferenceConfig
 from tuningfork.train.config import OutputConfig, TrainConfig
+from tuningfork.wording import counted
 
 
 @dataclass

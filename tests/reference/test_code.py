@@ -27,7 +27,8 @@ from tuningfork.train.setup import Start, open_reference
 # From token ids and a model folder to a log-prob.
 STEPS = ("data.pack", "data.layout", "models.load", "models.policy", "kernels.select", "objective.head", "train.score")
 DECIDE_NO_BIT = {
-    "errors": "words",
+    "errors": "what a user can mend",
+    "wording": "words",
     "files": "opens files that are whole",
     "json_files": "reads small files with bounds",
     "models.checks": "refuses what is wrong in a model's files",

@@ -19,8 +19,9 @@ from tuningfork.data.sources import Use, expand_all, mix
 from tuningfork.data.store import Selection
 from tuningfork.data.tables import Notice, Progress, TableAccount, TableReader
 from tuningfork.data.tokenize import check_ids, check_vocabulary
-from tuningfork.errors import DataError, OutOfMemory, counted, first_line
+from tuningfork.errors import DataError, OutOfMemory
 from tuningfork.records import DataReport, DroppedRow, Source, TokenExample, column
+from tuningfork.wording import counted, first_line
 
 LEFT_OUT = "left out of the mix"
 ON_PURPOSE = (LEFT_OUT, "weight 0")

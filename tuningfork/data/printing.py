@@ -20,8 +20,9 @@ from tuningfork.data.bounded import OutOfTime, Result, bounded, renew
 from tuningfork.data.dated import lines_in_front
 from tuningfork.data.tools import THOUGHTS, with_object_arguments, with_text_arguments
 from tuningfork.data.values import Unusable, string
-from tuningfork.errors import DataError, first_line
+from tuningfork.errors import DataError
 from tuningfork.records import Message, Source, Turns
+from tuningfork.wording import first_line
 
 REFUSES = "the chat template refuses the conversation"
 TOO_LARGE = "too large to be printed"

@@ -20,9 +20,10 @@ from tuningfork.data.delimited import DELIMITERS, delimited_rows
 from tuningfork.data.file_kinds import check_kind
 from tuningfork.data.json_rows import RATIO, UNZIPPED, Row, array_rows, is_array, is_zipped, line_rows, pieces
 from tuningfork.data.table_rows import cause, table_rows
-from tuningfork.errors import DataError, TuningforkError, counted, first_line, from_here
+from tuningfork.errors import DataError, TuningforkError
 from tuningfork.files import SCRATCH_CURE, checksum, explained, opened, scratch
 from tuningfork.json_files import read_object
+from tuningfork.wording import counted, first_line, from_here
 
 SUFFIXES = (".jsonl", ".json", ".parquet", *DELIMITERS)
 HUB = "hub:"  # in front of owner/name

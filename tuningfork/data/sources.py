@@ -31,7 +31,8 @@ from tuningfork.data.read import (
     read_names,
     suffix_of,
 )
-from tuningfork.errors import DataError, counted
+from tuningfork.errors import DataError
+from tuningfork.wording import counted
 
 Use = Literal["train", "eval"]
 """What a source is for: the setting that names it, behind `data.`."""

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tuningfork.errors import DataError, counted
+from tuningfork.errors import DataError
 from tuningfork.objective import losses
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.records import TokenExample, column
+from tuningfork.wording import counted
 
 DEFAULT_GAMMA = 0.5  # simpo's target margin where the recipe sets none
 _PER_TOKEN = {"dpo_norm", "ipo", "simpo"}

@@ -9,8 +9,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tuningfork.errors import NonFiniteError, RunFolderError, escaped
+from tuningfork.errors import NonFiniteError, RunFolderError
 from tuningfork.files import check_plain, explained, plain, whole_file
+from tuningfork.wording import escaped
 
 _BEGINNING = 1000  # bytes, in which a report says what it is
 

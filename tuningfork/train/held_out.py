@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tuningfork.errors import counted
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.run.console import Console, number
 from tuningfork.report.run.metrics import Evaluation
@@ -15,6 +14,7 @@ from tuningfork.train import checkpoint
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.evaluate import evaluate
 from tuningfork.train.setup import Data, Start
+from tuningfork.wording import counted
 
 _MEASURES = {"loss": ("loss", -1), "accuracy": ("rewards/accuracy", 1), "margin": ("rewards/margin", 1)}
 """train.best_by -> the number of an evaluation, and whether more of it is better."""

@@ -16,7 +16,7 @@ from tuningfork.data.audit import dataset_digest, report_dict
 from tuningfork.data.config import PackConfig
 from tuningfork.data.loader import PackLoader, ahead
 from tuningfork.data.store import Selection
-from tuningfork.errors import NonFiniteError, RunFolderError, counted, enough_memory
+from tuningfork.errors import NonFiniteError, RunFolderError, enough_memory
 from tuningfork.files import clear_abandoned
 from tuningfork.models.policy import graphs_compiled
 from tuningfork.reference.config import ReferenceConfig
@@ -38,6 +38,7 @@ from tuningfork.train.held_out import Best, HeldOut, score_held_out
 from tuningfork.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from tuningfork.train.setup import Data, Start, dtype_name, model_digest, open_reference, starting_weights
 from tuningfork.train.step import train_step
+from tuningfork.wording import counted
 
 
 @dataclass

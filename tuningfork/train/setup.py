@@ -20,7 +20,7 @@ from tuningfork.data.overlap import overlap
 from tuningfork.data.pack import PackLimits, split_fitting
 from tuningfork.data.sources import Use, check_sources
 from tuningfork.data.store import Selection
-from tuningfork.errors import READING, ConfigError, DataError, counted, enough_memory
+from tuningfork.errors import READING, ConfigError, DataError, enough_memory
 from tuningfork.models import activations, export
 from tuningfork.models.config import ModelConfig
 from tuningfork.models.load import Loaded, comparable, load, load_config
@@ -44,6 +44,7 @@ from tuningfork.train.kernel_check import KernelCheck
 from tuningfork.train.optimizer import hold_gradients, optimizer_bytes
 from tuningfork.train.score import score
 from tuningfork.train.self_check import check_packed_equals_alone, window_not_reached
+from tuningfork.wording import counted
 
 # Variable that holds the number of processes -> who sets it. SLURM_NTASKS is not among them: it is what was asked for,
 # also where a batch script then starts one process.

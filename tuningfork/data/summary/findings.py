@@ -11,8 +11,8 @@ from tuningfork.data.summary.repeats import Leaks
 from tuningfork.data.summary.sets import ControlWords, SetSummary
 from tuningfork.data.summary.tokenizer import TokenizerFacts
 from tuningfork.data.unpack import SOME_AS_JSON
-from tuningfork.errors import counted
 from tuningfork.records import Source
+from tuningfork.wording import counted
 
 LOPSIDED = 0.6  # share of the pairs of unequal length from which on it is worth a word that one side is the longer
 REFUSED = ("refused", "positions")  # kinds of finding at which training does not start

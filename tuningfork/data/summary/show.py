@@ -10,8 +10,9 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
-from tuningfork.errors import DataError, first_line, is_panic
+from tuningfork.errors import DataError, is_panic
 from tuningfork.records import TokenExample
+from tuningfork.wording import first_line
 
 HEAD, TAIL = 300, 100  # tokens shown of a long part, from its start and its end
 

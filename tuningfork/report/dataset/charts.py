@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tuningfork.errors import counted
 from tuningfork.report.dataset.html import table
 from tuningfork.report.dataset.plots import histogram, mirrored, stacked
 from tuningfork.report.dataset.wording import CUTS, Tree, share, signed
+from tuningfork.wording import counted
 
 LAYOUTS = {
     "padded": "Padded: batches of 8, all sequences as long as the longest",

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from tuningfork.errors import visible
+from tuningfork.wording import visible
 
 
 def text(value: Any) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 
-from tuningfork.errors import counted
 from tuningfork.report.dataset.charts import draw_bias, draw_cost, draw_lengths, draw_truncation
 from tuningfork.report.dataset.html import breakable, facts, table, text
 from tuningfork.report.dataset.plots import stacked
@@ -29,6 +28,7 @@ from tuningfork.report.dataset.wording import (
     share,
     short_names,
 )
+from tuningfork.wording import counted
 
 SECTIONS = {
     "rows": "Rows",

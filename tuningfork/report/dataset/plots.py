@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from tuningfork.errors import counted
 from tuningfork.report.dataset.wording import share, signed
+from tuningfork.wording import counted
 
 _HEIGHT = 100.0
 _GAP = 1.0  # bars between the last bar and the one of what lies beyond

@@ -9,7 +9,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from tuningfork.errors import counted, visible
 from tuningfork.report.dataset.wording import (
     CUTS,
     Tree,
@@ -25,6 +24,7 @@ from tuningfork.report.dataset.wording import (
     share,
     short_names,
 )
+from tuningfork.wording import counted, visible
 
 Names = Mapping[str, str]
 """File -> what to call it beside a row's number."""

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from tuningfork.errors import counted, visible
 from tuningfork.report.dataset.html import text
 from tuningfork.report.dataset.wording import cut, rows
+from tuningfork.wording import counted, visible
 
 _TEXT = 200  # characters shown of one token
 

@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from tuningfork.errors import counted
+from tuningfork.wording import counted
 
 Tree = Mapping[str, Any]
 

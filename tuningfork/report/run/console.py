@@ -21,9 +21,9 @@ from rich.live import Live
 from rich.segment import Segment
 from rich.text import Text
 
-from tuningfork.errors import visible
 from tuningfork.report.run.bar import BarLine, Part
 from tuningfork.report.run.stopwatch import Stopwatch
+from tuningfork.wording import visible
 
 Values = Mapping[str, float | None]
 
