@@ -19,8 +19,9 @@ from tuningfork.data.bins import best_fit
 from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.loader import EpochOrder
 from tuningfork.data.pack import PackLimits
+from tuningfork.data.summary.records import DataSummary
 from tuningfork.data.summary.sets import SetData
-from tuningfork.data.summary.summarize import DataSummary, summarize
+from tuningfork.data.summary.summarize import summarize
 from tuningfork.data.tokenize import MERGES
 
 pytestmark = pytest.mark.skipif(not HH.exists(), reason="no real data: set TUNINGFORK_DATA to a folder that has it")

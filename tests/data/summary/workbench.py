@@ -17,9 +17,10 @@ from tuningfork.data.loader import EpochOrder
 from tuningfork.data.pack import PackLimits
 from tuningfork.data.shorten import size_of
 from tuningfork.data.sources import Use
+from tuningfork.data.summary.records import DataSummary
 from tuningfork.data.summary.sets import SetData
 from tuningfork.data.summary.sizes import Sizes
-from tuningfork.data.summary.summarize import DataSummary, summarize
+from tuningfork.data.summary.summarize import summarize
 from tuningfork.records import DataReport, TokenExample
 
 
