@@ -144,12 +144,11 @@ def data(config: RunConfig, strict: bool, console: Console | None = None) -> int
         PackLimits.plan(config.pack.tokens, config.pack.share_prompt, compiled),
         counted_for,
     )
-    report = summary.as_dict()
-    console.draw(draw_report(report))
+    console.draw(draw_report(summary))
     if device.type == "cpu" and config.train.device == "auto":
         console.print("no GPU is seen here; --train.device cuda counts the packs of a run on one")
     console.print()
-    for path in report_files.write(folder, report, __version__):
+    for path in report_files.write(folder, summary, __version__):
         console.print(str(path))
     return 1 if summary.refused or (strict and summary.strict) else 0
 

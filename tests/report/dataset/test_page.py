@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,10 +17,12 @@ from tests.data.tiny_tokenizers import CHATML, byte_bpe
 from tests.report.dataset.browser import browser, find_browser
 from tests.tiny import random_examples
 from tuningfork.data.config import DataConfig
+from tuningfork.data.summary.records import DataSummary
 from tuningfork.report.dataset.page import SECTIONS, draw_page
 from tuningfork.report.dataset.terminal import draw_report
 from tuningfork.report.run.console import Console
 
+MADE_BY = "tuningfork data 1"
 EVIL = "</script></style><img src=http://example.invalid/x.png onerror=alert(1)><b>\"'&amp;"
 SEVERAL = [
     {"role": "assistant", "content": "one"},
@@ -30,7 +32,7 @@ SEVERAL = [
 VOID = {"meta", "input", "wbr"}
 
 
-def report_of(folder: Path) -> dict[str, Any]:
+def harmful(folder: Path) -> DataSummary:
     """Everything that a page may have to show: drops, repeats, leaks, several turns, and rows that mean harm."""
     rows = [
         pair(EVIL, f"{EVIL} \u202eback\u200f \x00\x07 tab\there", "no"),
@@ -47,11 +49,12 @@ def report_of(folder: Path) -> dict[str, Any]:
     tokenizer = byte_bpe(chat_template=CHATML)
     tokenizer.name_or_path = f"folder {EVIL}"
     summary = summary_of(folder, rows, held_out, tokenizer=tokenizer, template="chat", max_length=900)
-    found = summary.as_dict()
-    for row in found["train"]["dropped_rows"]:
-        if row["reason"] == "unknown role":
-            row["detail"] += "q" * 100_000  # longer than the reading of rows lets it be: a page cuts, too
-    return {"made_by": "tuningfork data", "version": "1", **found}
+    # Longer than the reading of rows lets it be: a page cuts, too.
+    rows_lost = [
+        replace(row, detail=row.detail + "q" * 100_000) if row.reason == "unknown role" else row
+        for row in summary.train.dropped_rows
+    ]
+    return replace(summary, train=replace(summary.train, dropped_rows=rows_lost))
 
 
 class Outline(HTMLParser):
@@ -80,13 +83,13 @@ class Outline(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return report_of(tmp_path_factory.mktemp("report"))
+def summary(tmp_path_factory: pytest.TempPathFactory) -> DataSummary:
+    return harmful(tmp_path_factory.mktemp("report"))
 
 
 @pytest.fixture(scope="module")
-def page(report: dict[str, Any]) -> str:
-    return draw_page(report)
+def page(summary: DataSummary) -> str:
+    return draw_page(summary, MADE_BY)
 
 
 @pytest.fixture(scope="module")
@@ -110,11 +113,11 @@ def test_what_the_data_says_stays_text(page: str, outline: Outline) -> None:
 
 
 def test_a_long_row_is_cut_with_the_number_of_what_is_left_out(
-    report: dict[str, Any], page: str, outline: Outline
+    summary: DataSummary, page: str, outline: Outline
 ) -> None:
     assert len(page) < 400_000
     [left_out] = re.findall(r"… (\d+,\d+) more characters", outline.text)
-    detail = max((row["detail"] for row in report["train"]["dropped_rows"]), key=len)
+    detail = max((row.detail for row in summary.train.dropped_rows), key=len)
     assert len(detail) > 100_000
     assert int(left_out.replace(",", "")) == len(detail) - 300
 
@@ -132,42 +135,41 @@ def test_headings_links_and_labels(outline: Outline) -> None:
     assert len(pictures) == 5 + 2 + 3 + 2 and all(picture.get("aria-label") for picture in pictures)
 
 
-def test_the_numbers_are_those_of_the_report(report: dict[str, Any], outline: Outline) -> None:
+def test_the_numbers_are_those_of_the_report(summary: DataSummary, outline: Outline) -> None:
     text = re.sub(r"\s+", " ", outline.text)
     assert "66 of 70 pairs can be trained on" in text
-    for finding in report["findings"]:
-        assert finding["text"][1:].split(EVIL)[0] in text
+    for finding in summary.findings:
+        assert finding.text[1:].split(EVIL)[0] in text
     assert text.count("stops --strict") == 4 + 1 and text.count("worth a look") == 2
-    cost, run = report["cost"], report["run"]
-    for number in (cost["tokens"], cost["unique_tokens"], cost["attention_pairs"], cost["attention_pairs_shared"]):
+    cost, run = summary.cost, summary.run
+    for number in (cost.tokens, cost.unique_tokens, cost.attention_pairs, cost.attention_pairs_shared):
         assert f"{number:,}" in text
-    assert all(f"{layout['slots']:,} slots" in text for layout in cost["layouts"])
-    assert f"steps of 2 pairs in the whole run{run['steps']:,}" in text and run["steps"] == 33
+    assert all(f"{layout.slots:,} slots" in text for layout in cost.layouts)
+    assert f"steps of 2 pairs in the whole run{run.steps:,}" in text and run.steps == 33
     assert "row 1 = training row 4; row 2 = training row 18" in text
-    for some in report["train"]["lengths"].values():
-        assert f"median {some['p50']:,.0f}, 95% at most {some['p95']:,.0f}, longest {some['max']:,}" in text
+    for some in summary.train.lengths.values():
+        assert f"median {some.p50:,.0f}, 95% at most {some.p95:,.0f}, longest {some.max:,}" in text
 
 
-def test_every_token_of_an_example_is_there_with_its_id(report: dict[str, Any], outline: Outline) -> None:
+def test_every_token_of_an_example_is_there_with_its_id(summary: DataSummary, outline: Outline) -> None:
     shown = [
         (attributes["class"], attributes["title"])
         for tag, attributes in outline.tags
         if tag == "span" and str(attributes.get("class", "")).startswith("t ")
     ]
     expected = []
-    for example in report["shown"]:
-        for part in (example["prompt"], *example["answers"]):
-            name = part["name"]
-            for piece in (*part["head"], *part["tail"]):
-                kind = name if name == "prompt" or piece["counted"] else "silent"
-                expected.append((f"t {kind}{' special' * piece['special']}", " ".join(map(str, piece["ids"]))))
+    for example in summary.shown:
+        for part in (example.prompt, *example.answers):
+            for piece in (*part.head, *part.tail):
+                kind = part.name if part.name == "prompt" or piece.counted else "silent"
+                expected.append((f"t {kind}{' special' * piece.special}", " ".join(map(str, piece.ids))))
     assert shown == expected
 
 
 def test_a_file_without_faults(tmp_path: Path) -> None:
     summary = summary_of(tmp_path, [pair("one", "ab", "cde"), pair("two", "fgh", "ij")])
     outline = Outline()
-    page = draw_page({"made_by": "tuningfork data", "version": "1", **summary.as_dict()})
+    page = draw_page(summary, MADE_BY)
     outline.feed(page)
     assert "All 2 pairs can be trained on" in outline.text and "Nothing needs attention" in outline.text
     assert "No data.eval is set" in outline.text and "--strict" not in outline.text
@@ -181,12 +183,11 @@ def test_a_file_without_faults(tmp_path: Path) -> None:
 def test_examples_that_are_no_pairs(answers: tuple[int, ...]) -> None:
     """The page and the terminal take them, call them by their name, and leave out what only pairs have."""
     summary = summary_of_examples(random_examples([(3, answers), (4, answers[::-1])]))
-    report = {"made_by": "tuningfork data", "version": "1", **summary.as_dict()}
     outline = Outline()
-    outline.feed(draw_page(report))
+    outline.feed(draw_page(summary, MADE_BY))
     assert "All 2 examples can be trained on" in outline.text and "batches of 8 examples" in outline.text
     printed = io.StringIO()
-    Console(printed).draw(draw_report(report))
+    Console(printed).draw(draw_report(summary))
     last = "answer 3" if len(answers) == 3 else "answer"
     for text in (outline.text.lower(), printed.getvalue()):
         assert f"{last}, " in text or f"{last} {answers[-1]} tokens" in text
@@ -195,7 +196,7 @@ def test_examples_that_are_no_pairs(answers: tuple[int, ...]) -> None:
         assert ("rejected answer, counts" in text) == (len(answers) == 3 and text == outline.text.lower())
 
 
-def mixed_report(folder: Path) -> dict[str, Any]:
+def mixed(folder: Path) -> DataSummary:
     """Several tables, mixed and cut, with what their rows say of themselves, and splits of which one is taken."""
     (folder / "b").mkdir()
     said = {"weight": 2, "margin": 0.5}
@@ -205,16 +206,15 @@ def mixed_report(folder: Path) -> dict[str, Any]:
     write(folder / "b" / "test.jsonl", [pair("t", "a", "b")])
     sources = [str(folder / "a.jsonl"), str(folder / "b")]
     config = DataConfig(sources, template="none", max_length=20, over_length="truncate_answers", counts=[2, 5])
-    summary = summary_of_files(config)
-    return {"made_by": "tuningfork data", "version": "1", **summary.as_dict()}
+    return summary_of_files(config)
 
 
 def test_several_tables(tmp_path: Path) -> None:
-    report = mixed_report(tmp_path)
+    summary = mixed(tmp_path)
     outline = Outline()
-    outline.feed(draw_page(report))
+    outline.feed(draw_page(summary, MADE_BY))
     printed = io.StringIO()
-    Console(printed).draw(draw_report(report))
+    Console(printed).draw(draw_report(summary))
     page, terminal = (" ".join(text.split()) for text in (outline.text, printed.getvalue()))
     for text in (page, terminal):
         assert "12 of 13 pairs can be trained on; 7 are used" in text
@@ -269,16 +269,19 @@ def test_in_a_browser(page: str, tmp_path: Path) -> None:
 def test_every_column_is_to_be_seen_on_a_phone_too(page: str, tmp_path: Path) -> None:
     """No table is wider than its box, and no box than the screen, with numbers as long as those of much data."""
     single = summary_of_examples(random_examples([(3, (5,)), (4, (2,))]))
-    reports = [mixed_report(tmp_path), {"made_by": "tuningfork data", "version": "1", **single.as_dict()}]
-    for row in reports[0]["train"]["truncation"]:
-        row |= {"rows_cut": 123_456, "rows_lost": 123_456, "tokens_lost": 1_234_567_890, "rows_cut_share": 0.999}
+    much = mixed(tmp_path)
+    wide = [
+        replace(row, rows_cut=123_456, rows_lost=123_456, tokens_lost=1_234_567_890, rows_cut_share=0.999)
+        for row in much.train.truncation
+    ]
+    much = replace(much, train=replace(much.train, truncation=wide))
     hidden = (
         "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth).map(e => e.innerText)"
     )
     executable = find_browser()
     assert executable is not None
     with browser(executable) as tab:
-        for i, drawn in enumerate([page, *map(draw_page, reports)]):
+        for i, drawn in enumerate([page, draw_page(much, MADE_BY), draw_page(single, MADE_BY)]):
             path = tmp_path / f"{i}.html"
             path.write_text(drawn, encoding="utf-8")
             for width in (400, 768, 1280):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tuningfork.data.summary.records import Histogram
 from tuningfork.report.dataset.plots import histogram, mirrored, stacked
 
 
@@ -28,9 +29,7 @@ def texts(drawn: str, kind: str) -> list[str]:
 
 
 def test_a_histogram() -> None:
-    drawn = histogram(
-        {"width": 10, "counts": [4, 0, 8, 0], "beyond": 0}, "prompt", "prompt", "In words", {"median": 15}
-    )
+    drawn = histogram(Histogram(10, [4, 0, 8, 0], 0), "prompt", "prompt", "In words", {"median": 15})
     found = bars(drawn)
     assert [(round(x), round(width), height) for x, width, height, _ in found] == [(0, 1, 50), (1, 1, 0), (2, 1, 100)]
     assert [words for *_, words in found] == [
@@ -43,13 +42,13 @@ def test_a_histogram() -> None:
 
 
 def test_where_a_bar_is_one_length_its_number_and_its_mark_stand_in_its_middle() -> None:
-    drawn = histogram({"width": 1, "counts": [0, 2, 0, 4], "beyond": 0}, "prompt", "prompt", "w", {"median": 3})
+    drawn = histogram(Histogram(1, [0, 2, 0, 4], 0), "prompt", "prompt", "w", {"median": 3})
     assert 'x1="3.500" x2="3.500"' in drawn and texts(drawn, "ticks") == ["0", "1", "2", "3"]
     assert re.findall(r"left:(\S+)%", drawn) == ["12.500", "37.500", "62.500", "87.500"]
 
 
 def test_what_lies_beyond_has_a_bar_apart_and_a_small_count_can_be_seen() -> None:
-    drawn = histogram({"width": 1, "counts": [9000, 0], "beyond": 1}, "answer", "chosen", "w", {"p95": 400})
+    drawn = histogram(Histogram(1, [9000, 0], 1), "answer", "chosen", "w", {"p95": 400})
     found = bars(drawn)
     assert [round(x) for x, *_ in found] == [0, 1, 3] and found[2][2] == pytest.approx(0.8)
     assert found[0][3] == "0 tokens: 9,000 answers" and found[2][3] == "2 tokens or more: 1 answer"
@@ -58,8 +57,8 @@ def test_what_lies_beyond_has_a_bar_apart_and_a_small_count_can_be_seen() -> Non
 
 
 def test_a_mirrored_histogram() -> None:
-    side = {"width": 5, "counts": [2, 1, 0], "beyond": 0}
-    drawn = mirrored(side, {"width": 5, "counts": [4, 0, 0], "beyond": 1}, "w")
+    side = Histogram(5, [2, 1, 0], 0)
+    drawn = mirrored(side, Histogram(5, [4, 0, 0], 1), "w")
     found = bars(drawn)
     # three bars to each side, and one apart on the right; the axis reaches as far to the left
     assert [words for *_, words in found] == [
@@ -78,8 +77,8 @@ def test_a_mirrored_histogram() -> None:
 @pytest.mark.parametrize(
     "draw",
     [
-        lambda: histogram({"width": 1, "counts": [0, 0], "beyond": 0}, "x", "x", "w", {}),
-        lambda: mirrored({"width": 1, "counts": [0], "beyond": 0}, {"width": 1, "counts": [0], "beyond": 0}, "w"),
+        lambda: histogram(Histogram(1, [0, 0], 0), "x", "x", "w", {}),
+        lambda: mirrored(Histogram(1, [0], 0), Histogram(1, [0], 0), "w"),
     ],
 )
 def test_nothing_to_draw(draw: Callable[[], str]) -> None:

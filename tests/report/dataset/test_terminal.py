@@ -10,25 +10,26 @@ import pytest
 
 from tests.data.summary.workbench import pair, summary_of
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
-from tests.report.dataset.test_page import report_of
+from tests.report.dataset.test_page import harmful
 from tests.report.run.test_console import Terminal
+from tuningfork.data.summary.records import DataSummary
 from tuningfork.report.dataset.terminal import draw_report
 from tuningfork.report.run.console import Console
 
 
-def printed(report: dict, stream: io.StringIO) -> str:
+def printed(summary: DataSummary, stream: io.StringIO) -> str:
     log: list[str] = []
     console = Console(stream)
     console.attach(log.append)
-    console.draw(draw_report(report))
-    assert "held-out" in "".join(log) or report["eval"] is None
+    console.draw(draw_report(summary))
+    assert "held-out" in "".join(log) or summary.eval is None
     assert "\x1b" not in "".join(log)  # the log never has colours
     return stream.getvalue()
 
 
 def test_every_number_has_its_line(tmp_path: Path) -> None:
-    report = report_of(tmp_path)
-    text = printed(report, io.StringIO())
+    summary = harmful(tmp_path)
+    text = printed(summary, io.StringIO())
     assert max(map(len, text.splitlines())) <= 100 and not re.search("[\x00-\x09\x0b-\x1f\u202a-\u202e\u200f]", text)
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[0] == "66 of 70 pairs can be trained on"
@@ -42,8 +43,8 @@ def test_every_number_has_its_line(tmp_path: Path) -> None:
         "--strict would fail because of: dropped in train.jsonl (4), duplicates in train.jsonl (1)"
     )
     assert lines[-1].endswith("leaks in eval.jsonl (2)")
-    for layout in report["cost"]["layouts"]:
-        assert f"{layout['slots']:,}" in text
+    for layout in summary.cost.layouts:
+        assert f"{layout.slots:,}" in text
 
 
 def test_a_short_example_says_what_does_not_count(tmp_path: Path) -> None:
@@ -54,8 +55,8 @@ def test_a_short_example_says_what_does_not_count(tmp_path: Path) -> None:
     ]
     rows = [pair("q", several, "no")]
     tokenizer = byte_bpe(chat_template=CHATML)
-    report = summary_of(tmp_path, rows, tokenizer=tokenizer, template="chat", max_length=100).as_dict()
-    text = re.sub(r"\s+", " ", printed(report, io.StringIO()))
+    summary = summary_of(tmp_path, rows, tokenizer=tokenizer, template="chat", max_length=100)
+    text = re.sub(r"\s+", " ", printed(summary, io.StringIO()))
     chosen = text.partition("chosen, ")[2]
     assert chosen.startswith(
         "25 tokens, 4 count in the loss a│<|im_end|>│(↵)│(<|im_start|>)│(u)│(s)│(e)│(r)│(↵)│(u)│(<|im_end|>)│"
@@ -68,6 +69,6 @@ def test_a_short_example_says_what_does_not_count(tmp_path: Path) -> None:
 def test_colours_on_a_terminal_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    report = summary_of(tmp_path, [pair("one", "ab", "cde"), pair("two", "fgh", "")]).as_dict()
-    assert "\x1b[" in printed(report, Terminal())
-    assert "\x1b[" not in printed(report, io.StringIO())
+    summary = summary_of(tmp_path, [pair("one", "ab", "cde"), pair("two", "fgh", "")])
+    assert "\x1b[" in printed(summary, Terminal())
+    assert "\x1b[" not in printed(summary, io.StringIO())

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
+from tests.data.summary.workbench import summary_of_examples
+from tests.tiny import random_examples
+from tuningfork.data.summary.records import Note, Numbers, SetSummary, Truncation
+from tuningfork.records import DroppedRow, Source
 from tuningfork.report.dataset.wording import (
     account,
     amount,
@@ -13,12 +17,15 @@ from tuningfork.report.dataset.wording import (
     cut,
     given_numbers,
     headline,
+    losses,
     rows,
     sentence,
     share,
     short_names,
     signed,
 )
+
+SUMMARY = replace(summary_of_examples(random_examples([(3, (5, 4))])), eval=None)
 
 
 @pytest.mark.parametrize(
@@ -46,8 +53,8 @@ def test_a_mean_has_the_digits_that_say_something(value: float, words: str) -> N
 
 
 def test_rows_and_what_is_left_out() -> None:
-    def at(*numbers: int, file: str = "d/a.jsonl") -> list[dict[str, Any]]:
-        return [{"file": file, "row": number} for number in numbers]
+    def at(*numbers: int, file: str = "d/a.jsonl") -> list[Source]:
+        return [Source(file, number) for number in numbers]
 
     alone = {"d/a.jsonl": ""}
     assert rows(at(7), alone) == "row 7" and rows(at(3, 1700), alone) == "rows 3, 1700"
@@ -78,20 +85,21 @@ def test_sentences_and_differences() -> None:
     ],
 )
 def test_the_headline(used: int, left_out: dict[str, int], read: int, unit: str, words: str) -> None:
-    train: dict[str, Any] = {"used": used, "left_out": left_out, "rows_read": read, "refused": {}}
-    good = {"train": train, "eval": None, "unit": unit}
-    assert headline(good) == headline(good | {"eval": train}) == words
-    other = train | {"refused": {"1 answer, objective dpo compares two": {"count": 1, "rows": []}}}
+    train = replace(SUMMARY.train, used=used, left_out=left_out, rows_read=read)
+    good = replace(SUMMARY, train=train, unit=unit)
+    assert headline(good) == headline(replace(good, eval=train)) == words
+    other = replace(train, refused={"1 answer, objective dpo compares two": Note(1, [])})
     refused = words.replace("can be trained on", "can be read, but not trained on as they are")
-    assert headline(good | {"train": other}) == headline(good | {"eval": other}) == refused
+    assert headline(replace(good, train=other)) == headline(replace(good, eval=other)) == refused
 
 
 def test_files_are_named_where_there_are_several() -> None:
-    def data(*files: str) -> dict[str, Any]:
-        return {"tables": [{"file": file} for file in files]}
+    def data(*files: str) -> SetSummary:
+        return replace(SUMMARY.train, tables=[replace(SUMMARY.train.tables[0], file=file) for file in files])
 
-    assert short_names({"train": data("d/a.jsonl"), "eval": None}) == {"d/a.jsonl": ""}
-    assert short_names({"train": data("d/a.jsonl", "d/b.jsonl", "e/b.jsonl"), "eval": data("h.jsonl")}) == {
+    assert short_names(replace(SUMMARY, train=data("d/a.jsonl"))) == {"d/a.jsonl": ""}
+    several = replace(SUMMARY, train=data("d/a.jsonl", "d/b.jsonl", "e/b.jsonl"), eval=data("h.jsonl"))
+    assert short_names(several) == {
         **{"d/a.jsonl": "a.jsonl", "d/b.jsonl": "d/b.jsonl", "e/b.jsonl": "e/b.jsonl"},
         "h.jsonl": "",
     }
@@ -99,19 +107,26 @@ def test_files_are_named_where_there_are_several() -> None:
 
 def test_numbers_that_rows_give() -> None:
     assert given_numbers("weight", None) == []
-    assert given_numbers("weight", {"rows": 1, "min": 0.5, "mean": 0.5, "max": 0.5}) == ["1 row has a weight of 0.5"]
-    assert given_numbers("margin", {"rows": 12, "min": 0.25, "mean": 4 / 3, "max": 3.0}) == [
+    assert given_numbers("weight", Numbers(1, min=0.5, mean=0.5, max=0.5)) == ["1 row has a weight of 0.5"]
+    assert given_numbers("margin", Numbers(12, min=0.25, mean=4 / 3, max=3.0)) == [
         "12 rows have a margin of 0.25 to 3, mean 1.33"
     ]
 
 
 def test_the_account_of_rows() -> None:
-    data = {"rows_read": 1, "used": 0, "dropped": {"empty answer": 1}, "left_out": {}}
+    data = replace(SUMMARY.train, rows_read=1, used=0, dropped={"empty answer": 1})
     assert account(data) == "1 row read, 0 used, 1 dropped"
-    data = {"rows_read": 20, "used": 16, "dropped": 1, "left_out": 3}
+    data = replace(SUMMARY.train, rows_read=20, used=16, dropped={"empty answer": 1}, left_out={"weight 0": 3})
     assert account(data) == "20 rows read, 16 used, 1 dropped, 3 left out on purpose"
 
 
+def test_what_a_limit_costs_has_cuts_only_where_rows_are_cut() -> None:
+    limit = Truncation(512, True, 1, 0.1, 2, 0.2, 30, 0.3)
+    cut_too = {name: look(limit) for name, look in losses("truncate_answers").items()}
+    assert cut_too == {"rows cut": (1, 0.1), "rows lost": (2, 0.2), "tokens lost": (30, 0.3)}
+    assert list(losses("drop")) == ["rows lost", "tokens lost"]
+
+
 def test_dropped_rows_by_reason() -> None:
-    dropped = [{"row": 1, "reason": "a"}, {"row": 2, "reason": "b"}, {"row": 3, "reason": "a"}]
+    dropped = [DroppedRow("a.jsonl", row, reason) for row, reason in ((1, "a"), (2, "b"), (3, "a"))]
     assert by_reason(dropped) == {"a": [dropped[0], dropped[2]], "b": [dropped[1]]}

@@ -216,6 +216,17 @@ class Layout:
     padding: int
     pad_share: float
 
+    @property
+    def parts(self) -> dict[str, int]:
+        """Where the slots go: field -> how many of them."""
+        return {
+            "prompt": self.prompt,
+            "prompt_again": self.prompt_again,
+            "chosen": self.chosen,
+            "rejected": self.rejected,
+            "padding": self.padding,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Cost:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
 
+from tuningfork.data.summary.records import Histogram
 from tuningfork.report.dataset.wording import share, signed
 from tuningfork.wording import counted
 
@@ -29,19 +29,19 @@ class Bar:
     kind: str
 
 
-def histogram(values: Mapping[str, Any], what: str, kind: str, label: str, marks: Mapping[str, float]) -> str:
-    """A histogram of lengths in tokens, as data_report.json holds it, with marked places such as {"median": 128}.
+def histogram(values: Histogram, what: str, kind: str, label: str, marks: Mapping[str, float]) -> str:
+    """A histogram of lengths in tokens, with marked places such as {"median": 128}.
 
     `what` names one of what is counted, `kind` is the CSS class of the bars, `label` says in words what the plot shows.
     """
-    width = values["width"]
-    counts = _without_empty_end(values["counts"], values["beyond"])
+    width = values.width
+    counts = _without_empty_end(values.counts, values.beyond)
     bars = [
         Bar(i, i + 1, n, f"{_range(i * width, (i + 1) * width - 1)} tokens: {counted(n, what)}", kind)
         for i, n in enumerate(counts)
     ]
     end = float(len(counts))
-    if n := values["beyond"]:
+    if n := values.beyond:
         words = f"{len(counts) * width:,} tokens or more: {counted(n, what)}"
         bars.append(Bar(end + _GAP, end + _GAP + 1, n, words, f"{kind} beyond"))
     # A bar holds the lengths from its start on, so one of them stands half a token further right.
@@ -50,21 +50,21 @@ def histogram(values: Mapping[str, Any], what: str, kind: str, label: str, marks
     right = bars[-1].stop
     last = len(counts) * width - (width == 1)  # where each bar is one length, none stands for the axis's end
     ticks = [(min((at + 0.5) / width, end), f"{at:,}") for at in range(0, last + 1, step)]
-    if values["beyond"]:
+    if values.beyond:
         ticks = [tick for tick in ticks if tick[0] < 0.85 * right] + [(right, "longer")]
     return _plot(bars, 0.0, right, label, what, ticks, places)
 
 
-def mirrored(shorter: Mapping[str, Any], longer: Mapping[str, Any], label: str) -> str:
+def mirrored(shorter: Histogram, longer: Histogram, label: str) -> str:
     """Differences of two lengths, to either side of zero: `shorter` to the left, `longer` to the right."""
-    width = longer["width"]
-    n = max(len(_without_empty_end(side["counts"], side["beyond"])) for side in (shorter, longer))
+    width = longer.width
+    n = max(len(_without_empty_end(side.counts, side.beyond)) for side in (shorter, longer))
     bars = []
     for side, values, word in ((-1, shorter, "shorter"), (1, longer, "longer")):
-        for i, count in enumerate(values["counts"][:n]):
+        for i, count in enumerate(values.counts[:n]):
             words = f"chosen {word} by {_range(i * width + 1, (i + 1) * width)} tokens: {counted(count, 'pair')}"
             bars.append(Bar(min(side * i, side * (i + 1)), max(side * i, side * (i + 1)), count, words, word))
-        if count := values["beyond"]:
+        if count := values.beyond:
             words = f"chosen {word} by more than {n * width:,} tokens: {counted(count, 'pair')}"
             edge = side * (n + _GAP)
             bars.append(Bar(min(edge, edge + side), max(edge, edge + side), count, words, f"{word} beyond"))

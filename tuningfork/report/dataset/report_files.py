@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from tuningfork.data.summary.records import DataSummary
 from tuningfork.files import clear_abandoned
 from tuningfork.report.dataset.page import draw_page
 from tuningfork.report.files import check_file, check_folder, write_json, write_text
@@ -26,14 +25,13 @@ def check(folder: Path) -> None:
         check_file(folder / name, MADE_BY, mark)
 
 
-def write(folder: Path, report: Mapping[str, Any], version: str) -> list[Path]:
+def write(folder: Path, summary: DataSummary, version: str) -> list[Path]:
     """Write the report and its page, each as a whole, in place of earlier ones; returns their paths.
 
     Raises RunFolderError as `check`, and where the disk refuses.
     """
     check(folder)
     clear_abandoned(folder)
-    report = {"made_by": MADE_BY, "version": version, **report}
-    write_json(folder / REPORT, report)
-    write_text(folder / PAGE, draw_page(report))
+    write_json(folder / REPORT, {"made_by": MADE_BY, "version": version, **summary.as_dict()})
+    write_text(folder / PAGE, draw_page(summary, f"{MADE_BY} {version}"))
     return [folder / REPORT, folder / PAGE]

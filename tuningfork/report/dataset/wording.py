@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
+from tuningfork.data.summary.records import DataSummary, Mix, Numbers, SetSummary, Truncation
+from tuningfork.records import DroppedRow
 from tuningfork.wording import counted
 
-Tree = Mapping[str, Any]
+
+class Row(Protocol):
+    """Whatever says which row of which file it stands for."""
+
+    @property
+    def file(self) -> str: ...
+
+    @property
+    def row(self) -> int: ...
+
 
 CUTS = {
     "truncate_answers": "answers are cut at their end",
@@ -18,57 +29,65 @@ CUTS = {
 }
 """What data.over_length does to a row that is too long, where it does not drop it."""
 
+_LOSSES: dict[str, Callable[[Truncation], tuple[int, float]]] = {
+    "rows cut": lambda limit: (limit.rows_cut, limit.rows_cut_share),
+    "rows lost": lambda limit: (limit.rows_lost, limit.rows_lost_share),
+    "tokens lost": lambda limit: (limit.tokens_lost, limit.tokens_lost_share),
+}
 
-def headline(report: Tree) -> str:
-    """data_report.json in one line."""
-    train, unit = report["train"], report["unit"]
-    left_out = sum(train["left_out"].values())
-    used, read = train["used"], train["rows_read"]
-    taken = f"; {used:,} {'is' if used == 1 else 'are'} used" if left_out else ""
-    refused = any(data["refused"] for data in (train, report["eval"]) if data)
+
+def headline(summary: DataSummary) -> str:
+    """The whole report in one line."""
+    train, unit = summary.train, summary.unit
+    left_out = sum(train.left_out.values())
+    taken = f"; {train.used:,} {'is' if train.used == 1 else 'are'} used" if left_out else ""
+    refused = any(data.refused for data in (train, summary.eval) if data is not None)
     can = "can be read, but not trained on as they are" if refused else "can be trained on"
-    if used + left_out == read:
-        return f"{'All ' if read > 1 else ''}{counted(read, unit)} {can}{taken}"
-    return f"{used + left_out:,} of {counted(read, unit)} {can}{taken}"
+    if train.used + left_out == train.rows_read:
+        return f"{'All ' if train.rows_read > 1 else ''}{counted(train.rows_read, unit)} {can}{taken}"
+    return f"{train.used + left_out:,} of {counted(train.rows_read, unit)} {can}{taken}"
 
 
-def account(data: Tree) -> str:
-    """What became of a data set's rows, or of a table's."""
-    dropped, left_out = (sum(n.values()) if isinstance(n, Mapping) else n for n in (data["dropped"], data["left_out"]))
-    words = f"{counted(data['rows_read'], 'row')} read, {data['used']:,} used, {dropped:,} dropped"
+def account(data: SetSummary) -> str:
+    """What became of a data set's rows."""
+    dropped, left_out = sum(data.dropped.values()), sum(data.left_out.values())
+    words = f"{counted(data.rows_read, 'row')} read, {data.used:,} used, {dropped:,} dropped"
     return words + (f", {left_out:,} left out on purpose" if left_out else "")
 
 
-def asked(mix: Tree) -> str:
+def asked(mix: Mix) -> str:
     """The recipe's mix, as its numbers: ``data.shares 3 : 1``."""
-    amounts = [f"{part['asked']:,g}" for part in mix["parts"]]
-    return f"data.{mix['by']} {' : '.join(amounts)}"
+    return f"data.{mix.by} {' : '.join(f'{part.asked:,g}' for part in mix.parts)}"
 
 
-def short_names(report: Tree) -> dict[str, str]:
+def short_names(summary: DataSummary) -> dict[str, str]:
     """File -> what to call it beside a row's number: nothing where its data set has no other file.
 
     That is its name, or all of its path where files of the report share a name.
     """
-    sets = [data for data in (report["train"], report["eval"]) if data]
-    files = [table["file"] for data in sets for table in data["tables"]]
+    sets = [data for data in (summary.train, summary.eval) if data is not None]
+    files = [table.file for data in sets for table in data.tables]
     alike = Counter(Path(file).name for file in dict.fromkeys(files))
     found = {}
     for data in sets:
-        for table in data["tables"]:
-            name = Path(table["file"]).name
-            called = name if alike[name] == 1 else table["file"]
-            found[table["file"]] = called if len(data["tables"]) > 1 else ""
+        for table in data.tables:
+            name = Path(table.file).name
+            called = name if alike[name] == 1 else table.file
+            found[table.file] = called if len(data.tables) > 1 else ""
     return found
 
 
-def given_numbers(name: str, given: Tree | None) -> list[str]:
+def given_numbers(name: str, given: Numbers | None) -> list[str]:
     """What rows say of their own weight or margin, as a sentence: ``12 rows have a margin of 0.5 to 3, mean 1.2``."""
     if given is None:
         return []
-    low, high = given["min"], given["max"]
-    reach = f"{low:g}" if low == high else f"{low:g} to {high:g}, mean {given['mean']:.3g}"
-    return [f"{counted(given['rows'], 'row has', 'rows have')} a {name} of {reach}"]
+    reach = f"{given.min:g}" if given.min == given.max else f"{given.min:g} to {given.max:g}, mean {given.mean:.3g}"
+    return [f"{counted(given.rows, 'row has', 'rows have')} a {name} of {reach}"]
+
+
+def losses(policy: str) -> dict[str, Callable[[Truncation], tuple[int, float]]]:
+    """What a limit on length costs with this data.over_length: name -> (how many, their share) at a limit."""
+    return {name: look for name, look in _LOSSES.items() if policy in CUTS or name != "rows cut"}
 
 
 def sentence(text: str) -> str:
@@ -94,14 +113,14 @@ def signed(value: int) -> str:
     return f"{value:+,}".replace("-", "−") if value else "0"
 
 
-def rows(places: Sequence[Tree], names: Mapping[str, str], most: int = 5) -> str:
+def rows(places: Sequence[Row], names: Mapping[str, str], most: int = 5) -> str:
     """Rows, the first few of them: ``row 7``, ``rows 3, 17 … 45 more``, ``a.jsonl rows 3, 17; b.jsonl row 2``.
 
     `names` are those of `short_names`.
     """
     parts = []
-    for file, some in groupby(places[:most], key=lambda place: place["file"]):
-        listed = [str(place["row"]) for place in some]
+    for file, some in groupby(places[:most], key=lambda place: place.file):
+        listed = [str(place.row) for place in some]
         name = f"{names[file]} " if names[file] else ""
         parts.append(f"{name}{'row' if len(listed) == 1 else 'rows'} {', '.join(listed)}")
     return "; ".join(parts) + (f" … {len(places) - most:,} more" if len(places) > most else "")
@@ -112,9 +131,9 @@ def cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]} … {len(text) - most:,} more characters"
 
 
-def by_reason(dropped_rows: Sequence[Tree]) -> dict[str, list[Tree]]:
-    """reason -> its rows, of data_report.json's dropped_rows."""
-    found: dict[str, list[Tree]] = {}
+def by_reason(dropped_rows: Sequence[DroppedRow]) -> dict[str, list[DroppedRow]]:
+    """reason -> the rows that are dropped for it."""
+    found: dict[str, list[DroppedRow]] = {}
     for row in dropped_rows:
-        found.setdefault(row["reason"], []).append(row)
+        found.setdefault(row.reason, []).append(row)
     return found
