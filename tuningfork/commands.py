@@ -28,6 +28,7 @@ from tuningfork.models.load import comparable, load_config, load_tokenizer, repl
 from tuningfork.models.support import positions
 from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import DataReport
+from tuningfork.report import sinks
 from tuningfork.report.dataset import report_files
 from tuningfork.report.dataset.terminal import draw_report
 from tuningfork.report.run import eval_files
@@ -82,6 +83,7 @@ def _train(config: RunConfig, resume: bool, folder: Path, console: Console) -> i
         if before is not None:
             run_folder.check_settings(folder, differing_settings(before, config), settings_of(RunConfig()))
         optimizer.check(config.train)  # before minutes of reading and scoring
+        sinks.check_installed(config.output.sinks)
         last = checkpoint.newest(folder / "checkpoints")
         if before is not None and last is None:
             console.print(f"{folder}: the run had not come to its first checkpoint; it begins at its first step")

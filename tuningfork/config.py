@@ -24,6 +24,7 @@ from tuningfork.errors import ConfigError
 from tuningfork.models.config import ModelConfig
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.reference.config import ReferenceConfig
+from tuningfork.report import sinks
 from tuningfork.train.config import OutputConfig, TrainConfig
 from tuningfork.wording import counted
 
@@ -140,6 +141,7 @@ def check(config: RunConfig, required: Mapping[str, str] = REQUIRED) -> None:
         raise ConfigError(
             f"reference.cache is {config.reference.cache}, but objective.name simpo has no reference. Remove it."
         )
+    sinks.check_names(config.output.sinks)
     _check_pack(config.pack, config.data.max_length)
     _check_evaluation(config)
 

@@ -17,6 +17,7 @@ import xxhash
 
 from tuningfork.errors import RunFolderError
 from tuningfork.files import check_plain, is_aside, read_plain
+from tuningfork.report import sinks
 from tuningfork.report.dataset import report_files
 from tuningfork.report.run import eval_files
 
@@ -26,7 +27,7 @@ ROWS = "data_rows.json"  # the account of every row that the run read
 
 LOG = "log.txt"  # grows line by line; all other files are replaced as a whole
 FILES = (CONFIG, ROWS, "metrics.jsonl", LOG, "eval.json", "summary.json", "export.json")
-FOLDERS = ("checkpoints", "tensorboard", "model", eval_files.FOLDER)
+FOLDERS = ("checkpoints", "model", eval_files.FOLDER, *sinks.NAMES)
 
 # Settings that may change between a run and its continuation: they decide where, how often, and at most how gradients
 # are rounded. model.path and model.dtype may be spelt anew: a checkpoint knows which model and dtype they must name.

@@ -26,6 +26,7 @@ from tuningfork.report.run.console import Console, Phase
 from tuningfork.report.run.metrics import Evaluation, Interval, StepResult, pair_statistics
 from tuningfork.report.run.throughput import RunTotals, peak_flops
 from tuningfork.report.run.writer import RunWriter
+from tuningfork.report.sinks import open_sinks
 from tuningfork.train import checkpoint
 from tuningfork.train.batch import StepBatch
 from tuningfork.train.checkpoint import Progress
@@ -136,6 +137,7 @@ def run(
     write_json(folder / ROWS, _accounts(data))
     with RunWriter(folder, resume_at_step=result.steps_done, keep_evaluations=evaluated) as writer:
         console.attach(writer.log)
+        writer.attach(open_sinks(output.sinks, folder, result.steps_done + 1, console.print))
         if data.train_report.dropped or (data.held_out_report is not None and data.held_out_report.dropped):
             console.print(f"{folder / ROWS}: each dropped row with its reason")
         console.print(console.startup.line())

@@ -1,4 +1,4 @@
-"""The running records of a run: metrics.jsonl and log.txt, and the same numbers in TensorBoard's files."""
+"""The running records of a run: metrics.jsonl, whose numbers go to sinks too, and log.txt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tuningfork.files import append_plain, explained, read_plain
 from tuningfork.json_files import as_object
 from tuningfork.report.files import write_text
 from tuningfork.report.run.metrics import EVAL
-from tuningfork.report.sinks.tensorboard import Board
+from tuningfork.report.sinks import Sink
 
 Scores = Mapping[str, float | int | None]
 """Numbers of an evaluation by name, without the prefix that they have in metrics.jsonl."""
@@ -30,8 +30,9 @@ class RunWriter:
     """Writes the running records of a run into its folder. One process, the first rank, has one.
 
     - `metrics.jsonl`: a line of JSON for each `line` and each `evaluation`, on disk as soon as it is written
-    - `tensorboard/`: the same numbers as scalars
     - `log.txt`: what the run said
+
+    Sinks that are attached get the numbers of each line, once it is written.
 
     A fresh run refuses a folder that has metrics already. A resumed one (`resume_at_step=n`, n the step of the
     checkpoint) forgets everything after step n, so that no step stands twice; and, if not `keep_evaluations`, all
@@ -45,6 +46,7 @@ class RunWriter:
         self.log_path = folder / "log.txt"
         self.last_step = 0
         self.evaluations: dict[int, Scores] = {}
+        self._sinks: list[Sink] = []
         if resume_at_step is not None:
             for line in _keep_lines(self.metrics_path, resume_at_step, keep_evaluations):
                 self.last_step = line["step"]
@@ -59,11 +61,10 @@ class RunWriter:
         with explained(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._metrics = append_plain(self.metrics_path)
-            try:
-                self._board = Board(folder / "tensorboard", first_step=(resume_at_step or 0) + 1)
-            except BaseException:
-                self._metrics.close()
-                raise
+
+    def attach(self, sink: Sink) -> None:
+        """Also send the numbers of every line from now on to `sink`, and close it with the writer."""
+        self._sinks.append(sink)
 
     def evaluation(self, step: int, scores: Scores, seconds: float) -> None:
         """Append a line of held-out numbers after `step` steps, see EVALUATION; it took so many seconds."""
@@ -81,9 +82,9 @@ class RunWriter:
         with explained(self.metrics_path):
             self._metrics.write(_as_line(metrics))
             self._metrics.flush()
-        shown = {key: value for key, value in metrics.items() if key != "step" and value is not None}
-        with explained(self.folder / "tensorboard"):
-            self._board.scalars(step, shown)
+        numbers = {key: value for key, value in metrics.items() if key != "step" and value is not None}
+        for sink in self._sinks:
+            sink.write(step, numbers)
 
     def log(self, text: str) -> None:
         """Append a line of text to log.txt. Works after `close` too: a run's last words follow its last numbers."""
@@ -91,9 +92,13 @@ class RunWriter:
             file.write(text + "\n")
 
     def close(self) -> None:
-        with explained(self.folder):
-            self._metrics.close()
-            self._board.close()
+        """Close the sinks and metrics.jsonl."""
+        try:
+            for sink in self._sinks:
+                sink.close()
+        finally:
+            with explained(self.metrics_path):
+                self._metrics.close()
 
     def __enter__(self) -> RunWriter:
         return self

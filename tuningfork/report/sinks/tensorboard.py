@@ -14,26 +14,37 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from tuningfork.files import check_plain
 
 
-class Board:
-    """One event file in a TensorBoard folder. TensorBoard forgets what earlier files say of `first_step` and later."""
+class TensorBoard:
+    """One event file in a TensorBoard folder. TensorBoard forgets what earlier files say of `first_step` and later.
+
+    Raises:
+        RunFolderError: the folder is a link, or no folder.
+        OSError: the disk refuses, here and in `write`.
+    """
 
     def __init__(self, folder: Path, first_step: int) -> None:
         check_plain(folder, folder=True)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"events.out.tfevents.{time.time_ns()}.{os.getpid()}"
         self._records = RecordWriter(path.open("xb"))  # never into a file, or a link, that is there
-        self._write(Event(file_version="brain.Event:2"))
-        self._write(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
+        self._record(Event(file_version="brain.Event:2"))
+        self._record(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Add named numbers at a step. Raises OSError where the disk refuses."""
-        shown = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._write(Event(step=step, summary=Summary(value=shown)))
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Add the numbers of a step as scalars."""
+        shown = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        self._record(Event(step=step, summary=Summary(value=shown)))
 
     def close(self) -> None:
+        """Close the file."""
         self._records.close()
 
-    def _write(self, event: Event) -> None:
+    def _record(self, event: Event) -> None:
         event.wall_time = time.time()
         self._records.write(event.SerializeToString())
         self._records.flush()
+
+
+def open_sink(folder: Path, first_step: int) -> TensorBoard:
+    """A new event file in `folder`."""
+    return TensorBoard(folder, first_step)
