@@ -51,6 +51,18 @@ def test_task_bar_progress_rate_and_time_left_are_always_there(name, total, unit
     assert re.search(rf", [\d.,]+ {unit}/s, 0:06:40 left", text)
 
 
+@pytest.mark.parametrize("width", range(40, 60))
+@pytest.mark.parametrize(("name", "total", "unit", "values"), PHASES)
+def test_progress_and_time_left_are_whole_on_a_narrow_terminal(name, total, unit, values, width) -> None:
+    """The rate gives way to them."""
+    phase, now = begun(name, total, unit, values)
+    now[0] += 100
+    phase.advance(total // 5, values)
+    text = line(phase, width)
+    assert text.startswith(name[:8]) and (" 20%, " in text or f" {total // 5:,}/{total:,} {unit}, " in text)
+    assert text.endswith(", 0:06:40 left")
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_their_places_are_there_before_the_first_unit(width) -> None:
     phase, _ = begun("training", 320, "steps", None)

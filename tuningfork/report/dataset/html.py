@@ -16,7 +16,7 @@ def text(value: Any) -> str:
 
 
 def breakable(value: Any) -> str:
-    """As `text`, and where a line is too short it breaks behind the marks that part a file's name."""
+    """Anything as HTML text that breaks behind the marks that part a file's name, where a line is too short for it."""
     return re.sub(r"([/_-])(?=\w)", r"\1<wbr>", text(value))
 
 

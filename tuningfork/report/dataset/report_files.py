@@ -16,9 +16,10 @@ _OURS = {REPORT: f'"made_by": "{MADE_BY}"', PAGE: f'<meta name="generator" conte
 
 
 def check(folder: Path) -> None:
-    """Raise RunFolderError where one of the files exists and is not an earlier report, or where no folder can be.
+    """Look whether a report may be written into a folder, before minutes are spent on it.
 
-    The folder itself, which lies in the run folder, must not be a link.
+    Raises:
+        RunFolderError: one of the files exists and is not an earlier report, no folder can be there, or a link is.
     """
     check_folder(folder)
     for name, mark in _OURS.items():
@@ -28,7 +29,8 @@ def check(folder: Path) -> None:
 def write(folder: Path, summary: DataSummary, version: str) -> list[Path]:
     """Write the report and its page, each as a whole, in place of earlier ones; returns their paths.
 
-    Raises RunFolderError as `check`, and where the disk refuses.
+    Raises:
+        RunFolderError: a file there is not an earlier report, or the disk refuses.
     """
     check(folder)
     clear_abandoned(folder)

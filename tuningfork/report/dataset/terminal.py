@@ -70,7 +70,7 @@ def draw_report(summary: DataSummary) -> RenderableType:
     parts += [_lengths(sets), *_cut(sets, summary.over_length), *_bias(train.length_bias), ""]
     parts += [_truncation(train.truncation, summary.over_length), ""]
     parts += [*_cost(summary.cost), ""]
-    parts += [_run(summary), ""]
+    parts += [_run(summary), _indented("memory and time depend on the GPU and are not counted here"), ""]
     parts += [*_example(summary.shown[0], names), ""]
     parts += [_tokenizer(summary.tokenizer), ""]
     parts.append(_verdict(summary.findings))

@@ -27,7 +27,8 @@ class BarLine:
 
     The bar's width is that of its terminal's alone, so that it never seems to run back when a figure gets longer.
     Where the line is too long for its terminal, first the extra figures go, the last ones before the first; then the
-    others take their short form, then the name loses its end. It never wraps.
+    others take their short form, then the name loses its end, and at last the figures between the first and the last
+    go. It never wraps.
 
     Args:
         state: (units done, units in all or 0, figures in the order in which they are read).
@@ -63,6 +64,8 @@ def fitted(parts: Sequence[Part], room: int, name: int) -> str:
         del kept[last]
     if len(_joined(kept)) + name > room:
         kept = [Part(part.short or part.text) for part in kept]
+    if len(_joined(kept)) + min(name, SHORTEST_NAME) > room:
+        del kept[1:-1]
     return _joined(kept)
 
 

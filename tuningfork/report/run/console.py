@@ -185,7 +185,7 @@ class Phase:
         return ", ".join(parts)
 
     def _beside_bar(self) -> list[Part]:
-        """The same for a bar, with what is most looked for in front; it has its places from the beginning."""
+        """The state as figures beside a bar: what is most looked for in front, each in its place from the start."""
         rate, left = self._pace()
         return [
             Part(f"{self.done:,}/{self.total:,} {visible(self.unit)}", f"{self.done / max(self.total, 1):.0%}"),

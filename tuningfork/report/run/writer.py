@@ -32,12 +32,17 @@ class RunWriter:
     - `metrics.jsonl`: a line of JSON for each `line` and each `evaluation`, on disk as soon as it is written
     - `log.txt`: what the run said
 
-    Sinks that are attached get the numbers of each line, once it is written.
+    Sinks that are attached get the numbers of each line, once it is written. `evaluations` has those that stand in
+    metrics.jsonl: step -> numbers. `last_step` is that of the last line which a resumed run keeps, 0 if there is none.
 
-    A fresh run refuses a folder that has metrics already. A resumed one (`resume_at_step=n`, n the step of the
-    checkpoint) forgets everything after step n, so that no step stands twice; and, if not `keep_evaluations`, all
-    evaluations. `evaluations` has those that stand there: step -> numbers; `last_step` is that of the last line that
-    stays, 0 if there is none. Raises RunFolderError.
+    Args:
+        resume_at_step: the step of the checkpoint that a run continues from. Lines of later steps are forgotten, so
+            that no step stands twice. Without it the run is a fresh one.
+        keep_evaluations: whether a resumed run keeps the evaluations up to that step.
+
+    Raises:
+        RunFolderError: a fresh run finds metrics in the folder, those of a resumed one are damaged, or the disk
+            refuses.
     """
 
     def __init__(self, folder: Path, resume_at_step: int | None = None, keep_evaluations: bool = True) -> None:
