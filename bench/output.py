@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tuningfork.report.throughput import peak_flops
+from tuningfork.report.run.throughput import peak_flops
 
 
 def device() -> torch.device:

@@ -34,7 +34,7 @@ from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.records import column
 from tuningfork.reference.build import to_rescore
 from tuningfork.reference.store import ReferenceStore
-from tuningfork.report.metrics import Means
+from tuningfork.report.run.metrics import Means
 from tuningfork.train.batch import StepBatch
 
 COLUMNS = {"work": "work", "pairs": "pairs", "seconds": "seconds"}

@@ -37,9 +37,9 @@ from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.records import TokenExample
 from tuningfork.reference.build import fill
 from tuningfork.reference.store import ReferenceStore
-from tuningfork.report.console import Console
-from tuningfork.report.metrics import StepResult
-from tuningfork.report.throughput import RunTotals
+from tuningfork.report.run.console import Console
+from tuningfork.report.run.metrics import StepResult
+from tuningfork.report.run.throughput import RunTotals
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.evaluate import check_start
 from tuningfork.train.optimizer import build_optimizer
@@ -92,7 +92,7 @@ def measure(
     step0_pairs_exact   pairs of that check
     steps               the timed ones: all after the first epoch
     median_step_s, p90_step_s   wall seconds of a step, waiting for data included
-    pairs_s, tokens_s, unique_tokens_s, pad_share, peak_gib   see report/metrics.py; of the timed steps
+    pairs_s, tokens_s, unique_tokens_s, pad_share, peak_gib   see report/run/metrics.py; of the timed steps
     mfu                 model flops (models/flops.py) of the timed steps / their seconds / the card's bfloat16 peak
     activation_memory   the mode that was used: the one asked for, or what `auto` chose
     hfu                 mfu with the decoder blocks' second forward pass counted too, where they are recomputed; None

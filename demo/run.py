@@ -20,7 +20,7 @@ from model import prepare_model
 from tuningfork import commands
 from tuningfork.config import check, load_run_config
 from tuningfork.errors import TuningforkError
-from tuningfork.report.console import side_by_side
+from tuningfork.report.run.console import side_by_side
 
 DEMO = Path(__file__).parent
 SHOWN = 8  # of the held-out prompts, evenly spaced: none is picked for its answer

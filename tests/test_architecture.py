@@ -25,8 +25,9 @@ EVERYONE = {
     "errors",
     "files",
     "json_files",
+    "wording",
 }  # may be imported by all, and import nothing of the house but each other
-RECORDS = {"run_config"}  # the settings of all rooms, which any room may read
+SETTINGS = {"run_config"}  # those of all rooms in one record, which any room may read
 COMPOSERS = {"config", "cli", "commands", "__main__"}  # may import all
 ROOMS = {
     "data": set(),
@@ -39,19 +40,33 @@ ROOMS = {
     "train": {"data", "distributed", "models", "objective", "reference", "report"},
     "lab": {"train", "data", "distributed", "kernels", "models", "objective", "reference", "report"},
 }
-DATA = {  # what is in data/, each with those before it that it may import
-    "token_table": set(),
-    "packing": set(),
-    "tables": set(),
-    "sources": {"tables"},
-    "examples": {"tables"},
-    "config": {"examples"},
-    "template_file": {"config"},
-    "tokens": {"token_table", "tables", "examples", "config"},
-    "token_cache": {"token_table", "tables", "examples", "config", "tokens"},
-    "prepare": {"token_table", "sources", "examples", "config", "tokens", "token_cache"},
-    "summary": {"packing", "examples", "config", "tokens", "prepare"},
+SUB_ROOMS = {
+    "data.token_table": set(),
+    "data.packing": set(),
+    "data.tables": set(),
+    "data.sources": {"data.tables"},
+    "data.examples": {"data.tables"},
+    "data.config": {"data.examples"},
+    "data.template_file": {"data.config"},
+    "data.tokens": {"data.token_table", "data.tables", "data.examples", "data.config"},
+    "data.token_cache": {"data.token_table", "data.tables", "data.examples", "data.config", "data.tokens"},
+    "data.prepare": {
+        "data.token_table",
+        "data.sources",
+        "data.examples",
+        "data.config",
+        "data.tokens",
+        "data.token_cache",
+    },
+    "data.summary": {"data.packing", "data.examples", "data.config", "data.tokens", "data.prepare"},
+    "report.files": set(),
+    "report.sinks": set(),
+    "report.run": {"report.files", "report.sinks"},
+    "report.dataset": {"report.files"},
 }
+"""Rooms within a room -> their neighbours there from which they may import, all of which stand before them."""
+RECORDS = {"report.dataset": {"data.summary.records"}}
+"""Rooms within a room -> modules of other rooms that they may import, for these hold nothing but records."""
 
 
 def name_of(path: Path) -> str:
@@ -67,6 +82,10 @@ def modules() -> dict[str, ast.Module]:
 
 def room(module: str) -> str:
     return module.partition(".")[0]
+
+
+def sub_room(module: str) -> str:
+    return ".".join(module.split(".")[:2])
 
 
 @cache
@@ -99,43 +118,56 @@ def test_the_reader_of_imports_sees_what_is_there():
     assert "kernels.attention.fork" in imports("kernels.select")  # inside a function
     assert "models.attention" in imports("models.load")  # a module imported from its package
     assert {"config", "recipe", "commands"} <= imports("cli")
-    assert imports("records") == imports("errors") == frozenset()
+    assert imports("records") == imports("wording") == frozenset()
     assert len(modules()) > 30
 
 
 def test_every_module_lives_in_a_known_room():
-    known = {*ROOMS, *EVERYONE, *RECORDS, *COMPOSERS, "recipe", "dialect", "hints", ""}
+    known = {*ROOMS, *EVERYONE, *SETTINGS, *COMPOSERS, "recipe", "dialect", "hints", ""}
     assert {room(module) for module in modules()} <= known
 
 
 @pytest.mark.parametrize("name", ROOMS)
 def test_a_room_imports_only_from_rooms_that_the_table_allows(name):
-    allowed = ROOMS[name] | EVERYONE | RECORDS | {name}
+    allowed = ROOMS[name] | EVERYONE | SETTINGS | {name}
     wrong = {
         f"{module} imports {other}"
         for module in modules()
         if room(module) == name
-        for other in imports(module)
+        for other in imports(module) - RECORDS.get(sub_room(module), set())
         if room(other) not in allowed
     }
     assert not wrong
 
 
-def test_what_is_in_data_imports_only_what_comes_before_it():
-    def part(module: str) -> str:
-        return module.removeprefix("data.").partition(".")[0]
+@pytest.mark.parametrize("name", set().union(*RECORDS.values()))
+def test_records_for_other_rooms_are_dataclasses_that_need_nothing_else(name):
+    """Whoever shows them imports no more of the room that makes them."""
+    assert imports(name) <= EVERYONE
+    functions = [node.name for node in modules()[name].body if isinstance(node, ast.FunctionDef)]
+    classes = [node for node in modules()[name].body if isinstance(node, ast.ClassDef)]
+    assert not functions and classes
+    assert all("dataclass(frozen=True" in ast.unparse(node.decorator_list[0]) for node in classes)
 
-    for place, (name, allowed) in enumerate(DATA.items()):
-        assert allowed <= set(list(DATA)[:place]), name
-    inside = {module for module in modules() if module.startswith("data.")}
-    assert {part(module) for module in inside} == set(DATA)
+
+@pytest.mark.parametrize("name", SUB_ROOMS)
+def test_a_room_within_a_room_imports_only_from_neighbours_that_the_table_allows(name):
+    allowed = SUB_ROOMS[name] | {name}
     wrong = {
         f"{module} imports {other}"
-        for module in inside
-        for other in imports(module) & inside
-        if part(other) not in {part(module), *DATA[part(module)]}
+        for module in modules()
+        if sub_room(module) == name
+        for other in imports(module)
+        if room(other) == room(name) and sub_room(other) not in allowed
     }
     assert not wrong
+
+
+@pytest.mark.parametrize("parent", {room(name) for name in SUB_ROOMS})
+def test_every_module_of_a_parted_room_lives_in_a_known_part(parent):
+    parts = [name for name in SUB_ROOMS if room(name) == parent]
+    assert all(SUB_ROOMS[name] <= set(parts[:place]) for place, name in enumerate(parts))
+    assert {sub_room(module) for module in modules() if room(module) == parent} - {parent} <= set(SUB_ROOMS)
 
 
 def test_what_everyone_imports_imports_nothing_else():
@@ -144,8 +176,8 @@ def test_what_everyone_imports_imports_nothing_else():
 
 
 def test_recipe_knows_its_dialect_and_hints_only_and_is_known_to_config_and_cli_only():
-    assert imports("recipe") == {"dialect", "errors", "files", "hints"}
-    assert imports("dialect") == {"errors"}
+    assert imports("recipe") == {"dialect", "errors", "files", "hints", "wording"}
+    assert imports("dialect") == {"wording"}
     rooms = {module for module in imports("run_config") if not module.endswith(".config")}
     assert rooms == {"dialect"}, "the record of all settings knows the rooms' settings, and nothing of the rooms"
     assert imports("hints") == frozenset()

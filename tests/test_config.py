@@ -78,6 +78,7 @@ OTHER = {  # not any text will do
     "data.columns": {"question": "prompt", "7": "chosen"},
     "data.roles": {"agent": "assistant"},
     "data.template": "none",
+    "output.sinks": [],
 }
 
 
@@ -85,7 +86,7 @@ OTHER = {  # not any text will do
 def test_every_setting_can_be_given_in_a_recipe_and_as_a_flag_which_wins(key: str) -> None:
     section, _, name = key.partition(".")
     before = load(None, *NEEDS.get(key, [])).values()[key]
-    value = OTHER.get(key) or another(SETTINGS[key], RunConfig().__dict__[section].__dict__[name])
+    value = OTHER[key] if key in OTHER else another(SETTINGS[key], RunConfig().__dict__[section].__dict__[name])
     text = value if isinstance(value, str) else yaml.safe_dump(value, default_flow_style=True).split("\n")[0]
 
     by_flag = load(None, f"--{key}", text, *NEEDS.get(key, []))
@@ -96,7 +97,7 @@ def test_every_setting_can_be_given_in_a_recipe_and_as_a_flag_which_wins(key: st
     if key not in REQUIRED:
         by_recipe = load_run_config(Path("r.yaml"), [*BOTH, *NEEDS.get(key, [])], "tuningfork train")
         assert by_recipe.differing(load(None, *BOTH, *NEEDS.get(key, []))).keys() == {key}
-        flag = before if isinstance(before, str) else yaml.safe_dump(before).split("\n")[0]
+        flag = before if isinstance(before, str) else yaml.safe_dump(before, default_flow_style=True).split("\n")[0]
         back = load_run_config(Path("r.yaml"), [*BOTH, f"--{key}={flag}", *NEEDS.get(key, [])], "tuningfork train")
         assert back.values()[key] == before
 
@@ -385,6 +386,8 @@ def test_required_settings() -> None:
         ("--pack.tokens 4095 --pack.share_prompt false",
          "pack.tokens is 4095, but two answers, each with a prompt of its own, of data.max_length 2048 can need 4096. "
          "Raise pack.tokens to 4096 or lower data.max_length to 2047."),
+        ("--output.sinks [tensorbord]", "output.sinks has 'tensorbord', which is no sink; allowed: tensorboard. "
+         "Did you mean tensorboard?"),
     ],
 )  # fmt: skip
 def test_settings_that_contradict_each_other(flags: str, message: str) -> None:

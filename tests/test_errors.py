@@ -1,4 +1,4 @@
-"""Allocations that are refused, in the many ways that torch says so; and errors without a word."""
+"""Allocations that are refused, in the many ways that torch says so; and messages that stay our own."""
 
 from __future__ import annotations
 
@@ -10,19 +10,8 @@ import pytest
 import torch
 
 from tuningfork.config import SETTINGS
-from tuningfork.errors import (
-    LOADING,
-    READING,
-    SAVING,
-    SCORING,
-    TRAINING,
-    DataError,
-    OutOfMemory,
-    enough_memory,
-    first_line,
-    shortened,
-    visible,
-)
+from tuningfork.errors import LOADING, READING, SAVING, SCORING, TRAINING, DataError, OutOfMemory, enough_memory
+from tuningfork.wording import first_line
 
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB"
 
@@ -88,37 +77,6 @@ def test_the_ways_out_name_settings_that_matter_and_that_there_are(ways_out):
     with pytest.raises(OutOfMemory) as caught, enough_memory("doing something", ways_out):
         refused_by_this_machine()
     assert str(caught.value).splitlines()[1] == ways_out
-
-
-def test_a_long_text_is_quoted_by_its_beginning():
-    assert shortened("a" * 300) == "a" * 300
-    assert shortened("a" * 4000) == "a" * 300 + "... (4,000 characters)"
-
-
-def test_the_first_line_of_an_error_without_a_word_is_its_type():
-    assert first_line(ValueError(" one\ntwo")) == "one"
-    assert first_line(ValueError("for one:\n  two:\n three\nfour")) == "for one: two: three"
-    assert first_line(ValueError("one:")) == "one:"
-    assert (first_line(KeyError("one")), first_line(KeyError("one 'two'"))) == ("'one'", "one 'two'")
-    assert first_line(EOFError()) == "EOFError"
-    assert first_line(ValueError("a" * 5000)) == "a" * 1000 + "... (5,000 characters)"
-
-
-@pytest.mark.parametrize(
-    ("text", "seen"),
-    [
-        ("plain, é, 日本, עברית, 🙂", "plain, é, 日本, עברית, 🙂"),
-        ("a\nb\tc", "a↵b⇥c"),
-        ("\x00\x1b[31m\x7f\x85", "⟨U+0000⟩⟨U+001B⟩[31m⟨U+007F⟩⟨U+0085⟩"),
-        ("\u202ecod\u2066", "⟨U+202E⟩cod⟨U+2066⟩"),
-        ("half \ud83d", "half ⟨U+D83D⟩"),
-        ("\u200e\u200f\u202a\u2069\u2029", "⟨U+200E⟩⟨U+200F⟩⟨U+202A⟩⟨U+2069⟩⟨U+2029⟩"),
-        ("\r\x0b\x9b", "⟨U+000D⟩⟨U+000B⟩⟨U+009B⟩"),
-        ("\u2028\u200b\ufeff\ue000", "⟨U+2028⟩⟨U+200B⟩⟨U+FEFF⟩⟨U+E000⟩"),
-    ],
-)
-def test_what_cannot_be_seen_is_made_visible(text: str, seen: str) -> None:
-    assert visible(text) == seen
 
 
 def test_a_message_has_the_lines_that_we_gave_it_and_no_others() -> None:

@@ -45,16 +45,17 @@ from tests.data.tiny_tokenizers import CHATML, byte_bpe, sentence_piece, word_le
 from tests.payload import Payload
 from tests.private_uses import PAGE, listed, marks, sources, unmarked
 from tests.tiny import tiny_model
-from tuningfork.data.tokens.template_date import at_date
-from tuningfork.errors import is_of_memory, is_panic, of_pickle
+from tuningfork.data.tokens.template_date import with_fixed_date
+from tuningfork.errors import is_of_memory, is_panic
 from tuningfork.models import attention, compiler
 from tuningfork.models.attention import hand_down
 from tuningfork.models.load import bears_8_bits, comparable
 from tuningfork.models.trust import take_no_kernels
 from tuningfork.recipe import allowed
-from tuningfork.report.board import Board
+from tuningfork.report.sinks.tensorboard import open_sink
 from tuningfork.train import checkpoint
 from tuningfork.train.checkpoint_reader import _FILLED, _KNOWN, _STEPS, METADATA
+from tuningfork.wording import of_pickle
 
 _TESTS: dict[str, str] = {}
 """What is leaned on -> the test that holds it."""
@@ -564,7 +565,7 @@ def test_a_macro_takes_the_place_of_the_function_that_tells_the_time():
     tokenizer = byte_bpe(chat_template=template)
     asked: Any = {"conversation": [{"role": "user", "content": "Hi"}], "tokenize": False}
     assert datetime.date.fromisoformat(tokenizer.apply_chat_template(**asked))
-    assert at_date(tokenizer, "2001-02-03").apply_chat_template(**asked) == "2001-02-03"
+    assert with_fixed_date(tokenizer, "2001-02-03").apply_chat_template(**asked) == "2001-02-03"
 
 
 def frames(error: BaseException) -> Iterator[tuple[dict[str, Any], int]]:
@@ -687,8 +688,8 @@ def test_the_length_of_what_an_expression_matches_can_be_read():
 @lean("tensorboard.compat.proto")
 @lean("tensorboard.summary.writer.record_writer")
 def test_what_we_write_is_what_tensorboard_reads(tmp_path):
-    board = Board(tmp_path / "board", first_step=3)
-    board.scalars(3, {"loss": 0.5})
+    board = open_sink(tmp_path / "board", first_step=3)
+    board.write(3, {"loss": 0.5})
     board.close()
     [file] = (tmp_path / "board").iterdir()
     version, start, scalar = LegacyEventFileLoader(os.fspath(file)).Load()

@@ -29,6 +29,9 @@ RUN = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "jinja2
 RUN_BY_METHOD = ("from_string", "get_template")  # of a template, outside of the library's sandbox
 IMPORTED = {"dill", "cloudpickle", "joblib", "marshal", "shelve", "runpy", "imp", "subprocess", "importlib"}
 ONLY_OURS = {"importlib.metadata", "importlib.resources"}
+BY_NAME = {  # who may import what a setting names
+    "tuningfork/report/sinks/__init__.py",  # modules of its own folder, by the list of them
+}
 BENCHES = {"subprocess", "importlib"}  # benchmarks and the demo start themselves, and look for packages
 
 
@@ -59,6 +62,8 @@ def _runs(imported: str, name: str) -> bool:
     module = imported.split(".")[0]
     if ".".join(imported.split(".")[:2]) in ONLY_OURS or (module == "pickle" and imported != "pickle"):
         return module == "pickle"  # its functions are seen by their full names alone
+    if imported == "importlib.import_module" and name in BY_NAME:
+        return False
     return module in IMPORTED - (set() if name.startswith("tuningfork/") else BENCHES)
 
 

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 from tuningfork import __version__
-from tuningfork.errors import READING, SCORING, TRAINING, ConfigError, TuningforkError, enough_memory, visible
-from tuningfork.report.console import Console
+from tuningfork.errors import READING, SCORING, TRAINING, ConfigError, TuningforkError, enough_memory
+from tuningfork.report.run.console import Console
+from tuningfork.wording import visible
 
 _INTRODUCTION = """\
 Train language models on preference pairs.

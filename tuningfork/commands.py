@@ -19,7 +19,7 @@ from tuningfork.data.sources.hub import commit_in, newest_commit, pinned_sources
 from tuningfork.data.summary.sets import SetData
 from tuningfork.data.summary.summarize import summarize
 from tuningfork.data.template_file import with_template
-from tuningfork.errors import ConfigError, ModelError, RunFolderError, counted, visible
+from tuningfork.errors import ConfigError, ModelError, RunFolderError
 from tuningfork.files import exclusive
 from tuningfork.models.config import ModelConfig
 from tuningfork.models.hub import HUB, HubName, fetch, hub_name
@@ -27,10 +27,12 @@ from tuningfork.models.load import comparable, load_config, load_tokenizer, repl
 from tuningfork.models.support import positions
 from tuningfork.objective.base import Objective
 from tuningfork.records import DataReport
-from tuningfork.report import data_files, eval_files
-from tuningfork.report.console import Console, score, table
-from tuningfork.report.data_terminal import draw_report
-from tuningfork.report.writer import Scores
+from tuningfork.report import sinks
+from tuningfork.report.dataset import report_files
+from tuningfork.report.dataset.terminal import draw_report
+from tuningfork.report.run import eval_files
+from tuningfork.report.run.console import Console, score, table
+from tuningfork.report.run.writer import Scores
 from tuningfork.run_config import RunConfig
 from tuningfork.train import checkpoint, optimizer, run_folder
 from tuningfork.train.evaluate import evaluate as evaluate_packs
@@ -41,6 +43,7 @@ from tuningfork.train.setup.data import read_data, read_sources
 from tuningfork.train.setup.device import check_one_process, choose_compile, choose_device, device_name, dtype_name
 from tuningfork.train.setup.model import choose_activations, start_model
 from tuningfork.train.setup.reference import model_digest, open_reference, starting_weights
+from tuningfork.wording import counted, visible
 
 READING_MODEL = "reading the model's config and tokenizer"
 
@@ -68,6 +71,7 @@ def _train(config: RunConfig, resume: bool, folder: Path, console: Console) -> i
         if before is not None:
             run_folder.check_settings(folder, before.differing(config), RunConfig().values())
         optimizer.check(config.train)  # before minutes of reading and scoring
+        sinks.check_installed(config.output.sinks)
         last = checkpoint.newest(folder / "checkpoints")
         if before is not None and last is None:
             console.print(f"{folder}: the run had not come to its first checkpoint; it begins at its first step")
@@ -92,8 +96,8 @@ def data(config: RunConfig, strict: bool, console: Console | None = None) -> int
     """
     console = console or Console()
     config = _dated_as_its_run(config)
-    folder = Path(config.output.dir) / data_files.FOLDER
-    data_files.check(folder)  # before minutes of reading
+    folder = Path(config.output.dir) / report_files.FOLDER
+    report_files.check(folder)  # before minutes of reading
     config, _ = _located(config, console, weights=False)
     with console.stage("data", READING_MODEL):
         model, tokenizer = load_config(config.model.path), load_tokenizer(config.model.path)
@@ -129,12 +133,11 @@ def data(config: RunConfig, strict: bool, console: Console | None = None) -> int
         PackLimits.plan(config.pack.tokens, config.pack.share_prompt, compiled),
         counted_for,
     )
-    report = summary.as_dict()
-    console.draw(draw_report(report))
+    console.draw(draw_report(summary))
     if device.type == "cpu" and config.train.device == "auto":
         console.print("no GPU is seen here; --train.device cuda counts the packs of a run on one")
     console.print()
-    for path in data_files.write(folder, report, __version__):
+    for path in report_files.write(folder, summary, __version__):
         console.print(str(path))
     return 1 if summary.refused or (strict and summary.strict) else 0
 

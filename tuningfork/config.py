@@ -19,9 +19,11 @@ from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.examples.field_names import check_columns
 from tuningfork.data.examples.roles import check_roles
 from tuningfork.data.template_file import read_template
-from tuningfork.errors import ConfigError, counted
+from tuningfork.errors import ConfigError
+from tuningfork.report import sinks
 from tuningfork.run_config import RunConfig
 from tuningfork.train.config import TrainConfig
+from tuningfork.wording import counted
 
 SETTINGS = recipes.settings_of(RunConfig)
 """Dotted key -> type, for every setting there is."""
@@ -116,6 +118,7 @@ def check(config: RunConfig, required: Mapping[str, str] = REQUIRED) -> None:
         raise ConfigError(
             f"reference.cache is {config.reference.cache}, but objective.name {name} has no reference. Remove it."
         )
+    sinks.check_names(config.output.sinks)
     _check_pack(config.pack, config.data.max_length)
     _check_evaluation(config)
 

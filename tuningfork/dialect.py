@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from tuningfork.errors import escaped
+from tuningfork.wording import escaped
 
 MOST_VALUES = 20_000  # in one text, with those that aliases repeat; only a list of very many files comes near
 MOST_LEVELS = 20  # of lists and mappings in each other; settings have three

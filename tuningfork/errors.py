@@ -5,20 +5,16 @@ must stand on its own. Anything else that escapes is a bug of ours and keeps its
 """
 
 import errno
-import pickle
 import re
-import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+
+from tuningfork.wording import first_line, visible
 
 # How torch, its allocators and the libraries below it say it, in errors of a dozen types.
 _NO_MEMORY = re.compile(  # private: torch by its words for too little memory
     r"out.of.memory|not enough memory|(can't|cannot|unable to) allocate|bad_alloc|ALLOC_FAILED", re.IGNORECASE
 )
-
-# What JSON and YAML let stand as it is: delete and C1 control codes, marks that turn or part lines of writing.
-_OBEYED = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 class TuningforkError(Exception):
@@ -127,62 +123,3 @@ def is_of_memory(error: Exception) -> bool:
 def is_panic(error: BaseException) -> bool:
     """Whether a library written in Rust has met what it did not foresee. That is no Exception, nor an order to end."""
     return type(error).__name__ == "PanicException"  # private: tokenizers.PanicException
-
-
-def first_line(error: BaseException) -> str:
-    """What an exception says, on one line; the name of its type if it says nothing. A line that ends in a colon goes
-    on in the next."""
-    # The text of a KeyError is its key as Python writes it; a sentence given as the key is meant to be read.
-    sentence = isinstance(error, KeyError) and len(error.args) == 1 and " " in str(error.args[0])
-    lines = (str(error.args[0] if sentence else error).strip() or type(error).__name__).splitlines()
-    last = next((i for i, line in enumerate(lines) if not line.rstrip().endswith(":")), len(lines) - 1)
-    return shortened(" ".join(line.strip() for line in lines[: last + 1]), 1000)
-
-
-def of_pickle(error: pickle.UnpicklingError) -> str:
-    """Why a pickle was not loaded, in words that do not advise to run it, as the library's do."""
-    asked = re.search(r"GLOBAL (\S+)", str(error))  # private: torch.load by its words
-    if asked:
-        return (
-            f"it calls for {asked[1]!r}, which is neither a tensor nor a plain value: to load it would be to run what "
-            "its maker wrote. Nothing of it was run"
-        )
-    return "it is broken, or holds more than tensors and plain values. Nothing of it was run"
-
-
-def shortened(text: str, most: int = 300) -> str:
-    """A text as a message quotes it: no more than its beginning where it is long."""
-    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
-
-
-def from_here(path: Path) -> str:
-    """A sentence on where a path is looked for that does not say so itself; none for one that does."""
-    if path.is_absolute():
-        return ""
-    return f" That is {path.absolute()}: relative paths start at the current directory, not at the recipe."
-
-
-def counted(n: int, one: str, many: str = "") -> str:
-    """A number of things in words: ``1 row``, ``2,354 rows``; `many` where it is not `one` with an s."""
-    return f"{n:,} {one if n == 1 else many or one + 's'}"
-
-
-def visible(text: str, newline: str = "↵") -> str:
-    """The text with everything to be seen that a reader would not see, or that would reorder or hide what is around it.
-
-    Line ends become `newline` and tabs ⇥. Other control characters, what only formats (such as a mark that turns the
-    writing direction) and what is no character (half a surrogate pair) become their code points: ⟨U+202E⟩.
-    """
-    return text if text.isprintable() else "".join(_seen(c, newline) for c in text)
-
-
-def escaped(text: str) -> str:
-    """JSON or YAML with what a terminal would obey in its strings as their own escapes, so that it says the same."""
-    return _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
-
-
-def _seen(character: str, newline: str) -> str:
-    if character in "\n\t":
-        return newline if character == "\n" else "⇥"
-    hidden = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp")
-    return f"⟨U+{ord(character):04X}⟩" if hidden else character

@@ -17,9 +17,10 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from tuningfork.dialect import DialectError, TooMuch, as_written, load, parse_scalar
-from tuningfork.errors import ConfigError, shortened
+from tuningfork.errors import ConfigError
 from tuningfork.files import opened
 from tuningfork.hints import UNSUPPORTED, hint, value_hint
+from tuningfork.wording import shortened
 
 LARGEST = 1 << 20  # bytes of a recipe
 

@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.end_to_end.test_resume import crash, die_in, in_child, interrupt_at
 from tests.end_to_end.workbench import Child, Job, assert_same_state, job_in, make_pairs, state_of, unequal, write_rows
 from tuningfork.objective.pairs import DPO
-from tuningfork.report.metrics import Evaluation, evaluation_definitions
+from tuningfork.report.run.metrics import Evaluation, evaluation_definitions
 from tuningfork.train import checkpoint, held_out
 
 STEPS = 10

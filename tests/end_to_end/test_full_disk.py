@@ -14,12 +14,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.end_to_end.workbench import Child, Job, job_in, state_of, unequal
 from tuningfork.models import export
 from tuningfork.reference.store import ReferenceStore
-from tuningfork.report.board import Board
-from tuningfork.report.writer import RunWriter
+from tuningfork.report.run.writer import RunWriter
+from tuningfork.report.sinks.tensorboard import TensorBoard
 from tuningfork.train import checkpoint, run
 
 MIB = 2**20
@@ -117,23 +118,28 @@ def test_a_line_of_metrics_that_cannot_be_written(job: Job) -> None:
 
 
 def full_board() -> None:
-    """TensorBoard's file is on a disk that fills up with the tenth scalar."""
-    scalars, count = Board.scalars, iter(range(1, 10_000))
+    """TensorBoard's file is on a disk that fills up with the numbers of the sixth step."""
+    write = TensorBoard.write
 
-    def adding(self: Board, step: int, values: Any) -> None:
-        if next(count) == 10:
+    def writing(self: TensorBoard, step: int, numbers: Any) -> None:
+        if step == 6:
             self._records._writer = Path("/dev/full").open("wb")  # noqa: SIM115
-        scalars(self, step, values)
+        write(self, step, numbers)
 
-    Board.scalars = adding  # type: ignore[method-assign]
+    TensorBoard.write = writing  # type: ignore[method-assign]
 
 
-def test_a_tensorboard_file_that_cannot_be_written(job: Job) -> None:
-    """Status 2, no traceback; the folder and the reason are named."""
+def test_a_sink_that_fails_costs_no_step_and_is_named_at_once_and_at_the_end(job: Job, finished_small: Job) -> None:
     outcome = Child(job.arguments("train"), job.folder, full_board).wait()
-    assert outcome.status == 2 and "Traceback" not in outcome.err, outcome.err
-    assert str(job.run) in outcome.err and "No space left on device" in outcome.err
-    job.done("train", "--resume")
+    assert outcome.status == 0 and "Traceback" not in outcome.err, outcome.err
+    for said in (outcome.out, (job.run / "log.txt").read_text()):
+        failed, lacks = (line for line in said.splitlines() if line.startswith("!"))
+        assert failed.startswith("! output.sinks: tensorboard failed at step 6 ([Errno 28] No space left on device)")
+        assert lacks == "! tensorboard lacks the numbers from step 6 on; metrics.jsonl has them"
+    assert [line["step"] for line in job.metrics()] == list(range(1, 11))
+    assert unequal(job.exported(), finished_small.exported()) == []
+    events = EventAccumulator(str(job.run / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4, 5]
 
 
 @pytest.fixture(scope="module")

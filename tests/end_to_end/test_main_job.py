@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.end_to_end.workbench import CHATML, Job, make_model, make_pairs, state_of, write_rows
 from tuningfork.config import from_yaml, load_run_config
 from tuningfork.objective.pairs import DPO
-from tuningfork.report.metrics import training_definitions
+from tuningfork.report.run.metrics import training_definitions
 from tuningfork.run_config import RunConfig
 
 
@@ -200,6 +200,18 @@ def test_config_of_a_bfloat16_export_says_bfloat16(job: Job) -> None:
     job.done()
     assert {weight.dtype for weight in job.exported().values()} == {torch.bfloat16}
     assert AutoModelForCausalLM.from_pretrained(job.run / "model").dtype == torch.bfloat16
+
+
+def test_a_run_without_sinks_is_the_same_run(job: Job) -> None:
+    """Same numbers, no folder of a sink; and a sink that its continuation names gets the steps from there on."""
+    for name, sinks in {"none": "[]", "board": "[tensorboard]"}.items():
+        job.but({"output.dir": job.folder / name, "output.sinks": sinks, "train.max_steps": 2}).done()
+    none, board = (job.but({"output.dir": job.folder / name}) for name in ("none", "board"))
+    assert not (none.run / "tensorboard").exists() and (board.run / "tensorboard").is_dir()
+    assert [line["loss"] for line in none.metrics()] == [line["loss"] for line in board.metrics()]
+    none.but({"train.max_steps": 3}).done("train", "--resume")
+    events = EventAccumulator(str(none.run / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("loss")] == [3]
 
 
 def test_tensorboard_shows_the_numbers_of_metrics(finished: Job) -> None:

@@ -29,7 +29,7 @@ from tuningfork.models.load import hold_weights
 from tuningfork.models.policy import Policy, picked
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.records import TokenAnswer, TokenExample
-from tuningfork.report.console import Console
+from tuningfork.report.run.console import Console
 from tuningfork.train import step as step_module
 from tuningfork.train.batch import StepBatch
 from tuningfork.train.checks.head_check import check_head

@@ -20,7 +20,7 @@ from tuningfork.records import PackedBatch
 from tuningfork.reference import code
 from tuningfork.reference.code import model_code_digest, scoring_digest, scoring_files, statements
 from tuningfork.reference.config import ReferenceConfig
-from tuningfork.report.console import Console
+from tuningfork.report.run.console import Console
 from tuningfork.run_config import RunConfig
 from tuningfork.train.session import Session
 from tuningfork.train.setup.reference import open_reference
@@ -28,7 +28,8 @@ from tuningfork.train.setup.reference import open_reference
 # From token ids and a model folder to a log-prob.
 STEPS = ("data.pack", "data.layout", "models.load", "models.policy", "kernels.select", "models.head", "models.scorer")
 DECIDE_NO_BIT = {
-    "errors": "words",
+    "errors": "what a user can mend",
+    "wording": "words",
     "files": "opens files that are whole",
     "json_files": "reads small files with bounds",
     "models.checks": "refuses what is wrong in a model's files",

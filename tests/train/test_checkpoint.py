@@ -16,7 +16,7 @@ from torch import nn
 from tuningfork import files
 from tuningfork.errors import RunFolderError
 from tuningfork.files import checksum
-from tuningfork.report.metrics import Evaluation, Means
+from tuningfork.report.run.metrics import Evaluation, Means
 from tuningfork.train.checkpoint import Progress, newest, progress, restore, save
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.optimizer import build_optimizer, set_learning_rate, step

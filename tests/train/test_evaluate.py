@@ -30,7 +30,7 @@ from tuningfork.reference.build import fill
 from tuningfork.reference.config import ReferenceConfig
 from tuningfork.reference.fingerprint import differing_facts
 from tuningfork.reference.store import ReferenceStore
-from tuningfork.report.console import Console
+from tuningfork.report.run.console import Console
 from tuningfork.run_config import RunConfig
 from tuningfork.train.batch import StepBatch
 from tuningfork.train.config import TrainConfig

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tuningfork.objective.pairs import DPO
-from tuningfork.report.console import Console
-from tuningfork.report.metrics import Means
-from tuningfork.report.writer import RunWriter
+from tuningfork.report.run.console import Console
+from tuningfork.report.run.metrics import Means
+from tuningfork.report.run.writer import RunWriter
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.evaluate import Evaluation
 from tuningfork.train.held_out import HeldOut

@@ -10,6 +10,8 @@ import pytest
 
 from tuningfork.config import from_yaml
 from tuningfork.errors import RunFolderError
+from tuningfork.report.dataset import report_files
+from tuningfork.report.sinks import NAMES
 from tuningfork.run_config import RunConfig
 from tuningfork.train.run_folder import (
     CONFIG,
@@ -36,6 +38,12 @@ def run(tmp_path: Path) -> Path:
     for name in FILES:
         (folder / name).touch()
     return folder
+
+
+def test_no_two_things_of_a_run_folder_have_one_name() -> None:
+    """A sink's folder is named as its module is."""
+    names = [*FILES, *FOLDERS, report_files.FOLDER]
+    assert len(set(names)) == len(names) and set(NAMES) < set(FOLDERS)
 
 
 def test_a_run_goes_on_where_all_is_its_own(run: Path, tmp_path: Path) -> None:

@@ -21,8 +21,9 @@ from tuningfork.data.token_table import Subset
 from tuningfork.data.tokens.encode_table import Progress, TableAccount
 from tuningfork.data.tokens.tokenize import check_ids, check_vocabulary
 from tuningfork.data.tokens.truncate import size_of
-from tuningfork.errors import DataError, OutOfMemory, counted, first_line
+from tuningfork.errors import DataError, OutOfMemory
 from tuningfork.records import DataReport, DroppedRow, Source, TokenExample, column
+from tuningfork.wording import counted, first_line
 
 LEFT_OUT = "left out of the mix"
 ON_PURPOSE = (LEFT_OUT, "weight 0")

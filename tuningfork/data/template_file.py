@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tuningfork.data.config import CHAT, NO_TEMPLATE, DataConfig
-from tuningfork.errors import DataError, from_here
+from tuningfork.errors import DataError
+from tuningfork.wording import from_here
 
 if TYPE_CHECKING:  # a recipe is checked before that is imported
     from transformers import PreTrainedTokenizerBase

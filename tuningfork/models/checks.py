@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from tuningfork.errors import ModelError, counted
+from tuningfork.errors import ModelError
 from tuningfork.models import weights
 from tuningfork.models.weights import Found
+from tuningfork.wording import counted
 
 CONSTANT = r"(rotary_emb\.inv_freq|\.masked_bias)$"
 """Names of buffers that older versions of the library stored, and that have one value for all models of a config."""

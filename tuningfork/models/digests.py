@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tuningfork.errors import ModelError, first_line
+from tuningfork.errors import ModelError
 from tuningfork.files import checksum
 from tuningfork.json_files import read_object
+from tuningfork.wording import first_line
 
 NAME = "tuningfork_digests.json"  # readers of the model pass it over
 _KIND = "xxh3_128"

@@ -16,11 +16,12 @@ import transformers
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from tuningfork.errors import SAVING, ModelError, enough_memory, first_line
+from tuningfork.errors import SAVING, ModelError, enough_memory
 from tuningfork.files import scratch
 from tuningfork.models import digests
 from tuningfork.models.folder import CONFIG, GENERATION, to_json
 from tuningfork.models.load import Loaded, comparable
+from tuningfork.wording import first_line
 
 
 def save(loaded: Loaded, folder: Path, dtype: torch.dtype | None = None) -> None:

@@ -15,10 +15,11 @@ from typing import Any
 import transformers
 from transformers import GenerationConfig
 
-from tuningfork.errors import ModelError, first_line, from_here, shortened
+from tuningfork.errors import ModelError
 from tuningfork.files import opened
 from tuningfork.json_files import read_object
 from tuningfork.models import trust, weights
+from tuningfork.wording import first_line, from_here, shortened
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"

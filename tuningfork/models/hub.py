@@ -16,7 +16,8 @@ from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 from tqdm.auto import tqdm
 
-from tuningfork.errors import ModelError, first_line
+from tuningfork.errors import ModelError
+from tuningfork.wording import first_line
 
 HUB = "hub:"  # may stand in front of owner/name; without it a local folder of that name wins
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(?!.*\.\.)(\w[\w.+/-]*))?")

@@ -24,12 +24,13 @@ from transformers import (
 )
 from transformers.core_model_loading import WeightRenaming  # private: transformers.core_model_loading
 
-from tuningfork.errors import LOADING, ModelError, enough_memory, first_line, is_of_memory, is_panic
+from tuningfork.errors import LOADING, ModelError, enough_memory, is_of_memory, is_panic
 from tuningfork.models import attention, checks, digests, folder, trust, weights
 from tuningfork.models.folder import Origin
 from tuningfork.models.support import check_config, check_modules
 from tuningfork.models.tokenizer_file import check_tokenizer_file
 from tuningfork.models.weights import Found, Stored
+from tuningfork.wording import first_line
 
 _CPU = torch.device("cpu")
 _LEAST_IN_8_BITS = 4096  # private: torchao.optim.AdamW8bit

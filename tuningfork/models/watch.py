@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode  # private: torch.utils._python_dispatch
 from transformers import PreTrainedModel
 
-from tuningfork.errors import LOADING, ModelError, OutOfMemory, enough_memory, first_line
+from tuningfork.errors import LOADING, ModelError, OutOfMemory, enough_memory
+from tuningfork.wording import first_line
 
 _ROWS = 2  # one row would look like a step of generation
 

@@ -16,8 +16,8 @@ import safetensors
 import torch
 from torch import Tensor
 
-from tuningfork.errors import first_line, of_pickle
 from tuningfork.json_files import read_object
+from tuningfork.wording import first_line, of_pickle
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from tuningfork.errors import DataError, counted
+from tuningfork.errors import DataError
 from tuningfork.records import ChunkLoss, TokenExample, column
+from tuningfork.wording import counted
 
 if TYPE_CHECKING:
     import torch

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from tuningfork.errors import counted
 from tuningfork.objective import losses
 from tuningfork.objective.base import Answers, BatchTotals, Objective
 from tuningfork.records import TokenExample
+from tuningfork.wording import counted
 
 if TYPE_CHECKING:
     from torch import Tensor

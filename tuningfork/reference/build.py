@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from tuningfork.errors import ReferenceMismatch, counted
+from tuningfork.errors import ReferenceMismatch
 from tuningfork.records import PackedBatch, TokenExample
 from tuningfork.reference.store import ReferenceStore
+from tuningfork.wording import counted
 
 RESCORED = 64  # examples in all, but at least one of each shard; a tenth of wrong rows passes once in 800 times
 

@@ -10,11 +10,12 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tuningfork.errors import RunFolderError, counted
+from tuningfork.errors import RunFolderError
 from tuningfork.files import check_plain, read_plain
 from tuningfork.json_files import as_object
 from tuningfork.reference.fingerprint import differing_facts, text_digest
 from tuningfork.reference.store import FINGERPRINT, ReferenceStore
+from tuningfork.wording import counted
 
 _HASHES = ("weights", "config", "code", "model code")  # facts whose values tell a reader nothing
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from tuningfork.errors import RunFolderError, first_line
+from tuningfork.errors import RunFolderError
 from tuningfork.files import (
     DIGESTS,
     Hashed,
@@ -41,8 +41,9 @@ from tuningfork.files import (
 )
 from tuningfork.json_files import as_object
 from tuningfork.models.config import ACTIVATION_MEMORY
-from tuningfork.report.metrics import Evaluation
+from tuningfork.report.run.metrics import Evaluation
 from tuningfork.train.checkpoint_reader import Foreign, PlainPlanner, PlainReader
+from tuningfork.wording import first_line
 
 _NAME = re.compile(r"step-([1-9][0-9]*)")
 _PROGRESS = "progress.json"

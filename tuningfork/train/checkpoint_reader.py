@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from tuningfork.errors import first_line, of_pickle
 from tuningfork.files import check_plain, read_plain
+from tuningfork.wording import first_line, of_pickle
 
 METADATA = ".metadata"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -77,6 +77,8 @@ class OutputConfig:
     log_every: Annotated[int, Field(ge=1)] = 1
     """Steps between lines in metrics.jsonl; a line covers all steps since the last one. A checkpoint writes one too,
     and so does an evaluation."""
+    sinks: list[str] = field(default_factory=lambda: ["tensorboard"])
+    """Where the numbers of metrics.jsonl go besides: names of modules in tuningfork/report/sinks, or [] for nowhere."""
     export: Literal["last", "best"] = "last"
     """Of which step the model is exported: the last, or the best by train.best_by. May change on --resume, also once a
     run has ended: the model exported before is then kept under the name of its step."""

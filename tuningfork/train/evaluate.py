@@ -10,7 +10,7 @@ from tuningfork.objective.base import Answers
 from tuningfork.records import PackedBatch
 from tuningfork.reference.build import by_file, wrongly_cached
 from tuningfork.reference.store import ReferenceStore
-from tuningfork.report.metrics import Evaluation, Means
+from tuningfork.report.run.metrics import Evaluation, Means
 from tuningfork.train.session import Session
 
 

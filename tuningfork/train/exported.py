@@ -12,8 +12,8 @@ from tuningfork.files import explained, read_plain, whole_folder
 from tuningfork.json_files import as_object
 from tuningfork.models import digests, export
 from tuningfork.models.load import load_config
-from tuningfork.report.console import Console
-from tuningfork.report.writer import write_json
+from tuningfork.report.files import write_json
+from tuningfork.report.run.console import Console
 from tuningfork.train import checkpoint
 from tuningfork.train.config import OutputConfig
 from tuningfork.train.session import Session

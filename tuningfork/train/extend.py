@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from tuningfork.data.packing.loader import EpochOrder
-from tuningfork.errors import RunFolderError, counted
+from tuningfork.errors import RunFolderError
 from tuningfork.train.checkpoint import Progress
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.optimizer import learning_rate
+from tuningfork.wording import counted
 
 
 def plan(examples: int, config: TrainConfig, saved: Progress | None) -> EpochOrder:

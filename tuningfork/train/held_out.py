@@ -8,9 +8,9 @@ from pathlib import Path
 
 from tuningfork.objective.base import Objective
 from tuningfork.reference.store import ReferenceStore
-from tuningfork.report.console import Console, score
-from tuningfork.report.metrics import Evaluation
-from tuningfork.report.writer import RunWriter, Scores
+from tuningfork.report.run.console import Console, score
+from tuningfork.report.run.metrics import Evaluation
+from tuningfork.report.run.writer import RunWriter, Scores
 from tuningfork.train import checkpoint
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.evaluate import evaluate

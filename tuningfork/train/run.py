@@ -15,14 +15,16 @@ import torch
 from tuningfork.data.packing.loader import PackLoader
 from tuningfork.data.prepare import dataset_digest, report_dict
 from tuningfork.data.token_table import Subset
-from tuningfork.errors import NonFiniteError, RunFolderError, counted
+from tuningfork.errors import NonFiniteError, RunFolderError
 from tuningfork.files import clear_abandoned
 from tuningfork.objective.base import Objective
 from tuningfork.reference.store import ReferenceStore
-from tuningfork.report.console import Console
-from tuningfork.report.metrics import Evaluation, Interval, StepResult
-from tuningfork.report.throughput import RunTotals, peak_flops
-from tuningfork.report.writer import RunWriter, write_json, write_text
+from tuningfork.report.files import write_json, write_text
+from tuningfork.report.run.console import Console
+from tuningfork.report.run.metrics import Evaluation, Interval, StepResult
+from tuningfork.report.run.throughput import RunTotals, peak_flops
+from tuningfork.report.run.writer import RunWriter
+from tuningfork.report.sinks import open_sinks
 from tuningfork.run_config import RunConfig
 from tuningfork.train import checkpoint
 from tuningfork.train.checkpoint import Progress
@@ -37,6 +39,7 @@ from tuningfork.train.session import Data, Session
 from tuningfork.train.setup.device import dtype_name
 from tuningfork.train.setup.reference import model_digest, open_reference, starting_weights
 from tuningfork.train.steps import training_steps
+from tuningfork.wording import counted
 
 
 @dataclass
@@ -126,6 +129,7 @@ def run(
         write_json(folder / ROWS, _accounts(data))
     with RunWriter(folder, resume_at_step=result.steps_done, keep_evaluations=evaluated) as writer:
         console.attach(writer.log)
+        writer.attach(open_sinks(output.sinks, folder, result.steps_done + 1, console.print))
         if data.train_report.dropped or (data.held_out_report is not None and data.held_out_report.dropped):
             console.print(f"{folder / ROWS}: each dropped row with its reason")
         console.print(console.startup.line())

@@ -17,7 +17,9 @@ import xxhash
 
 from tuningfork.errors import RunFolderError
 from tuningfork.files import check_plain, is_aside, read_plain
-from tuningfork.report import data_files, eval_files
+from tuningfork.report import sinks
+from tuningfork.report.dataset import report_files
+from tuningfork.report.run import eval_files
 
 _CHECKSUM = "# These settings as the run wrote them have the checksum"
 CONFIG = "config.yaml"  # the first file of a run, written once the reference is scored and before the first step
@@ -25,7 +27,7 @@ ROWS = "data_rows.json"  # the account of every row that the run read
 
 LOG = "log.txt"  # grows line by line; all other files are replaced as a whole
 FILES = (CONFIG, ROWS, "metrics.jsonl", LOG, "eval.json", "summary.json", "export.json")
-FOLDERS = ("checkpoints", "tensorboard", "model", eval_files.FOLDER)
+FOLDERS = ("checkpoints", "model", eval_files.FOLDER, *sinks.NAMES)
 
 # Settings that may change between a run and its continuation: they decide where, how often, and at most how gradients
 # are rounded. model.path and model.dtype may be spelt anew: a checkpoint knows which model and dtype they must name.
@@ -57,7 +59,7 @@ def check(folder: Path, resume: bool) -> None:
             something under a run's names that no run makes, such as a link.
     """
     found = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
-    may_be = (data_files.FOLDER, eval_files.FOLDER)
+    may_be = (report_files.FOLDER, eval_files.FOLDER)
     others = {name for name in found if name not in may_be and not is_aside(name)}
     if others and not has_begun(folder):
         raise RunFolderError(f"{folder} is no run folder: it has files, but no {CONFIG}. Choose another output.dir.")

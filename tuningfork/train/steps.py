@@ -11,7 +11,7 @@ from tuningfork.data.packing.loader import PackLoader, ahead
 from tuningfork.errors import NonFiniteError, enough_memory
 from tuningfork.models.policy import graphs_compiled
 from tuningfork.reference.store import ReferenceStore
-from tuningfork.report.metrics import Means, StepResult
+from tuningfork.report.run.metrics import Means, StepResult
 from tuningfork.train.batch import StepBatch
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.optimizer import learning_rate, set_learning_rate

@@ -15,7 +15,8 @@ from tests.tiny import random_examples, random_pairs
 from tuningfork.data.packing.loader import EpochOrder, build_packs
 from tuningfork.data.packing.pack import PackLimits
 from tuningfork.data.summary import cost
-from tuningfork.data.summary.cost import Cost, FirstSteps, RunPlan, count_cost, padded_slots, plan_run
+from tuningfork.data.summary.cost import FirstSteps, count_cost, padded_slots, plan_run
+from tuningfork.data.summary.records import Cost, RunPlan
 from tuningfork.records import TokenExample
 
 

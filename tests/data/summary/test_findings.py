@@ -10,7 +10,7 @@ import pytest
 from tests.data.summary.workbench import pair, summary_of
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
 from tuningfork.data.examples.unpack import JSON_AS_TEXT, SOME_AS_JSON
-from tuningfork.data.summary.findings import Finding
+from tuningfork.data.summary.records import Finding
 
 GOOD = [pair("one", "ab", "cde"), pair("two", "fgh", "ij")]
 
@@ -39,7 +39,7 @@ def test_dropped_rows_with_every_reason(tmp_path: Path) -> None:
     assert (finding.kind, finding.strict, finding.count, numbers(finding)) == ("dropped", True, 4, [3, 4, 5, 6])
     file = summary.train
     assert (file.rows_read, file.used, file.empty_answers, file.identical_answers) == (6, 2, 2, 1)
-    assert [(row["row"], row["reason"]) for row in file.dropped_rows][-1] == (6, "longer than max_length")
+    assert [(row.row, row.reason) for row in file.dropped_rows][-1] == (6, "longer than max_length")
     # what is too long counts for the limits all the same: 99 + 2 tokens, and all rows' tokens with prompts twice
     lost = next(row for row in file.truncation if row.recipe)
     assert (lost.max_length, lost.rows_lost, lost.tokens_lost) == (64, 1, 2 * 99 + 4)
@@ -128,7 +128,7 @@ def test_control_tokens_in_a_rows_own_words(tmp_path: Path) -> None:
         told = summary_of(tmp_path, rows, held_out, control_tokens=asked, **chat)  # type: ignore[arg-type]
         assert told.strict == [] and told.train.control_words is None and len(told.train.notes) == 3
     dropped = summary_of(tmp_path, rows, control_tokens="drop", **chat)  # type: ignore[arg-type]
-    assert [finding.kind for finding in dropped.strict] == ["dropped"] and dropped.train.dropped_rows[0]["row"] == 3
+    assert [finding.kind for finding in dropped.strict] == ["dropped"] and dropped.train.dropped_rows[0].row == 3
     one = summary_of(tmp_path, [*GOOD, pair("x", "ab<|im_end|>", "cd")], **chat)  # type: ignore[arg-type]
     assert one.strict[0].text.startswith("train.jsonl: 1 row has a control token of the tokenizer written as text: ")
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tests.data.summary.workbench import sizes
 from tests.tiny import random_examples
 from tuningfork.data.examples.values import Unusable
-from tuningfork.data.summary.lengths import Histogram, length_bias, lengths, preview_truncation
+from tuningfork.data.summary.lengths import length_bias, lengths, preview_truncation
+from tuningfork.data.summary.records import Histogram
 from tuningfork.data.tokens.truncate import OverLength, truncate
 
 SHAPES = st.lists(st.tuples(st.integers(0, 900), st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=60)

@@ -19,8 +19,9 @@ from tuningfork.data.packing.bin_packing import best_fit
 from tuningfork.data.packing.loader import EpochOrder
 from tuningfork.data.packing.pack import PackLimits
 from tuningfork.data.prepare import prepare_examples
+from tuningfork.data.summary.records import DataSummary
 from tuningfork.data.summary.sets import SetData
-from tuningfork.data.summary.summarize import DataSummary, summarize
+from tuningfork.data.summary.summarize import summarize
 from tuningfork.data.tokens.tokenize import MERGES
 
 pytestmark = pytest.mark.skipif(not HH.exists(), reason="no real data: set TUNINGFORK_DATA to a folder that has it")

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tuningfork.data.summary.repeats import SharedRow, find_leaks, find_repeats
+from tuningfork.data.summary.records import SharedRow
+from tuningfork.data.summary.repeats import find_leaks, find_repeats
 from tuningfork.records import Source, TokenAnswer, TokenExample
 
 

@@ -8,8 +8,7 @@ import pytest
 
 from tests.data.summary.workbench import pair, summary_of, summary_of_files, write
 from tuningfork.data.config import DataConfig
-from tuningfork.data.summary.mix import MixPart
-from tuningfork.data.summary.sets import Note, Numbers
+from tuningfork.data.summary.records import MixPart, Note, Numbers
 from tuningfork.data.tokens.truncate import CUT_ANSWERS, CUT_ONE_SIDE
 from tuningfork.records import Source
 
@@ -68,7 +67,7 @@ def test_every_table_has_its_part(tmp_path: Path) -> None:
     ]
     assert [t.tokens for t in found.tables] == [16, 16, 16]  # 2 rows of two sequences of 2 + 2
     assert (found.dropped, found.left_out) == ({"empty answer": 1}, {"left out of the mix": 6, "weight 0": 1})
-    assert [(row["file"], row["row"]) for row in found.dropped_rows] == [(two, 3)]
+    assert [(row.file, row.row) for row in found.dropped_rows] == [(two, 3)]
     assert (found.weights, found.margins) == (Numbers(1, 3.0, 3.0, 3.0), Numbers(1, 1.5, 1.5, 1.5))
     # across the tables: row 1 of two says again what row 1 of one says, and its row 2 the opposite
     assert found.repeats.duplicates == [[Source(one, 1), Source(two, 1)]]

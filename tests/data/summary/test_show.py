@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.data.summary.workbench import pair, summary_of
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
-from tuningfork.data.summary.show import HEAD, TAIL, Piece, show_examples
+from tuningfork.data.summary.records import Piece
+from tuningfork.data.summary.show import HEAD, TAIL, show_examples
 from tuningfork.errors import DataError
 from tuningfork.records import Source, TokenAnswer, TokenExample
 

@@ -16,9 +16,10 @@ from tuningfork.data.packing.loader import EpochOrder
 from tuningfork.data.packing.pack import PackLimits
 from tuningfork.data.prepare import prepare_examples
 from tuningfork.data.sources.expand import Use
+from tuningfork.data.summary.records import DataSummary
 from tuningfork.data.summary.sets import SetData
 from tuningfork.data.summary.sizes import Sizes
-from tuningfork.data.summary.summarize import DataSummary, summarize
+from tuningfork.data.summary.summarize import summarize
 from tuningfork.data.tokens.truncate import size_of
 from tuningfork.records import DataReport, TokenExample
 

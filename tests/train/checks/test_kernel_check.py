@@ -23,7 +23,7 @@ from tuningfork.models import activations
 from tuningfork.models.load import Loaded
 from tuningfork.models.policy import Policy
 from tuningfork.objective.config import ObjectiveConfig
-from tuningfork.report.console import Console
+from tuningfork.report.run.console import Console
 from tuningfork.train import checkpoint
 from tuningfork.train.checks import kernel_check
 from tuningfork.train.checks.kernel_check import KernelCheck

@@ -13,7 +13,7 @@ from tests.tiny import limits_of, scorer_of, tiny_policy
 from tuningfork.errors import ConfigError
 from tuningfork.models.activations import budget_of
 from tuningfork.models.policy import Policy
-from tuningfork.report.console import Console
+from tuningfork.report.run.console import Console
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.optimizer import build_optimizer, optimizer_bytes
 from tuningfork.train.setup import activation_memory

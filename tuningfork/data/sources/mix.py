@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tuningfork.errors import DataError, counted
+from tuningfork.errors import DataError
+from tuningfork.wording import counted
 
 
 def mixed_indices(

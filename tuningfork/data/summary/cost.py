@@ -13,66 +13,12 @@ import numpy as np
 
 from tuningfork.data.packing.loader import EpochOrder
 from tuningfork.data.packing.pack import PackLimits, pack_evenly, slots_of_each
+from tuningfork.data.summary.records import PLAIN_BATCH, Cost, Layout, RunPlan
 from tuningfork.data.summary.sizes import Sizes
 from tuningfork.records import TokenExample
 
-PLAIN_BATCH = 8
-"""Examples of a plain trainer's batch; of pairs, 16 sequences. All are padded to the longest of them."""
-
 MOST_PACKED = 32_768
 """Examples that are really packed, at most: the steps of a run are shuffled, so the first ones speak for all."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The token slots of one epoch in one layout; slots = prompt + prompt_again + chosen + rejected + padding.
-
-    `name` is "padded" (batches of PLAIN_BATCH examples, every sequence padded to the longest of its batch: the mean
-    over all orders of the file), "packed" (each sequence by itself in packs of pack.tokens) or "shared" (the prompt
-    once for all of its answers).
-    """
-
-    name: str
-    slots: int
-    prompt: int
-    prompt_again: int  # prompts stored once more, for another answer than the first
-    chosen: int  # first answers; those of examples with a single one, too
-    rejected: int  # all others
-    padding: int
-    pad_share: float
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What an epoch costs in slots and in attention, and what sharing prompts saves."""
-
-    tokens: int  # as a plain trainer counts them: the prompt once per answer
-    unique_tokens: int  # the prompt once per example
-    counted_tokens: int  # answer tokens whose log-prob counts in the loss
-    tokens_saved: float  # share of tokens
-    attention_pairs: int  # (query, key) pairs of causal attention, each sequence by itself
-    attention_pairs_shared: int  # the same with the prompt once per example
-    attention_saved: float  # share of attention_pairs
-    layouts: list[Layout]
-
-
-@dataclass(frozen=True, slots=True)
-class RunPlan:
-    """What the recipe's run will do. Packs are counted by packing its first `steps_packed` steps, all of them if they
-    are not very many, and then its numbers are those that training finds."""
-
-    examples: int
-    examples_per_step: int
-    steps_per_epoch: float
-    epochs: float  # of the whole run
-    steps: int
-    packs_per_step: float
-    packs_per_epoch: int
-    packs: int
-    steps_packed: int
-    pad_share: float
-    tokens: int  # of the run, the prompt once per answer
-    slots: int  # of the run, padding included
 
 
 @dataclass(frozen=True, slots=True)

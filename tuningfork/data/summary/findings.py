@@ -4,36 +4,15 @@ through no wish of the recipe, and what training would refuse or learn wrong. Wh
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from tuningfork.data.examples.unpack import SOME_AS_JSON
-from tuningfork.data.summary.lengths import LengthBias
-from tuningfork.data.summary.repeats import Leaks
-from tuningfork.data.summary.sets import ControlWords, SetSummary
-from tuningfork.data.summary.tokenizer import TokenizerFacts
-from tuningfork.errors import counted
+from tuningfork.data.summary.records import ControlWords, Finding, Leaks, LengthBias, SetSummary, TokenizerFacts
 from tuningfork.records import Source
+from tuningfork.wording import counted
 
 LOPSIDED = 0.6  # share of the pairs of unequal length from which on it is worth a word that one side is the longer
-REFUSED = ("refused", "positions")  # kinds of finding at which training does not start
 FEW = 5  # rows named with a finding
 PLACES = 4  # control tokens named with a finding, each with where it is written
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing to look at in the data set of that name. `rows` show it: the first few of them.
-
-    kind: refused, dropped, duplicates, conflicts, leaks, control_tokens, json_text, positions, two_bos (strict);
-    length, no_eos (worth a look).
-    """
-
-    kind: str
-    strict: bool
-    text: str
-    count: int
-    name: str
-    rows: list[Source]
 
 
 def findings(
@@ -64,7 +43,7 @@ def _of_set(data: SetSummary, positions: int | None) -> Iterator[Finding]:
     if n := len(data.dropped_rows):
         reasons = ", ".join(f"{reason} ({n:,})" for reason, n in data.dropped.items())
         text = f"{name}: {counted(n, 'row is', 'rows are')} dropped: {reasons}"
-        yield Finding("dropped", True, text, n, name, [Source(r["file"], r["row"]) for r in data.dropped_rows[:FEW]])
+        yield Finding("dropped", True, text, n, name, [Source(row.file, row.row) for row in data.dropped_rows[:FEW]])
     if n := repeats.duplicate_rows:
         text = f"{name}: {counted(n, 'row repeats', 'rows repeat')} an earlier row: same prompt, same answers"
         again = _in_order(data, (row for rows in repeats.duplicates for row in rows[1:]))

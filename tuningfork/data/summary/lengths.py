@@ -2,72 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
+from tuningfork.data.summary.records import Histogram, LengthBias, Lengths, Truncation
 from tuningfork.data.summary.sizes import Sizes
 from tuningfork.data.tokens.truncate import OverLength
 
 BARS = 40  # of a histogram, about: enough to show a shape, few enough to hover over
 LIMITS = (512, 1024, 2048, 4096, 8192)  # values of max_length that are previewed, and on by doubling
-
-
-@dataclass(frozen=True, slots=True)
-class Histogram:
-    """counts[i] values lie in [i * width, (i + 1) * width), and `beyond` values past the last of these."""
-
-    width: int
-    counts: list[int]
-    beyond: int
-
-
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """Some lengths in tokens. Percentiles lie between two lengths by linear interpolation, as numpy's do."""
-
-    total: int
-    mean: float
-    p50: float
-    p95: float
-    p99: float
-    max: int
-    histogram: Histogram
-
-
-@dataclass(frozen=True, slots=True)
-class LengthBias:
-    """Which answer of a pair is the longer one; differences are tokens of chosen - tokens of rejected.
-
-    An example of more answers makes a pair of its first with each of the others.
-    """
-
-    longer: int  # pairs whose chosen answer is longer
-    equal: int
-    shorter: int
-    longer_share: float
-    median: float
-    mean: float
-    longer_by: Histogram  # of difference - 1, so that its first bar begins with a difference of 1
-    shorter_by: Histogram  # of -difference - 1; the same width as longer_by
-
-
-@dataclass(frozen=True, slots=True)
-class Truncation:
-    """What a value of data.max_length costs with the recipe's data.over_length.
-
-    An example with a longer sequence is cut, or lost as a whole: where nothing is to be cut, and where cutting would
-    leave no answer or no prompt.
-    """
-
-    max_length: int
-    recipe: bool  # it is the recipe's
-    rows_cut: int
-    rows_cut_share: float
-    rows_lost: int
-    rows_lost_share: float
-    tokens_lost: int  # of both, the prompt once per answer
-    tokens_lost_share: float
 
 
 def lengths(sizes: Sizes) -> dict[str, Lengths]:

@@ -3,30 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
 from tuningfork.data.config import DataConfig
 from tuningfork.data.prepare import LEFT_OUT
+from tuningfork.data.summary.records import Mix, MixPart
 from tuningfork.data.summary.sets import SetData
-
-
-@dataclass(frozen=True, slots=True)
-class MixPart:
-    """One source of a mix."""
-
-    source: str
-    asked: float  # its entry of data.shares, or of data.counts
-    usable: int  # rows
-    used: int
-    used_share: float  # of the rows that are used of all sources
-
-
-@dataclass(frozen=True, slots=True)
-class Mix:
-    """How a recipe mixes its sources: by "shares" or by "counts"."""
-
-    by: str
-    parts: list[MixPart]
 
 
 def summarize_mix(data: SetData, config: DataConfig) -> Mix | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from tuningfork.errors import counted
 from tuningfork.records import DataReport, TokenExample, column
+from tuningfork.wording import counted
 
 
 def overlap(

@@ -8,44 +8,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import xxhash
 
+from tuningfork.data.summary.records import Leaks, Repeats, SharedRow
 from tuningfork.records import Source, TokenExample
 
 Key = bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Repeats:
-    """Rows of one data set that repeat or contradict each other. Groups hold them in the order of the data."""
-
-    distinct_prompts: int
-    duplicate_rows: int  # rows that say again what an earlier row says
-    duplicates: list[list[Source]]  # groups of rows with the same prompt and the same answers in the same order
-    conflicting_rows: int
-    conflicts: list[list[list[Source]]]  # groups of rows with the same prompt and answers, parted by their preference
-
-
-@dataclass(frozen=True, slots=True)
-class SharedRow:
-    """A held-out row, and the first row of the training data with which it has something in common."""
-
-    eval_row: Source
-    train_row: Source
-
-
-@dataclass(frozen=True, slots=True)
-class Leaks:
-    """Held-out rows whose prompt is also trained on; and those of them that share an answer to it as well."""
-
-    prompt_rows: int
-    prompts: list[SharedRow]
-    answer_rows: int
-    answers: list[SharedRow]
 
 
 def find_repeats(examples: Sequence[TokenExample]) -> Repeats:

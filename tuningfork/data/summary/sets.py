@@ -7,93 +7,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from tuningfork.data.config import DataConfig
-from tuningfork.data.prepare import NOTED, ON_PURPOSE, report_dict
-from tuningfork.data.summary.lengths import LengthBias, Lengths, Truncation, length_bias, lengths, preview_truncation
-from tuningfork.data.summary.repeats import Repeats, find_repeats
+from tuningfork.data.prepare import NOTED, ON_PURPOSE
+from tuningfork.data.summary.lengths import length_bias, lengths, preview_truncation
+from tuningfork.data.summary.records import ControlWords, Note, Numbers, SetSummary, TableSummary
+from tuningfork.data.summary.repeats import find_repeats
 from tuningfork.data.summary.sizes import Sizes
 from tuningfork.data.tokens.control_tokens import RENDERED, WRITTEN
 from tuningfork.data.tokens.truncate import size_of
 from tuningfork.records import DataReport, Size, Source, TokenExample
-
-
-@dataclass(frozen=True, slots=True)
-class TableSummary:
-    """One file, saved data set or hub name. rows_read = used + dropped + left_out."""
-
-    file: str
-    form: str
-    source: str  # the entry of the recipe that stands for it
-    rows_read: int
-    used: int
-    dropped: int
-    left_out: int  # on purpose: by the mix, or by a weight of 0
-    used_share: float  # of the rows that are used of all tables
-    tokens: int  # of the used rows, the prompt once per answer
-    tokens_share: float
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """Something worth knowing of rows in use: how many, and the first of them."""
-
-    count: int
-    rows: list[Source]
-
-
-@dataclass(frozen=True, slots=True)
-class ControlWords:
-    """Rows in use whose own words spell control tokens: how many, the first of them, which tokens where in how many
-    rows, and how many of the rows look as if they had been rendered before."""
-
-    count: int
-    rows: list[Source]
-    written: dict[str, int]
-    rendered: int
-
-
-@dataclass(frozen=True, slots=True)
-class Numbers:
-    """A number that rows give, such as a weight: how many give one, and what it is."""
-
-    rows: int
-    min: float
-    mean: float
-    max: float
-
-
-@dataclass(frozen=True, slots=True)
-class SetSummary:
-    """One data set. Repeats, lengths and bias are those of the rows in use, lengths and bias before any row is cut.
-
-    Truncation is of all rows that could be used if they were shorter, those that the mix leaves out among them.
-    """
-
-    name: str  # of its only file, or what it is for
-    tables: list[TableSummary]
-    passed_over: list[str]  # files and splits beside them that are for another use
-    rows_read: int
-    used: int
-    dropped: dict[str, int]  # reason -> rows, the most frequent first
-    left_out: dict[str, int]  # the same of the rows that are left out on purpose
-    dropped_rows: list[dict[str, Any]]  # file, row, reason and detail of each; not of those left out on purpose
-    notes: dict[str, Note]
-    weights: Numbers | None  # of the rows in use whose weight is not 1
-    margins: Numbers | None  # of the rows in use that have one
-    identical_answers: int  # of the dropped rows
-    empty_answers: int
-    repeats: Repeats
-    cut: int  # rows in use that are shorter than their file has them, by data.over_length
-    lengths: dict[str, Lengths]  # of prompt, chosen, rejected, answer and sequence, as there are
-    length_bias: LengthBias | None  # of examples with several answers
-    truncation: list[Truncation]
-    refused: dict[str, Note]  # what rows in use have that the objective cannot train on
-    control_words: ControlWords | None  # None where there are none, or where data.control_tokens says what they are
-    over_positions: list[Source]  # rows in use with a sequence longer than the model knows positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +60,7 @@ def summarize_set(purpose: str, data: SetData, config: DataConfig, positions: in
         used=report.used,
         dropped={reason: n for reason, n in report.dropped.items() if reason not in ON_PURPOSE},
         left_out={reason: n for reason, n in report.dropped.items() if reason in ON_PURPOSE},
-        dropped_rows=[row for row in report_dict(report)["dropped_rows"] if row["reason"] not in ON_PURPOSE],
+        dropped_rows=[row for row in report.dropped_rows if row.reason not in ON_PURPOSE],
         notes=_notes(report, used),
         weights=_numbers(example.weight for example in examples if example.weight != 1),
         margins=_numbers(example.margin for example in examples if example.margin is not None),

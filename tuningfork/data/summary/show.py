@@ -3,50 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
-from tuningfork.errors import DataError, first_line, is_panic
+from tuningfork.data.summary.records import Part, Piece, ShownExample
+from tuningfork.errors import DataError, is_panic
 from tuningfork.records import TokenExample
+from tuningfork.wording import first_line
 
 HEAD, TAIL = 300, 100  # tokens shown of a long part, from its start and its end
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One token and its text; or the few tokens that make up one character together."""
-
-    ids: list[int]
-    text: str
-    counted: bool  # its log-prob counts in the loss
-    special: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A prompt or an answer. Of a long one only `head` and `tail` are kept, without `hidden` tokens between them."""
-
-    name: str  # prompt, chosen or rejected; answer, or answer 2 and so on where there are one or many
-    tokens: int
-    counted: int
-    head: list[Piece]
-    hidden: int
-    tail: list[Piece]
-
-
-@dataclass(frozen=True, slots=True)
-class ShownExample:
-    """One example, and why it was picked: "first", "median length" or "longest"."""
-
-    title: str
-    file: str
-    row: int
-    prompt: Part
-    answers: list[Part]
 
 
 def show_examples(examples: Sequence[TokenExample], tokenizer: PreTrainedTokenizerBase) -> list[ShownExample]:

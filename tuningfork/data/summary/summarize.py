@@ -1,12 +1,11 @@
 """What a person wants to know of preference data before a GPU is rented: every number of it, computed once.
 
-The terminal, data_report.json and the page all show this one tree. A row is its file and its number there, from 1;
-lengths are tokens; shares are of 1.
+The terminal, data_report.json and the page all show the DataSummary that comes of it.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -14,49 +13,15 @@ from transformers import PreTrainedTokenizerBase
 from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.packing.loader import EpochOrder
 from tuningfork.data.packing.pack import PackLimits
-from tuningfork.data.summary.cost import Cost, FirstSteps, RunPlan, count_cost, plan_run
-from tuningfork.data.summary.findings import REFUSED, Finding, findings
-from tuningfork.data.summary.mix import Mix, summarize_mix
-from tuningfork.data.summary.repeats import Leaks, find_leaks
-from tuningfork.data.summary.sets import SetData, SetSummary, summarize_set
-from tuningfork.data.summary.show import ShownExample, show_examples
+from tuningfork.data.summary.cost import FirstSteps, count_cost, plan_run
+from tuningfork.data.summary.findings import findings
+from tuningfork.data.summary.mix import summarize_mix
+from tuningfork.data.summary.records import DataSummary
+from tuningfork.data.summary.repeats import find_leaks
+from tuningfork.data.summary.sets import SetData, summarize_set
+from tuningfork.data.summary.show import show_examples
 from tuningfork.data.summary.sizes import Sizes
-from tuningfork.data.summary.tokenizer import TokenizerFacts, tokenizer_facts
-
-
-@dataclass(frozen=True, slots=True)
-class DataSummary:
-    """All of it. `eval` and `leaks` are None where the recipe names no data.eval; cost is of the training data."""
-
-    unit: str  # what a row is: a "pair", or an "example" of any number of answers
-    findings: list[Finding]
-    max_length: int
-    over_length: str  # what becomes of longer rows
-    pack_tokens: int
-    share_prompt: bool
-    mix: Mix | None
-    train: SetSummary
-    eval: SetSummary | None
-    leaks: Leaks | None
-    cost: Cost
-    run: RunPlan
-    counted_for: str  # the device whose packs are counted
-    tokenizer: TokenizerFacts
-    shown: list[ShownExample]
-
-    @property
-    def refused(self) -> list[Finding]:
-        """The findings at which training would not start."""
-        return [finding for finding in self.findings if finding.kind in REFUSED]
-
-    @property
-    def strict(self) -> list[Finding]:
-        """The findings that `--strict` stops on."""
-        return [finding for finding in self.findings if finding.strict]
-
-    def as_dict(self) -> dict[str, Any]:
-        """The tree in JSON's types, as data_report.json holds it."""
-        return asdict(self)
+from tuningfork.data.summary.tokenizer import tokenizer_facts
 
 
 def summarize(

@@ -3,42 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
 from tuningfork.data.config import DataConfig
+from tuningfork.data.summary.records import SpecialToken, TokenizerFacts
 from tuningfork.data.tokens.template_date import prints_the_date
 from tuningfork.records import TokenExample
-
-
-@dataclass(frozen=True, slots=True)
-class SpecialToken:
-    """A token with a task of its own."""
-
-    text: str
-    id: int
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizerFacts:
-    """The tokenizer beside the model, and how the training file's `sequences`, one per answer, begin and end."""
-
-    name: str
-    kind: str
-    tokens: int
-    highest_id: int
-    model_rows: int  # of the model's embedding
-    model_positions: int | None
-    bos: SpecialToken | None
-    eos: SpecialToken | None
-    pad: SpecialToken | None
-    template: str  # chat or none
-    date: str | None  # that the template prints; None where it prints none
-    sequences: int
-    begin_with_bos: int
-    begin_with_two_bos: int
-    end_with_eos: int
 
 
 def tokenizer_facts(

@@ -21,9 +21,10 @@ from tuningfork.data.tables.delimited import DELIMITERS, delimited_rows
 from tuningfork.data.tables.file_kinds import check_kind
 from tuningfork.data.tables.json_rows import RATIO, UNZIPPED, array_rows, is_array, is_zipped, line_rows, pieces
 from tuningfork.data.tables.rows import Row
-from tuningfork.errors import DataError, TuningforkError, counted, first_line, from_here
+from tuningfork.errors import DataError, TuningforkError
 from tuningfork.files import SCRATCH_CURE, checksum, explained, opened, scratch
 from tuningfork.json_files import read_object
+from tuningfork.wording import counted, first_line, from_here
 
 SUFFIXES = (".jsonl", ".json", ".parquet", *DELIMITERS)
 HUB = "hub:"  # in front of owner/name

@@ -20,8 +20,9 @@ from tuningfork.data.examples.values import Unusable, string
 from tuningfork.data.tokens import bounded as bounds
 from tuningfork.data.tokens.bounded import OutOfTime, Result, bounded, renew
 from tuningfork.data.tokens.template_date import lines_in_front
-from tuningfork.errors import DataError, first_line
+from tuningfork.errors import DataError
 from tuningfork.records import Message, Source, Turns
+from tuningfork.wording import first_line
 
 REFUSES = "the chat template refuses the conversation"
 TOO_LARGE = "too large to be printed"

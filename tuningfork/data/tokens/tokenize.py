@@ -19,8 +19,9 @@ from tuningfork.data.examples.values import Unusable
 from tuningfork.data.token_table import TokenTable
 from tuningfork.data.tokens.split_points import SplitPoints
 from tuningfork.data.tokens.template import RenderedExample, Span, check_template
-from tuningfork.errors import DataError, first_line, is_panic
+from tuningfork.errors import DataError, is_panic
 from tuningfork.records import TokenAnswer, TokenExample
+from tuningfork.wording import first_line
 
 BATCH = 4_000_000  # characters encoded in one call: what the tokenizer returns takes many times their memory
 FAILS = "the tokenizer fails"

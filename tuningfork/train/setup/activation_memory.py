@@ -21,7 +21,7 @@ from tuningfork.errors import ConfigError, OutOfMemory, enough_memory
 from tuningfork.models.scorer import Scorer
 from tuningfork.models.support import positions
 from tuningfork.records import PackedBatch, Source, TokenAnswer, TokenExample
-from tuningfork.report.console import Console
+from tuningfork.report.run.console import Console
 
 BUDGETS = (0.8, 0.6, 0.4, 0.2)
 USABLE = 0.94  # of what others leave of the GPU: memory comes in pieces, and some lie idle between others

@@ -13,14 +13,15 @@ from tuningfork.data.prepare import account_line, check_names_used, prepare_exam
 from tuningfork.data.sources.expand import Use, check_sources
 from tuningfork.data.summary.overlap import overlap
 from tuningfork.data.token_table import Subset
-from tuningfork.errors import READING, DataError, counted, enough_memory
+from tuningfork.errors import READING, DataError, enough_memory
 from tuningfork.models.config import ModelConfig
 from tuningfork.models.load import load_config
 from tuningfork.models.support import positions
 from tuningfork.objective.base import Objective
 from tuningfork.records import DataReport, TokenExample, column
-from tuningfork.report.console import Console
+from tuningfork.report.run.console import Console
 from tuningfork.train.session import Data
+from tuningfork.wording import counted
 
 
 def read_data(

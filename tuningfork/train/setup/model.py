@@ -15,7 +15,7 @@ from tuningfork.models.config import ModelConfig
 from tuningfork.models.load import Loaded, load
 from tuningfork.models.policy import Policy
 from tuningfork.models.scorer import Scorer
-from tuningfork.report.console import Console
+from tuningfork.report.run.console import Console
 from tuningfork.run_config import RunConfig
 from tuningfork.train import checkpoint
 from tuningfork.train.checks.head_check import check_head

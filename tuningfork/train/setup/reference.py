@@ -18,7 +18,7 @@ from tuningfork.reference.code import model_code_digest
 from tuningfork.reference.entries import open_entry
 from tuningfork.reference.fingerprint import fingerprint, tensors_of, text_digest, weights_digest
 from tuningfork.reference.store import ReferenceStore
-from tuningfork.report.console import Console
+from tuningfork.report.run.console import Console
 from tuningfork.run_config import RunConfig
 from tuningfork.train.session import Session
 from tuningfork.train.setup.device import device_name, dtype_name

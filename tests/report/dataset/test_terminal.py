@@ -1,0 +1,74 @@
+"""What `tuningfork data` prints: every section, in text that fits, with nothing that a terminal would obey."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.data.summary.workbench import pair, summary_of
+from tests.data.tiny_tokenizers import CHATML, byte_bpe
+from tests.report.dataset.test_page import harmful
+from tests.report.run.test_console import Terminal
+from tuningfork.data.summary.records import DataSummary
+from tuningfork.report.dataset.terminal import draw_report
+from tuningfork.report.run.console import Console
+
+
+def printed(summary: DataSummary, stream: io.StringIO) -> str:
+    log: list[str] = []
+    console = Console(stream)
+    console.attach(log.append)
+    console.draw(draw_report(summary))
+    assert "held-out" in "".join(log) or summary.eval is None
+    assert "\x1b" not in "".join(log)  # the log never has colours
+    return stream.getvalue()
+
+
+def test_every_number_has_its_line(tmp_path: Path) -> None:
+    summary = harmful(tmp_path)
+    text = printed(summary, io.StringIO())
+    assert max(map(len, text.splitlines())) <= 100 and not re.search("[\x00-\x09\x0b-\x1f\u202a-\u202e\u200f]", text)
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert lines[0] == "66 of 70 pairs can be trained on"
+    # question i has 5 (i % 9 + 1) and 4 (i % 5 + 1) letters, and an end marker on either side
+    lost = next(line for line in lines if "(recipe)" in line)
+    assert lost.split()[:3] == ["900", "(recipe)", "1"]
+    assert "rows that repeat an earlier row 1 0" in lines and "prompt is trained on 2" in lines
+    assert "1 x dropped: unknown role" in lines and "row 7: chosen" in lines
+    assert "BOS <s> (id 0), before 0 of 132 sequences" in lines
+    assert lines[-2].startswith(
+        "--strict would fail because of: dropped in train.jsonl (4), duplicates in train.jsonl (1)"
+    )
+    assert lines[-1].endswith("leaks in eval.jsonl (2)")
+    for layout in summary.cost.layouts:
+        assert f"{layout.slots:,}" in text
+
+
+def test_a_short_example_says_what_does_not_count(tmp_path: Path) -> None:
+    several = [
+        {"role": "assistant", "content": "a"},
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": "b"},
+    ]
+    rows = [pair("q", several, "no")]
+    tokenizer = byte_bpe(chat_template=CHATML)
+    summary = summary_of(tmp_path, rows, tokenizer=tokenizer, template="chat", max_length=100)
+    text = re.sub(r"\s+", " ", printed(summary, io.StringIO()))
+    chosen = text.partition("chosen, ")[2]
+    assert chosen.startswith(
+        "25 tokens, 4 count in the loss a│<|im_end|>│(↵)│(<|im_start|>)│(u)│(s)│(e)│(r)│(↵)│(u)│(<|im_end|>)│"
+    )
+    assert "rejected, 3 tokens, 3 count in the loss n│o│<|im_end|>│" in text
+    assert "prompt, 38 tokens <|im_start|>│s│y" in text and " … 2 more tokens … " in text  # 24 and 12 are printed
+    assert "--strict would pass" in text
+
+
+def test_colours_on_a_terminal_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    summary = summary_of(tmp_path, [pair("one", "ab", "cde"), pair("two", "fgh", "")])
+    assert "\x1b[" in printed(summary, Terminal())
+    assert "\x1b[" not in printed(summary, io.StringIO())

@@ -1,0 +1,163 @@
+"""The parts of the page of `tuningfork data` that are drawn: lengths, limits, and where the tokens go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tuningfork.data.summary.records import PLAIN_BATCH, Cost, LengthBias, SetSummary, Truncation
+from tuningfork.report.dataset.html import table
+from tuningfork.report.dataset.plots import histogram, mirrored, stacked
+from tuningfork.report.dataset.wording import CUTS, losses, share, signed
+from tuningfork.wording import counted
+
+LAYOUTS = {
+    "padded": f"Padded: batches of {PLAIN_BATCH}, all sequences as long as the longest",
+    "packed": "Packed: each sequence by itself, with a prompt of its own",
+    "shared": "Packed and shared: the prompt once for all of its answers",
+}
+PARTS = {
+    "prompt": "prompt",
+    "prompt_again": "prompt again",
+    "chosen": "chosen answers",
+    "rejected": "rejected answers",
+    "padding": "padding",
+}
+LENGTHS = {
+    "prompt": "Prompt",
+    "chosen": "Chosen answer",
+    "rejected": "Rejected answer",
+    "answer": "Answer",
+    "sequence": "Whole sequence",
+}
+
+
+def draw_lengths(sets: Sequence[tuple[str, SetSummary]], policy: str) -> str:
+    """Histograms of the training data's lengths, and the numbers of every data set, before data.over_length cuts."""
+    plots = []
+    for key, some in sets[0][1].lengths.items():
+        name = LENGTHS[key]
+        words = f"median {some.p50:,.0f}, 95% at most {some.p95:,.0f}, longest {some.max:,}"
+        what = key if key in ("prompt", "sequence") else "answer"
+        marks = {"median": some.p50, "p95": some.p95}
+        drawn = histogram(some.histogram, what, key, f"Histogram of lengths, {name.lower()}: {words} tokens", marks)
+        plots.append(
+            f'<figure><figcaption><b>{name}</b>, in tokens <span class="soft">{words}</span></figcaption>'
+            f"{drawn}</figure>"
+        )
+    body = [
+        [
+            name if role == "Training" else f"{name}, held-out",
+            f"{some.mean:,.1f}",
+            *(f"{tokens:,.0f}" for tokens in (some.p50, some.p95, some.p99, some.max)),
+            f"{some.total:,}",
+        ]
+        for role, data in sets
+        for name, some in ((LENGTHS[key], some) for key, some in data.lengths.items())
+    ]
+    numbers = table(
+        ["Tokens", "Mean", "Median", "p95", "p99", "Longest", "Total"], body, "numbers", "Lengths in tokens"
+    )
+    keys = {"median": "median", "p95": "95% are at most this long (p95)"}
+    legend = "".join(f'<span><span class="key-line {key}"></span>{words}</span>' for key, words in keys.items())
+    notes = "".join(
+        f'<p class="note">{role}: lengths before data.over_length {policy}, by which {CUTS[policy]} in '
+        f"{data.cut:,} of {counted(data.used, 'row')}.</p>"
+        for role, data in sets
+        if data.cut
+    )
+    return f'<p class="legend">{legend}</p><div class="grid">{"".join(plots)}</div>{notes}{numbers}'
+
+
+def draw_bias(bias: LengthBias | None) -> str:
+    """Which answer is longer, and by how much."""
+    if bias is None:
+        return "<p>No row has several answers, so none is the longer one.</p>"
+    n = bias.longer + bias.equal + bias.shorter
+    words = (
+        f"The chosen answer is longer in {share(bias.longer / n)} of the pairs, shorter in "
+        f"{share(bias.shorter / n)}, and equally long in {share(bias.equal / n)}. On average it has "
+        f"{abs(bias.mean):,.1f} tokens {'more' if bias.mean >= 0 else 'fewer'}; the median difference is "
+        f"{signed(round(bias.median))} tokens."
+    )
+    plot = mirrored(bias.shorter_by, bias.longer_by, words)
+    ends = '<p class="ends" aria-hidden="true"><span>← rejected is longer</span><span>chosen is longer →</span></p>'
+    caption = "Tokens of chosen − rejected"
+    if bias.equal:
+        caption += f"; {counted(bias.equal, 'pair of equal length is', 'pairs of equal length are')} not drawn"
+    return f"<p>{words}</p><figure>{plot}{ends}<figcaption class='soft'>{caption}</figcaption></figure>"
+
+
+def draw_truncation(limits: Sequence[Truncation], policy: str) -> str:
+    """What values of max_length would cost: rows and tokens lost, and rows cut where the recipe cuts."""
+    kinds = losses(policy)
+    body = [
+        [
+            f"{row.max_length:,}" + (' <span class="tag">recipe</span>' if row.recipe else ""),
+            *(f"{n:,} {_meter(share_of_all)}" for n, share_of_all in (look(row) for look in kinds.values())),
+        ]
+        for row in limits
+    ]
+    what = "A row with a longer sequence is dropped whole."
+    if policy in CUTS:
+        what = f"Of a row with a longer sequence, {CUTS[policy]}; it is lost where that would leave nothing of a side."
+    note = f"{what} Tokens count the prompt once per answer."
+    return (
+        table(["max_length", *(name.capitalize() for name in kinds)], body, "limits", "Rows and tokens lost at a limit")
+        + f'<p class="note">{note}</p>'
+    )
+
+
+def _meter(value: float) -> str:
+    bar = f'<span class="meter"><span style="width:{100 * value:.2f}%"></span></span>'
+    return f'{bar} <span class="soft">{share(value)}</span>'
+
+
+def draw_cost(cost: Cost) -> str:
+    """Token slots by layout, and attention."""
+    longest = max(layout.slots for layout in cost.layouts)
+    ours = cost.layouts[-1].slots
+    names = {key: name for key, name in PARTS.items() if any(layout.parts[key] for layout in cost.layouts)}
+    if "rejected" not in names:
+        names["chosen"] = "answers"
+    bars = []
+    for layout in cost.layouts:
+        parts = [(key.replace("_", "-"), name, layout.parts[key]) for key, name in names.items()]
+        words = ", ".join(f"{name} {share(amount / layout.slots)}" for _, name, amount in parts if amount)
+        label = f"{layout.slots:,} slots: {words}"
+        times = "" if layout.slots == ours else f", {layout.slots / ours:.2f}&nbsp;× as many as the last"
+        bars.append(
+            f"<figure><figcaption><b>{LAYOUTS[layout.name]}</b> <span class='soft'>{layout.slots:,} slots, "
+            f"{share(layout.pad_share)} padding{times}</span></figcaption>"
+            f"{stacked(parts, longest, label)}</figure>"
+        )
+    legend = "".join(
+        f'<span><span class="key {key.replace("_", "-")}"></span>{name}</span>' for key, name in names.items()
+    )
+    return (
+        f"<p>One epoch has {cost.tokens:,} tokens with the prompt once per answer, {cost.unique_tokens:,} with "
+        f"the prompt once per example; {cost.counted_tokens:,} of them count in the loss.</p>"
+        f'<div class="bars">{"".join(bars)}</div><p class="legend">{legend}</p>{_attention(cost)}'
+        '<p class="note">A slot is the place of one token, or of padding, in a batch or a pack; a pack holds the '
+        "sequences of several examples end to end. Slots are counted; no speed is measured. The padded layout is the "
+        "mean over all orders of the file; the packed ones are really packed, step by step, with the recipe's "
+        "settings.</p>"
+    )
+
+
+def _attention(cost: Cost) -> str:
+    """What sharing prompts saves of the tokens and of causal attention."""
+    if not cost.tokens_saved:
+        return "<p>Every prompt has one answer, so sharing prompts saves nothing.</p>"
+    whole = cost.attention_pairs
+    ways = {"Each sequence by itself": whole, "Prompt once for all of its answers": cost.attention_pairs_shared}
+    attention = "".join(
+        f"<figure><figcaption><b>{name}</b> <span class='soft'>{pairs:,} (query, key) pairs</span></figcaption>"
+        f"{stacked([('pairs', name, pairs)], whole, f'{name}: {pairs:,} pairs')}</figure>"
+        for name, pairs in ways.items()
+    )
+    return (
+        f"<h3>Causal attention</h3><p>Sharing prompts saves {share(cost.attention_saved)} of the (query, key) pairs "
+        f"and {share(cost.tokens_saved)} of the tokens.</p>"
+        f'<div class="bars">{attention}</div><p class="note">A (query, key) pair is a token and one that it looks at: '
+        "itself or one before it. The work of attention grows with their number.</p>"
+    )
