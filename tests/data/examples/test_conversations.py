@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.data.rows import HH, PAIR, assistant, drop, one, read_examples, turns, user, write
-from tuningfork.data.examples.conversations import turns as message_turns
+from tuningfork.data.examples.conversations import read_turns
 from tuningfork.data.examples.roles import MessageNames, roles_for
 from tuningfork.data.examples.row_reader import BEGIN_ALIKE, CUT_REPEATED
 from tuningfork.data.examples.unpack import ANSWERS_AS_JSON, JSON_AS_TEXT, PROMPT_AS_JSON, SOME_AS_JSON
@@ -370,14 +370,14 @@ def test_a_tools_turn_keeps_the_name_that_its_template_asks_for() -> None:
         {"default": "x", "tool_use": "{% if role == 'environment' %}"},
     )
     for template in asks:
-        assert message_turns(said, "p", "user", MessageNames(roles_for(template, {})))[1].role == "environment"
-    told = message_turns(said, "p", "user", MessageNames(roles_for(asks[0], {})))[1]
+        assert read_turns(said, "p", "user", MessageNames(roles_for(template, {})))[1].role == "environment"
+    told = read_turns(said, "p", "user", MessageNames(roles_for(asks[0], {})))[1]
     assert told.extra == {"tool_call_id": "1"}
     others = ("{{ '<environment>' + message['role'] }}", "{% if message.role == 'tool' and x == 'environment' %}", None)
     for other in others:
-        assert message_turns(said, "p", "user", MessageNames(roles_for(other, {})))[1].role == "tool"
+        assert read_turns(said, "p", "user", MessageNames(roles_for(other, {})))[1].role == "tool"
     given = MessageNames(roles_for(asks[0], {"environment": "user"}))
-    assert message_turns([said[0], {"role": "environment", "content": "7"}], "p", "user", given)[1].role == "user"
+    assert read_turns([said[0], {"role": "environment", "content": "7"}], "p", "user", given)[1].role == "user"
 
 
 def test_an_unknown_role_is_named_with_what_to_set(tmp_path: Path) -> None:
