@@ -242,15 +242,15 @@ def text(rng: random.Random) -> str:
     )
 
 
-FORMS: tuple[Callable[[random.Random], Row], ...] = (
+FORMATS: tuple[Callable[[random.Random], Row], ...] = (
     *(pair, messages, conversations, transcripts, sharegpt, labelled, instruction, message_lists, openai),
     *(single, ranking, conversation, document, judged, repeated, after_messages, objects, ranked, own_names),
 )
 
 
 def rows(rng: random.Random) -> list[Row]:
-    form = rng.choice(FORMS)
-    return [(form if rng.random() < 0.9 else rng.choice((*FORMS, other)))(rng) for _ in range(rng.randint(1, 5))]
+    format = rng.choice(FORMATS)
+    return [(format if rng.random() < 0.9 else rng.choice((*FORMATS, other)))(rng) for _ in range(rng.randint(1, 5))]
 
 
 # ---- damage to values

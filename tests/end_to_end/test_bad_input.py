@@ -166,7 +166,7 @@ def test_all_rows_dropped(job: Job) -> None:
     assert "2 x empty answer (first: row 1" in message and "1 x chosen equals rejected (first: row 2" in message
 
 
-def test_fields_of_no_known_form(job: Job) -> None:
+def test_fields_of_no_known_format(job: Job) -> None:
     """The fields found, the nearest format, and what to set, without a guess which answer is the better one."""
     message = with_rows(job, {"question": "a", "good": "b", "bad": "c"}).refused()
     assert "Nearest are question (question, chosen, rejected) lacks chosen and rejected;" in message

@@ -68,7 +68,7 @@ def test_a_source_of_a_mix_without_a_usable_row_is_refused_by_name(job: Job, fil
         assert f"{files[1]}: none of its 2 rows can be used: 2 x empty answer (first: row 1" in message
 
 
-def test_a_form_does_not_matter(job: Job, files: tuple[Path, Path]) -> None:
+def test_a_format_does_not_matter(job: Job, files: tuple[Path, Path]) -> None:
     """The same pairs in another format give the same run, to the last digit of every loss."""
     again = job.folder / "again.jsonl"
     write_rows(again, [as_labelled(row) for row in make_pairs(12)])

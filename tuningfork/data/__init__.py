@@ -1,0 +1,1 @@
+"""Preference files -> packs: tables -> examples -> tokens -> packing; summary/ says what is in the data."""

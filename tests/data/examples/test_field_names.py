@@ -26,7 +26,7 @@ THEIRS = {"question_text": "q", "better": "a", "worse": "b"}
 COLUMNS = {"question_text": "prompt", "better": "chosen", "worse": "rejected"}
 
 
-def test_columns_are_read_under_our_names_before_the_form_is_told(tmp_path: Path) -> None:
+def test_columns_are_read_under_our_names_before_the_format_is_told(tmp_path: Path) -> None:
     ours = read_examples(write(tmp_path, [PAIR, PAIR], "ours.jsonl"), False)
     theirs = read_examples(write(tmp_path, [THEIRS, THEIRS], "theirs.jsonl"), False, columns=COLUMNS)
     assert theirs.format == ours.format == "pairs" and theirs.notes == {}
@@ -58,7 +58,7 @@ def test_a_row_with_the_field_under_our_name_is_read_too(tmp_path: Path) -> None
         ({"a": "prompt", "b": "prompt"}, "a and b are both to be prompt"),
     ],
 )
-def test_columns_that_no_form_reads_are_refused_with_the_nearest(columns: dict[str, str], words: str) -> None:
+def test_columns_that_no_format_reads_are_refused_with_the_nearest(columns: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_columns(columns)
     assert words in str(caught.value)
@@ -96,7 +96,7 @@ def test_a_run_reads_columns_and_roles_and_keeps_them_in_its_cache(tmp_path: Pat
         prepare_examples(path, tokenizer, replace(config, roles=None), 1000, cache=tmp_path / "cache")
 
 
-def test_a_form_that_is_not_known_is_met_with_the_nearest_two_and_how_to_name_fields(tmp_path: Path) -> None:
+def test_a_format_that_is_not_known_is_met_with_the_nearest_two_and_how_to_name_fields(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         read_examples(write(tmp_path, [THEIRS]), False, columns={"question_text": "prompt", "beter": "chosen"})
     said = str(caught.value)
@@ -166,7 +166,7 @@ def test_names_the_wrong_way_round_are_turned(tmp_path: Path) -> None:
     assert "other way round" not in str(other.value)
 
 
-def test_fields_that_are_like_none_are_met_with_the_plainest_form(tmp_path: Path) -> None:
+def test_fields_that_are_like_none_are_met_with_the_plainest_format(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         read_examples(write(tmp_path, [{"query": "q", "good": "a", "bad": "b"}]), False)
     said = str(caught.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -9,6 +10,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from tests.data.rows import PAIR, assistant, read_examples, turns, user, write
+from tests.test_architecture import modules
 from tuningfork.data.config import DataConfig
 from tuningfork.data.examples import infer_format
 from tuningfork.data.examples.formats import FORMATS
@@ -25,9 +27,16 @@ def other(folder: Path, row: dict[str, Any], format: str, as_text: bool = False)
     return result.examples[0]
 
 
-def test_every_form_can_be_named_in_a_recipe() -> None:
-    named = get_args(get_type_hints(DataConfig)["format"])
-    assert set(named) == {"auto", *FORMATS}
+def test_a_format_is_declared_in_one_place() -> None:
+    """A recipe can name each, and no other file of the data room names one that is not a field's name, too."""
+    assert set(get_args(get_type_hints(DataConfig)["format"])) == {"auto", *FORMATS}
+    fields = {name for format in FORMATS.values() for name in (*format.keys, *format.more)}
+    own = FORMATS.keys() - fields - {infer_format.PLAINEST}
+    assert {"helpsteer2", "sharegpt", "unpaired"} <= own
+    for module, tree in modules().items():
+        if module.startswith("data.") and module != "data.examples.formats":
+            said = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+            assert not said & own, module
 
 
 def test_fields_that_are_numbers_in_csv() -> None:
@@ -458,7 +467,7 @@ def test_the_most_rows_decide_and_a_recipe_can_decide_otherwise(tmp_path: Path) 
         read_examples(path, False, "ranking")
 
 
-def test_a_form_is_told_by_fields_that_are_filled(tmp_path: Path) -> None:
+def test_a_format_is_told_by_fields_that_are_filled(tmp_path: Path) -> None:
     """In a table of several formats every row has all fields, and those of the other formats are null."""
     empty = dict.fromkeys(("conversations", "completion", "label", "answers", "instruction", "input"))
     path = write(tmp_path, [{**empty, **PAIR}, {**empty, **PAIR, "prompt": "r"}])
@@ -472,7 +481,7 @@ def test_a_form_is_told_by_fields_that_are_filled(tmp_path: Path) -> None:
     assert [d.reason for d in nothing.dropped] == ["null field"]
 
 
-def test_a_row_that_says_more_than_its_files_form_reads_is_refused(tmp_path: Path) -> None:
+def test_a_row_that_says_more_than_its_files_format_reads_is_refused(tmp_path: Path) -> None:
     """The completion would be imitated although its row says that it is not wanted."""
     single = {"prompt": "q", "completion": "a"}
     result = read_examples(write(tmp_path, [single, single, {**single, "label": False}]), False)

@@ -89,7 +89,7 @@ def test_json_text_in_cells_is_read_as_in_other_tables(tmp_path: Path) -> None:
     assert dict(example.template)["tools"] == tools
 
 
-def test_numbers_and_truth_values_are_read_where_a_form_wants_them_and_nowhere_else(tmp_path: Path) -> None:
+def test_numbers_and_truth_values_are_read_where_a_format_wants_them_and_nowhere_else(tmp_path: Path) -> None:
     rows = [("1", "2", "3", "0.5", "1.5"), ("4", "5", "6", "", "")]
     path = written(tmp_path / "a.csv", (*PAIRS, "w", "margin"), *rows)
     first, second = read_examples(path, True, columns={"w": "weight"}).examples
@@ -104,7 +104,7 @@ def test_numbers_and_truth_values_are_read_where_a_form_wants_them_and_nowhere_e
     assert [(row.row, row.reason) for row in found.dropped] == [(3, "unknown label")]
 
 
-def test_an_empty_cell_that_a_form_needs_costs_its_row(tmp_path: Path) -> None:
+def test_an_empty_cell_that_a_format_needs_costs_its_row(tmp_path: Path) -> None:
     found = read_examples(written(tmp_path / "a.csv", PAIRS, ("p", "a", "b"), ("q", "", "b"), ("r", "a", "b")), True)
     assert [(row.row, row.reason) for row in found.dropped] == [(2, "null field")]
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from tuningfork.data.examples.content import content_of
 from tuningfork.data.examples.roles import CALL, SHAREGPT, MessageNames, Roles, is_assistant, is_tool, named_role
-from tuningfork.data.examples.tools import THOUGHTS, call_list, sound, spoken_call, thought
-from tuningfork.data.examples.values import SHOWN, Unusable, fields, filled, number, string
+from tuningfork.data.examples.tools import THOUGHTS, call_list, spoken_call, thought_of, writable
+from tuningfork.data.examples.values import SHOWN, Unusable, filled, number, required_fields, string
 from tuningfork.data.tables.rows import Row, kind_of
 from tuningfork.records import Message, Turns
 
@@ -28,7 +28,7 @@ ANSWER_MARK = "\n\nAssistant:"
 TURN_MARK = re.compile(r"\n\n(Human|Assistant):")
 
 
-def turns(value: Any, field: str, role: str, names: MessageNames = PLAIN) -> Turns:
+def read_turns(value: Any, field: str, role: str, names: MessageNames = PLAIN) -> Turns:
     """One message, a list of messages, or a transcript; any other string is one turn of `role`.
 
     A call that stands as a turn of its own, behind the assistant's words or another call, belongs to that turn. Filled
@@ -68,7 +68,7 @@ def _message(message: Any, field: str, names: MessageNames) -> Message:
     keys = NAMED_BY[1] if message.get("from") is not None and message.get("role") is None else NAMED_BY[0]
     if message.get(keys[1]) is None and any(filled(message, key) for key in SPOKEN):
         message = {**message, keys[1]: ""}  # neither a call nor a thought needs words
-    given, content = fields(message, keys, f"{field}.")
+    given, content = required_fields(message, keys, f"{field}.")
     given = string(given, f"{field}.{keys[0]}")
     if given not in roles:
         raise Unusable("unknown role", _unknown_role(f"{field}.{keys[0]}", given, roles))
@@ -82,14 +82,14 @@ def _message(message: Any, field: str, names: MessageNames) -> Message:
     if role != "assistant" and spoken:
         raise Unusable("unsupported field", f"{field}.{spoken[0]} is filled for a {role} turn, not the assistant's")
     beside = (*(ANSWERED if is_tool(role) else ()), *sorted(names.fields - READ))
-    extra = {key: sound(message[key], f"{field}.{key}") for key in beside if filled(message, key)}
+    extra = {key: writable(message[key], f"{field}.{key}") for key in beside if filled(message, key)}
     calls = [key for key in ("tool_calls", "function_call") if filled(message, key)]
     if len(calls) + ("tool_calls" in parts) > 1:
         raise Unusable("unsupported field", f"{field} writes its calls twice: {', '.join([*calls, keys[1]][:2])}")
     for key in calls:
         if found := call_list(message[key], f"{field}.{key}"):
             extra["tool_calls"] = found
-    if (thinking := thought(message, field)) is not None:
+    if (thinking := thought_of(message, field)) is not None:
         if parts.get(THOUGHTS[0], thinking) != thinking:
             raise Unusable("unsupported field", f"{field} says its thoughts twice, and they differ")
         extra[THOUGHTS[0]] = thinking
@@ -148,7 +148,7 @@ def _counts(message: Row, role: str, field: str) -> bool:
     return weight == 1.0
 
 
-def fork(conversations: Sequence[Turns]) -> tuple[Turns, list[Turns]]:
+def split_at_fork(conversations: Sequence[Turns]) -> tuple[Turns, list[Turns]]:
     """Conversations -> (prompt, answers): cut as late as all agree and all go on with the assistant."""
     shortest = min(map(len, conversations))
     same = next((i for i in range(shortest) if any(c[i] != conversations[0][i] for c in conversations)), shortest)
@@ -167,12 +167,12 @@ def after_prompt(prompt: Turns, answers: list[Turns], one_turn: bool) -> tuple[T
     then what the conversations share is the prompt. Other prompts are their start, with or without a system turn.
     """
     if one_turn and all(answer[0].role in (*OPENING, "user") for answer in answers):
-        start, rest = fork(answers)
+        start, rest = split_at_fork(answers)
         if any(turn.role == "user" and turn.content.strip() == prompt[0].content.strip() for turn in start):
             return start, rest
         raise Unusable("prompts differ", "the answers are whole conversations, and they share no turn like the prompt")
-    system, said = parted(prompt)
-    repeated = [parted(answer) for answer in answers]
+    system, said = split_opening(prompt)
+    repeated = [split_opening(answer) for answer in answers]
     if all(rest[: len(said)] == said and head == repeated[0][0] for head, rest in repeated):
         given = repeated[0][0]
         if system and given and [turn.content for turn in system] != [turn.content for turn in given]:
@@ -181,7 +181,7 @@ def after_prompt(prompt: Turns, answers: list[Turns], one_turn: bool) -> tuple[T
     return prompt, answers
 
 
-def parted(conversation: Turns) -> tuple[Turns, Turns]:
+def split_opening(conversation: Turns) -> tuple[Turns, Turns]:
     """The system or developer turns that open a conversation, and the rest."""
     roles = (i for i, turn in enumerate(conversation) if turn.role not in OPENING)
     n = next(roles, len(conversation))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from tuningfork.data.examples.values import Unusable, fields, filled, number, parsed, string
+from tuningfork.data.examples.values import Unusable, filled, number, parsed_json, required_fields, string
 from tuningfork.data.tables.rows import Row, kind_of
 
 Named = tuple[str, Any]
@@ -74,7 +74,7 @@ class Format:
         keys = answers if prompt is None else (prompt, *answers)
 
         def parts(row: Row) -> Parts:
-            named = list(zip(keys, fields(row, keys), strict=True))
+            named = list(zip(keys, required_fields(row, keys), strict=True))
             return Parts(None, named, document=document) if prompt is None else Parts(named[0], named[1:])
 
         return cls(keys, parts)
@@ -88,7 +88,7 @@ class Format:
         keys = (prompt, one, other, verdict)
 
         def parts(row: Row) -> Parts:
-            asked, *answers, found = fields(row, keys)
+            asked, *answers, found = required_fields(row, keys)
             if isinstance(found, bool) or not isinstance(found, int | float) or found not in better:
                 raise Unusable("unknown label", f"{verdict} is {found!r}"[:80] + f"; {says}")
             first = better[int(found)]
@@ -114,18 +114,18 @@ def _instructed(chosen: str, rejected: str) -> Format:
     keys = ("instruction", chosen, rejected)
 
     def parts(row: Row) -> Parts:
-        return Parts(_with_input(row), list(zip(keys, fields(row, keys), strict=True))[1:])
+        return Parts(_with_input(row), list(zip(keys, required_fields(row, keys), strict=True))[1:])
 
     return Format(keys, parts, more=("input",))
 
 
 def _openai(row: Row) -> Parts:
     keys = ("input", "preferred_output", "non_preferred_output")
-    given, *answers = fields(row, keys)
-    given = parsed(given, "input")
+    given, *answers = required_fields(row, keys)
+    given = parsed_json(given, "input")
     if not isinstance(given, dict):
         raise Unusable("wrong type", f"input is {kind_of(given)}, expected an object with messages")
-    (messages,) = fields(given, ("messages",), "input.")
+    (messages,) = required_fields(given, ("messages",), "input.")
     tools = (("input.tools", given.get("tools")),)
     return Parts(("input.messages", messages), list(zip(keys[1:], answers, strict=True)), tools=tools)
 
@@ -159,31 +159,31 @@ def _label(label: Any, answer: str) -> bool:
 
 
 def _unpaired(row: Row) -> Parts:
-    prompt, completion, label = fields(row, ("prompt", "completion", "label"))
+    prompt, completion, label = required_fields(row, ("prompt", "completion", "label"))
     return Parts(("prompt", prompt), [("completion", completion)], label=_label(label, "a completion"))
 
 
 def _unpaired_messages(row: Row) -> Parts:
-    messages, label = fields(row, ("messages", "label"))
+    messages, label = required_fields(row, ("messages", "label"))
     return Parts(None, [("messages", messages)], label=_label(label, "an answer"))
 
 
 def _after_messages(row: Row) -> Parts:
     """Messages are the prompt, but where they are one of two whole conversations beside them."""
     keys = ("messages", "chosen", "rejected")
-    messages, *answers = fields(row, keys)
+    messages, *answers = required_fields(row, keys)
     named = list(zip(keys[1:], answers, strict=True))
     return Parts(None if messages in answers else ("messages", messages), named)
 
 
 def _rejected_response(row: Row) -> Parts:
     """ms-swift: another end of the conversation, in place of the assistant's turns that end it."""
-    messages, rejected = fields(row, ("messages", "rejected_response"))
+    messages, rejected = required_fields(row, ("messages", "rejected_response"))
     return Parts(("messages", messages), [("rejected_response", rejected)], answered=True)
 
 
 def _ranking(row: Row) -> Parts:
-    prompt, answers = fields(row, ("prompt", "answers"))
+    prompt, answers = required_fields(row, ("prompt", "answers"))
     named = _at_least_two(answers, "answers", "the best first")
     for key in ("rank", "ranks"):
         if filled(row, key):
@@ -197,13 +197,13 @@ def _ranking(row: Row) -> Parts:
 
 def _completions(row: Row) -> Parts:
     """NeMo-RL: messages, and what may follow them, each with its rank."""
-    context, found = fields(row, ("context", "completions"))
+    context, found = required_fields(row, ("context", "completions"))
     return _by_rank(("context", context), _at_least_two(found, "completions", "with ranks"), "completion")
 
 
 def _at_least_two(value: Any, field: str, how: str) -> list[Named]:
     """What a list or its JSON holds, each by its place. Raises Unusable where that is nothing to compare."""
-    value = parsed(value, field)
+    value = parsed_json(value, field)
     if not isinstance(value, list) or len(value) < 2:
         found = f"a list of {len(value)}" if isinstance(value, list) else kind_of(value)
         raise Unusable("wrong type", f"{field} is {found}, expected a list of at least two, {how}")
@@ -216,7 +216,7 @@ def _by_rank(prompt: Named, named: list[Named], key: str) -> Parts:
     for name, item in named:
         if not isinstance(item, dict):
             raise Unusable("wrong type", f"{name} is {kind_of(item)}, expected an object with {key} and rank")
-        answer, rank = fields(item, (key, "rank"), f"{name}.")
+        answer, rank = required_fields(item, (key, "rank"), f"{name}.")
         ranked.append((f"{name}.{key}", answer))
         ranks.append(number(rank, f"{name}.rank"))
         others = (other for other in item if other not in (key, "rank") and filled(item, other))
@@ -225,7 +225,7 @@ def _by_rank(prompt: Named, named: list[Named], key: str) -> Parts:
 
 
 def _scores(scores: Any, answers: int) -> list[float]:
-    scores = parsed(scores, "scores")
+    scores = parsed_json(scores, "scores")
     if not isinstance(scores, list) or len(scores) != answers:
         found = f"a list of {len(scores)}" if isinstance(scores, list) else kind_of(scores)
         raise Unusable("wrong type", f"scores is {found}, expected one number for each of {answers} answers")

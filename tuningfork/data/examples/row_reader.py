@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 from tuningfork.data.examples.checks import ASKED, check_asked, check_distinct, check_filled, check_turns
 from tuningfork.data.examples.conversations import (
     after_prompt,
-    fork,
     is_transcript,
-    parted,
+    read_turns,
     renamed_roles,
+    split_at_fork,
+    split_opening,
     split_transcripts,
     transcript_turns,
-    turns,
     unread_fields,
 )
 from tuningfork.data.examples.formats import FORMATS, Format, Named, Parts, format_of
@@ -34,7 +34,7 @@ from tuningfork.data.examples.unpack import (
     unpacked_parts,
     without_repeated_prompt,
 )
-from tuningfork.data.examples.values import SHOWN, Unusable, filled, given, number, string, whole
+from tuningfork.data.examples.values import SHOWN, Unusable, filled, number, optional_json, string, unbroken
 from tuningfork.data.tables.rows import Row, kind_of
 from tuningfork.errors import DataError
 from tuningfork.records import Example, Message, Source, Turns
@@ -108,7 +108,7 @@ class RowReader:
                 f"the row looks like {own}, most of the file like {self.format}; split the file, or set data.format",
             )
         for key in (*COMMON_FIELDS, *ASKED, *format.more):
-            whole(row.get(key))
+            unbroken(row.get(key))
         parts = unpacked_parts(format.parts(row), self.names.roles, ROW_ONLY)
         if self.as_text and parts.notes and parts.notes != (SOME_AS_JSON,):
             raise Unusable("messages without a chat template", f"{parts.notes[0]} where data.template is not none")
@@ -174,14 +174,14 @@ def _turn_parts(parts: Parts, row: Row, names: MessageNames) -> tuple[Turns, lis
         found: list[Turns] = [(Message("assistant", answer.strip()),) for answer in answers]
         prompt = transcript_turns(text)
     elif parts.prompt is None:
-        conversations = [turns(value, name, "assistant", names) for name, value in values]
-        prompt, found = fork(conversations) if len(conversations) > 1 else _first_answer(conversations[0])
+        conversations = [read_turns(value, name, "assistant", names) for name, value in values]
+        prompt, found = split_at_fork(conversations) if len(conversations) > 1 else _first_answer(conversations[0])
     else:
         name, asked = parts.prompt
         if is_transcript(asked):  # spaces around a turn are the format's
             values = [(name, value.strip() if isinstance(value, str) else value) for name, value in values]
-        conversations = [turns(value, name, "assistant", names) for name, value in values]
-        prompt = turns(asked, name, "user", names)
+        conversations = [read_turns(value, name, "assistant", names) for name, value in values]
+        prompt = read_turns(asked, name, "user", names)
         one_turn = isinstance(asked, str) and not is_transcript(asked)
         prompt, found = after_prompt(prompt, conversations, one_turn)
     prompt = _with_system(_with_history(prompt, row, names), row)
@@ -191,7 +191,7 @@ def _turn_parts(parts: Parts, row: Row, names: MessageNames) -> tuple[Turns, lis
             f"the answers have no turn before them. If another field holds the prompt ({', '.join(others)[:SHOWN]}), "
             "say so, such as data.columns: {...: prompt}",
         )
-    if filled(row, REJECTED_SYSTEM) and all(turn.content != row[REJECTED_SYSTEM] for turn in parted(prompt)[0]):
+    if filled(row, REJECTED_SYSTEM) and all(turn.content != row[REJECTED_SYSTEM] for turn in split_opening(prompt)[0]):
         raise Unusable(
             "two system messages", f"{REJECTED_SYSTEM} is not the one of the prompt, which both answers have"
         )
@@ -201,7 +201,7 @@ def _turn_parts(parts: Parts, row: Row, names: MessageNames) -> tuple[Turns, lis
 
 def _with_history(prompt: Turns, row: Row, names: MessageNames) -> Turns:
     """The prompt behind the turns of a `history`: [user, assistant] each, or messages."""
-    past = given(row.get("history"), "history")
+    past = optional_json(row.get("history"), "history")
     if past is None:
         return prompt
     if len(prompt) != 1:
@@ -210,7 +210,7 @@ def _with_history(prompt: Turns, row: Row, names: MessageNames) -> Turns:
         named = [(role, text) for said in past for role, text in zip(("user", "assistant"), said, strict=True)]
         return (*(Message(role, string(text, f"history, {role}")) for role, text in named), *prompt)
     if isinstance(past, list) and all(isinstance(message, dict) for message in past):
-        return (*turns(past, "history", "user", names), *prompt)
+        return (*read_turns(past, "history", "user", names), *prompt)
     raise Unusable("wrong type", f"history is {kind_of(past)}, expected a list of [user, assistant] or of messages")
 
 
@@ -222,7 +222,7 @@ def _with_system(prompt: Turns, row: Row) -> Turns:
     if len(set(found.values())) > 1:
         raise Unusable("two system messages", f"{' and '.join(found)} differ")
     key, said = next(iter(found.items()))
-    opening, _ = parted(prompt)
+    opening, _ = split_opening(prompt)
     if opening and all(turn.content != said for turn in opening):
         raise Unusable("two system messages", f"{key} and the first message, of role {opening[0].role}, differ")
     return prompt if opening else (Message("system", said), *prompt)

@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from tuningfork.data.examples.values import Unusable, filled, given, parsed, string
+from tuningfork.data.examples.values import Unusable, filled, optional_json, parsed_json, string
 from tuningfork.data.tables.rows import Row, kind_of
 from tuningfork.records import same
 
@@ -27,22 +27,22 @@ def template_arguments(row: Row, tools: Sequence[tuple[str, Any]] = ()) -> dict[
     """
     found: dict[str, Any] = {}
     key = "chat_template_kwargs"
-    if (arguments := given(row.get(key), key)) is not None:
+    if (arguments := optional_json(row.get(key), key)) is not None:
         if not isinstance(arguments, dict):
             raise Unusable("wrong type", f"{key} is {kind_of(arguments)}, expected an object")
-        found |= _without_nulls(sound(arguments, key))
-    if (documents := given(found.pop("documents", None), f"{key}.documents")) is not None:
+        found |= _without_nulls(writable(arguments, key))
+    if (documents := optional_json(found.pop("documents", None), f"{key}.documents")) is not None:
         found["documents"] = _objects(documents, f"{key}.documents")
     places = [*tools, *((name, row.get(name)) for name in ("tools", "functions"))]
     places.append((f"{key}.tools", found.pop("tools", None)))
-    lists = [(name, tool_list(value, name)) for name, value in places if given(value, name) is not None]
+    lists = [(name, tool_list(value, name)) for name, value in places if optional_json(value, name) is not None]
     for name, other in lists[1:]:
         if not same(other, lists[0][1]):
             raise Unusable("unsupported field", f"{lists[0][0]} and {name} are both filled, and differ")
     if lists:
         found["tools"] = lists[0][1]
     name = "rejected_tools"
-    if given(row.get(name), name) is not None and not same(tool_list(row[name], name), found.get("tools")):
+    if optional_json(row.get(name), name) is not None and not same(tool_list(row[name], name), found.get("tools")):
         raise Unusable("unsupported field", f"tools and {name} differ; all answers of a row have the same tools")
     return found
 
@@ -55,14 +55,14 @@ def tool_list(value: Any, field: str) -> list[dict[str, Any]]:
 def call_list(value: Any, field: str) -> list[dict[str, Any]]:
     """A call or a list of calls, or their JSON; bare ones are wrapped. Raises Unusable for anything else, and for
     arguments that are no object. Arguments that are an empty text are none: {}."""
-    value = given(value, field)
+    value = optional_json(value, field)
     if value is None:
         return []
     one = isinstance(value, dict)
     calls = _objects([value] if one else value, field)
     checked = [_with_sound_arguments(call, field if one else f"{field}[{i}]") for i, call in enumerate(calls)]
     wrapped = [_wrapped(call) for call in checked]
-    sound(with_object_arguments(wrapped), field)
+    writable(with_object_arguments(wrapped), field)
     return wrapped
 
 
@@ -112,7 +112,7 @@ def holds_null(value: Any) -> bool:
     return False
 
 
-def thought(message: Row, field: str) -> str | None:
+def thought_of(message: Row, field: str) -> str | None:
     """What an assistant's message says it thought, under any of its names. Raises Unusable where two differ."""
     said = {key: string(message[key], f"{field}.{key}") for key in THOUGHTS if filled(message, key)}
     if len(set(said.values())) > 1:
@@ -121,14 +121,14 @@ def thought(message: Row, field: str) -> str | None:
 
 
 def _objects(value: Any, field: str) -> list[dict[str, Any]]:
-    value = parsed(value, field)
+    value = parsed_json(value, field)
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise Unusable("wrong type", f"{field} is {kind_of(value)}, expected a list of objects")
-    sound(value, field)
+    writable(value, field)
     return value
 
 
-def sound(value: Any, field: str) -> Any:
+def writable(value: Any, field: str) -> Any:
     """The value. Raises Unusable where it has text that UTF-8 cannot hold, or more levels than any template walks."""
     level = [value]
     for _ in range(DEEPEST + 1):

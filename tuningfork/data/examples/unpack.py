@@ -10,7 +10,7 @@ from typing import Any
 from tuningfork.data.examples.conversations import NAMED_BY, before_last_said
 from tuningfork.data.examples.formats import Named, Parts
 from tuningfork.data.examples.roles import ROLES, Roles
-from tuningfork.data.examples.values import Unusable, fields, filled, given
+from tuningfork.data.examples.values import Unusable, filled, optional_json, required_fields
 from tuningfork.data.tables.rows import kind_of
 from tuningfork.records import same
 
@@ -138,11 +138,11 @@ def _opened(name: str, value: Any, row_fields: frozenset[str]) -> _Opened:
     messages = _held(value)
     if messages is None:
         return _Opened(value)
-    fields(value, (), f"{name}.")  # raises for what would change what is trained on
+    required_fields(value, (), f"{name}.")  # raises for what would change what is trained on
     around = [key for key in value if value[key] is not messages and key not in TOOLS and filled(value, key)]
     if wrong := [key for key in around if key in row_fields]:
         raise Unusable("unsupported field", f"{name}.{wrong[0]} is filled; write it beside {name}, as the row's own")
-    tools = [(f"{name}.{key}", given(value.get(key), f"{name}.{key}")) for key in TOOLS]
+    tools = [(f"{name}.{key}", optional_json(value.get(key), f"{name}.{key}")) for key in TOOLS]
     filled_tools = tuple(named for named in tools if named[1] is not None)
     return _Opened(messages, filled_tools, tuple(f"{name}.{key}" for key in around))
 

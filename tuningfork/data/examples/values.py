@@ -38,7 +38,7 @@ def filled(row: Row, key: str) -> bool:
     return row.get(key) not in NEUTRAL
 
 
-def fields(row: Row, keys: Iterable[str], place: str = "") -> list[Any]:
+def required_fields(row: Row, keys: Iterable[str], place: str = "") -> list[Any]:
     """The values of the keys, none of them null, in a row or in the message at a place in it."""
     found = []
     for key in keys:
@@ -46,14 +46,14 @@ def fields(row: Row, keys: Iterable[str], place: str = "") -> list[Any]:
             raise Unusable("missing field", f"no {place}{key}; found {(', '.join(row) or 'none')[:SHOWN]}")
         if row[key] is None:
             raise Unusable("null field", f"{place}{key} is null")
-        found.append(whole(row[key]))
+        found.append(unbroken(row[key]))
     for key in UNSUPPORTED:
         if filled(row, key):
             raise Unusable("unsupported field", f"{place}{key} is filled; it would change what is trained on")
     return found
 
 
-def whole(value: Any) -> Any:
+def unbroken(value: Any) -> Any:
     """The value. Raises Unusable where something stands for one that cannot be had."""
     if isinstance(value, Broken):
         raise Unusable(value.reason, value.detail)
@@ -86,7 +86,7 @@ def number(value: Any, field: str) -> float:
     raise Unusable("wrong type", f"{field} is {shown}, expected a finite number")
 
 
-def parsed(value: Any, field: str) -> Any:
+def parsed_json(value: Any, field: str) -> Any:
     """The value, or what its JSON says where it is a string: columns of a table often hold lists as text."""
     if not isinstance(value, str):
         return value
@@ -96,9 +96,9 @@ def parsed(value: Any, field: str) -> Any:
         raise Unusable("wrong type", f"{field} is a string that is not JSON ({error})") from None
 
 
-def given(value: Any, field: str) -> Any:
+def optional_json(value: Any, field: str) -> Any:
     """The value, parsed where it is JSON text; None where it says nothing: null, an empty list or object, no text."""
     if isinstance(value, str) and not value.strip():
         return None
-    value = parsed(value, field)
+    value = parsed_json(value, field)
     return None if value in NEUTRAL else value

@@ -70,7 +70,7 @@ def _one(name: str, value: pa.Scalar, read: Callable[[Any], Any]) -> Any:
     except MemoryError:
         raise
     except Exception as error:
-        return Broken(UNREADABLE, f"{name} cannot be read ({cause(error)[:300]}); write it anew with plain values")
+        return Broken(UNREADABLE, f"{name} cannot be read ({cause_line(error)[:300]}); write it anew with plain values")
 
 
 def _reader(name: str, kind: pa.DataType, decoded: Any) -> Callable[[Any], Any]:
@@ -125,6 +125,6 @@ def _is_nested(kind: pa.DataType) -> bool:
     return pa.types.is_struct(kind) or pa.types.is_map(kind) or _is_list(kind)
 
 
-def cause(error: BaseException) -> str:
+def cause_line(error: BaseException) -> str:
     """The first line of what a library says went wrong."""
     return str(error.__cause__ or error).strip().split("\n")[0]

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from tuningfork.data.tables.delimited import DELIMITERS
-from tuningfork.data.tables.json_rows import pieces
+from tuningfork.data.tables.json_rows import unzipped_pieces
 from tuningfork.errors import DataError
 
 HEAD = 1000  # bytes that tell
@@ -53,7 +53,7 @@ TABLE = re.compile(r"\"?\w[\w .-]*\"?([,;\t]\"?\w[\w .-]*\"?)+\r?$")  # a line o
 def check_kind(path: Path, suffix: str) -> None:
     """Raise DataError where a file, behind gzip or not, is not of the kind that its suffix says, and it is told which
     one it is. What is merely damaged is left to who reads it."""
-    head = next(pieces(path), b"")[:HEAD]
+    head = next(unzipped_pieces(path), b"")[:HEAD]
     if found := _kind(head, suffix):
         what, cure = found
         raise DataError(f"{path}: is {what}, not what its name says ({suffix}). {cure}.")

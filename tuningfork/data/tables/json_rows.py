@@ -33,7 +33,7 @@ _BOM = b"\xef\xbb\xbf"
 
 def is_array(path: Path) -> bool:
     """Whether the first thing in a file, plain or gzipped, is the beginning of an array."""
-    heads = pieces(path)
+    heads = unzipped_pieces(path)
     first = next(heads, b"").removeprefix(_BOM)
     return next((head.lstrip() for head in chain([first], heads) if not head.isspace()), b"").startswith(b"[")
 
@@ -69,7 +69,7 @@ def is_zipped(path: Path) -> bool:
         return file.read(len(_GZIP)) == _GZIP
 
 
-def pieces(path: Path) -> Iterator[bytes]:
+def unzipped_pieces(path: Path) -> Iterator[bytes]:
     """The bytes of a file, unzipped, a megabyte at a time. Raises DataError where it cannot be read to its end."""
     with _unzipped(path) as file:
         most, size = _most(path) if isinstance(file, gzip.GzipFile) else None, 0

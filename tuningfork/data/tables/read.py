@@ -16,10 +16,18 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 
-from tuningfork.data.tables.arrow_rows import arrow_rows, cause
+from tuningfork.data.tables.arrow_rows import arrow_rows, cause_line
 from tuningfork.data.tables.delimited import DELIMITERS, delimited_rows
 from tuningfork.data.tables.file_kinds import check_kind
-from tuningfork.data.tables.json_rows import RATIO, UNZIPPED, array_rows, is_array, is_zipped, line_rows, pieces
+from tuningfork.data.tables.json_rows import (
+    RATIO,
+    UNZIPPED,
+    array_rows,
+    is_array,
+    is_zipped,
+    line_rows,
+    unzipped_pieces,
+)
 from tuningfork.data.tables.rows import Row
 from tuningfork.errors import DataError, TuningforkError
 from tuningfork.files import SCRATCH_CURE, checksum, explained, opened, scratch
@@ -194,7 +202,7 @@ def _loading(name: str) -> Iterator[None]:
             if name.startswith(HUB)
             else "Save it again"
         )
-        raise DataError(f"{name}: cannot be loaded ({cause(error)[:300]}). {hint}.") from error
+        raise DataError(f"{name}: cannot be loaded ({cause_line(error)[:300]}). {hint}.") from error
 
 
 def _of_dataset(name: str, load: Callable[[], datasets.Dataset]) -> Rows:
@@ -250,7 +258,7 @@ def _of_parquet(path: Path) -> Rows:
             with scratch() as folder:  # the map outlives the name
                 plain = folder / "rows.parquet"
                 with explained(plain, SCRATCH_CURE), open(plain, "wb") as out:
-                    out.writelines(pieces(path))
+                    out.writelines(unzipped_pieces(path))
                 table = pyarrow.parquet.ParquetFile(pyarrow.memory_map(str(plain)))
         else:
             table = pyarrow.parquet.ParquetFile(pyarrow.memory_map(str(path)))
@@ -297,4 +305,4 @@ def _readable(name: str | Path, what: str, cure: str) -> Iterator[None]:
     except (TuningforkError, MemoryError):
         raise
     except Exception as error:  # the library raises whatever its own libraries raise
-        raise DataError(f"{name}: {what} ({cause(error)[:300]}). {cure}") from error
+        raise DataError(f"{name}: {what} ({cause_line(error)[:300]}). {cure}") from error

@@ -204,13 +204,13 @@ class Printer:
     def _printed_around(self) -> Around:
         asked, said, more = (Message(role, f"{_WORDS}{i}") for i, role in enumerate(("user", "assistant", "user")))
         alone, opened = self.tried((asked,)) or "", self.tried((asked,), open_turn=True) or ""
-        opener = opened[common(alone, opened) :]
+        opener = opened[common_prefix(alone, opened) :]
         closed, followed = self.tried((asked, said)) or "", self.tried((asked, said, more)) or ""
         if said.content not in closed or not all(turn.content in followed for turn in (asked, said, more)):
             return Around(opener, "", None)
         behind, after = (text.rpartition(said.content)[2] for text in (closed, followed))
         between, lead = after.partition(more.content)[0], followed.partition(asked.content)[0]
-        end = self._end_of_marker(behind, common(behind, between))
+        end = self._end_of_marker(behind, common_prefix(behind, between))
         header, next_one = behind[end:].lstrip(), between[end:].lstrip()
         if next_one.startswith(header):  # it is the user's, if it is one
             opens = lead.endswith(next_one)
@@ -254,7 +254,7 @@ def at_work(printer: Printer, work: Callable[[], Result], source: Source | None 
         raise Unusable(TOO_LARGE, taken) from None
 
 
-def common(one: str, other: str) -> int:
+def common_prefix(one: str, other: str) -> int:
     """Length of the common start of two texts."""
     low, high = 0, min(len(one), len(other))
     while low < high:
@@ -266,9 +266,9 @@ def common(one: str, other: str) -> int:
     return low
 
 
-def common_end(one: str, other: str) -> int:
+def common_suffix(one: str, other: str) -> int:
     """Length of the common end of two texts."""
-    return common(one[::-1], other[::-1])
+    return common_prefix(one[::-1], other[::-1])
 
 
 def message_fields(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from tuningfork.data.examples.conversations import OPENING
 from tuningfork.data.examples.values import Unusable
 from tuningfork.data.tokens.marks import Marks
-from tuningfork.data.tokens.printing import Printer, common, common_end
+from tuningfork.data.tokens.printing import Printer, common_prefix, common_suffix
 from tuningfork.records import Turns
 
 Span = tuple[int, int]
@@ -102,14 +102,14 @@ class Finder:
         alone = self.printer.tried((*before, worded))
         if every is None or later is None or alone is None or word not in later or word not in alone:
             return None
-        called = len(later) - common_end(later, every)  # the calls' last words end here
+        called = len(later) - common_suffix(later, every)  # the calls' last words end here
         words, words_alone = later.index(word), alone.index(word)
         if not called <= words or not self.whole.startswith(later[:words]) or not alone.startswith(later[:called]):
             return None
         start = called + self._not_within_a_token(
-            self.whole[called:], common(alone[called:words_alone], self.whole[called:])
+            self.whole[called:], common_prefix(alone[called:words_alone], self.whole[called:])
         )
-        stop = words - common_end(alone[start:words_alone], self.whole[start:words])
+        stop = words - common_suffix(alone[start:words_alone], self.whole[start:words])
         end_marker = alone[words_alone + len(word) :].rstrip()
         if end_marker and self.whole.startswith(end_marker, start):
             start += len(end_marker)
@@ -142,7 +142,7 @@ class Finder:
         """What the generation prompt adds to the conversation before a turn."""
         before = self.turns[: found.place]
         opened = self.printer(before, open_turn=True)
-        return opened[common(self.printer(before), opened) :]
+        return opened[common_prefix(self.printer(before), opened) :]
 
     def merges(self, found: Found) -> bool:
         """Whether white space that a turn begins with follows on white space of its header: one token may have both."""
@@ -162,13 +162,13 @@ class Finder:
         closed_marked = self.printer.tried(marked[: place + 1])
         if begins is None or ends is None or opened_marked is None or closed_marked is None:
             return None
-        lead = opened[len(opened) - common_end(opened, opened_marked) :]
+        lead = opened[len(opened) - common_suffix(opened, opened_marked) :]
         tail = self.printer(self.turns[: place + 1])
-        tail = tail[len(tail) - common_end(tail, closed_marked) :]
+        tail = tail[len(tail) - common_suffix(tail, closed_marked) :]
         tail = tail[: len(tail) - (len(self.printer(self.turns[: place + 1])) - len(closed))]
         if begins >= ends or not any(mark.place == place for mark in self.marks.all):
             return None
-        start = begins + self._not_within_a_token(lead, common(lead, self.whole[begins:]))
+        start = begins + self._not_within_a_token(lead, common_prefix(lead, self.whole[begins:]))
         stop = ends + self._end_marker(tail, self.whole[ends:])
         short = len(lead) - (start - begins)
         opening = self.opening(Found(place, start, stop)) if short else ""
@@ -186,7 +186,7 @@ class Finder:
         every, later = self.printer.tried(marked), self.printer.tried((*self.turns[:place], *marked[place:]))
         if every is None or later is None:
             return None
-        end = len(later) - common_end(later, every)
+        end = len(later) - common_suffix(later, every)
         return end if self.whole.startswith(later[:end]) else None
 
     def _end_marker(self, tail: str, after: str) -> int:
@@ -195,7 +195,7 @@ class Finder:
         That is what they have in common, up to a special token that they have not; or else one special token, where
         another one closes the conversation, unless it is known to be none that closes a turn.
         """
-        end = self._not_within_a_token(tail, common(tail.rstrip(), after))
+        end = self._not_within_a_token(tail, common_prefix(tail.rstrip(), after))
         first = [self.printer.token(text) for text in (tail, after)]
         other = all(first) and self.printer.around.end in (first[1], None)
         return len(tail[:end].rstrip()) or (len(first[1]) if other else 0)

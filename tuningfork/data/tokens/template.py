@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tuningfork.data.examples.values import Unusable
 from tuningfork.data.tokens.left_out import LEAVES_OUT, check_left_out
-from tuningfork.data.tokens.printing import LONGEST, MEND, REFUSES, TOO_LONG, Printer, at_work, common
+from tuningfork.data.tokens.printing import LONGEST, MEND, REFUSES, TOO_LONG, Printer, at_work, common_prefix
 from tuningfork.data.tokens.spans import REOPENS, REWRITES, Finder, Located, Span, evened
 from tuningfork.errors import DataError
 from tuningfork.records import Example, Message, Source, Turns
@@ -105,7 +105,7 @@ def _rendered(
         finder = Finder(turns, printer)
         found = {place: finder.find(place) for place in dict.fromkeys((*wanted, last))}
         end = found[last].stop
-        borders.append(min(common(opened, finder.whole), end))
+        borders.append(min(common_prefix(opened, finder.whole), end))
         texts.append(_encodable(finder.whole[:end]))
         located.append(Located(finder, [found[place] for place in wanted]))
         said = {turn.note for turn in found.values() if turn.note}
