@@ -62,10 +62,8 @@ def _flops(weights: int, attention: tuple[Attention, ...], example: TokenExample
 
 
 def _visible_pairs(example: TokenExample, window: int | None) -> int:
-    """(query, key) pairs of the prompt once and of each answer after it."""
-    p = len(example.prompt_ids)
-    prompt = _causal_pairs(p, window)
-    return prompt + sum(_causal_pairs(p + len(a.ids), window) - prompt for a in example.answers)
+    """(query, key) pairs of an example: each segment's tokens with those of its ancestors and, causally, its own."""
+    return sum(_causal_pairs(above + own, window) - _causal_pairs(above, window) for above, own in example.segments)
 
 
 def _causal_pairs(n: int, window: int | None) -> int:
