@@ -30,6 +30,7 @@ from tuningfork.data.loader import EpochOrder, build_packs, packs_in_windows
 from tuningfork.data.pack import PackLimits, split_fitting
 from tuningfork.data.store import TYPES, Selection, TokenTable
 from tuningfork.models.flops import FlopCounter
+from tuningfork.models.mixers.attention import Attention, AttentionLayer
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import column
@@ -100,7 +101,7 @@ def scoring_packs(pairs: Selection, limits: PackLimits) -> float:
 def of_a_step(pairs: Selection, batch: int, limits: PackLimits, store: ReferenceStore) -> Iterator[tuple[str, float]]:
     """Host work for a step of `batch` pairs: the median of five steps, after one that is not counted."""
     objective = PreferenceObjective(ObjectiveConfig())
-    flops = FlopCounter(10**9, 10**8, ((2048, None),) * 16)
+    flops = FlopCounter(10**9, 10**8, (Attention((AttentionLayer(2048, None, head_width=128),) * 16),))
     margins = torch.randn(batch, 2, dtype=torch.float64)
     spent: dict[str, list[float]] = {}
 

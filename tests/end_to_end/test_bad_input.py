@@ -22,8 +22,9 @@ from safetensors.torch import load_file, save_file
 
 import tuningfork
 from tests.end_to_end.workbench import Job, call, make_model, make_pairs, make_tokenizer, unequal, write_rows
+from tests.tiny import with_form, with_row_logps
 from tuningfork.kernels.attention.plain import PlainAttention
-from tuningfork.kernels.select import plain
+from tuningfork.kernels.row_logps import plain as plain_rows
 from tuningfork.models import policy
 from tuningfork.train import loop, setup
 
@@ -309,14 +310,13 @@ def poisoned(monkeypatch: pytest.MonkeyPatch, at_step: int) -> None:
 
     def poisoning(policy: Any, head: Any, *rest: Any) -> Any:
         if next(steps) >= at_step:
-            real = head.kernels.row_logps
 
             def row_logps(*args: Any) -> Any:
-                logps, lse = real(*args)
+                logps, lse = plain_rows.row_logps(*args)
                 logps[0] = torch.nan
                 return logps, lse
 
-            head = replace(head, kernels=replace(head.kernels, row_logps=row_logps))
+            head = replace(head, kernels=with_row_logps(row_logps=row_logps))
         return train_step(policy, head, *rest)
 
     monkeypatch.setattr(loop, "train_step", poisoning)
@@ -381,7 +381,7 @@ def test_a_run_with_a_broken_kernel_trains_nothing(job: Job, monkeypatch: pytest
 
     job = job.but({"train.max_steps": 1})
     with monkeypatch.context() as patch:
-        patch.setattr(policy, "select", lambda *_: replace(plain(), attention=Other))
+        patch.setattr(policy, "select", lambda *_: with_form("attention", Other))
         assert ", kernel check " in job.done().out
         patch.setattr(Other, "factor", 1.5)
         other = job.elsewhere("other").but({"reference.cache": job.folder / "other-cache"})

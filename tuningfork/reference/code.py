@@ -27,6 +27,7 @@ SCORING = (
     "models/attention.py",
     "models/compiler.py",
     "models/load.py",
+    "models/mixers",
     "models/offload.py",
     "models/policy.py",
     "models/watch.py",  # finds the blocks that are compiled

@@ -23,7 +23,7 @@ from tuningfork.data.store import Selection
 from tuningfork.errors import READING, ConfigError, DataError, counted, enough_memory
 from tuningfork.models import activations, export
 from tuningfork.models.config import ModelConfig
-from tuningfork.models.load import Loaded, comparable, load, load_config
+from tuningfork.models.load import Loaded, load, load_config
 from tuningfork.models.policy import Policy
 from tuningfork.models.support import positions
 from tuningfork.objective.config import ObjectiveConfig
@@ -43,7 +43,7 @@ from tuningfork.train.head_check import check_head
 from tuningfork.train.kernel_check import KernelCheck
 from tuningfork.train.optimizer import hold_gradients, optimizer_bytes
 from tuningfork.train.score import score
-from tuningfork.train.self_check import check_packed_equals_alone, window_not_reached
+from tuningfork.train.self_check import check_packed_equals_alone, untried
 
 # Variable that holds the number of processes -> who sets it. SLURM_NTASKS is not among them: it is what was asked for,
 # also where a batch script then starts one process.
@@ -257,8 +257,8 @@ def start_model(
     if check is not None:
         with console.stage("kernel check", "compiling and checking kernels and blocks"):
             check.compare(policy)
-    if window := window_not_reached(policy):
-        console.print(f"checks at the start: not beyond the layers' window of {window:,}, which is too long for that")
+    for words in untried(policy):
+        console.print(f"checks at the start: {words}")
     return Start(policy, head, PreferenceObjective(objective), loaded, compiled, check)
 
 
@@ -316,7 +316,7 @@ def open_reference(
     policy = start.policy
     facts = fingerprint(
         weights or starting_weights(policy, console),
-        config=_config_digest(policy),
+        config=policy.config_digest(),
         dtype=dtype_name(policy.dtype),
         **{f"{kind} kernel": name for kind, name in policy.kernels.names.items()},
         compiled=str(start.compiled),
@@ -348,11 +348,7 @@ def starting_weights(policy: Policy, console: Console) -> str:
 
 def model_digest(policy: Policy, weights: str) -> str:
     """A content hash of a model: of its weights, by their own hash, and of what its config decides of its numbers."""
-    return text_digest(f"{weights} {_config_digest(policy)}")
-
-
-def _config_digest(policy: Policy) -> str:
-    return text_digest(repr(sorted(comparable(policy.config).items())))
+    return text_digest(f"{weights} {policy.config_digest()}")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
