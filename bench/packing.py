@@ -35,7 +35,7 @@ from tuningfork.data.balance import balance
 from tuningfork.data.config import DataConfig
 from tuningfork.data.pack import PackLimits, pack, pack_stream, split_fitting
 from tuningfork.data.store import rows_of_each
-from tuningfork.models.load import load_tokenizer
+from tuningfork.models.hf.load import load_tokenizer
 from tuningfork.models.policy import Policy
 from tuningfork.records import TokenExample
 

@@ -35,6 +35,9 @@ ROOMS = {
     "train": {"data", "models", "objective", "reference", "report"},
     "lab": {"train", "data", "kernels", "models", "objective", "reference", "report"},
 }
+SUBROOMS = {  # of a room with folders of its own: what each may import of that room, and what the room's own files may
+    "models": {"mixers": set(), "hf": {"mixers"}, "": {"mixers", "hf"}},
+}
 
 
 def name_of(path: Path) -> str:
@@ -80,7 +83,7 @@ def test_the_reader_of_imports_sees_what_is_there():
     """Guards the guard: a few imports of each kind that are known to exist."""
     assert "data.pack" in imports("data.loader")
     assert "kernels.attention.fork" in imports("kernels.select")  # inside a function
-    assert "models.attention" in imports("models.load")  # a module imported from its package
+    assert "models.hf.attention" in imports("models.hf.load")  # a module imported from its package
     assert {"config", "recipe", "commands"} <= imports("cli")
     assert imports("records") == imports("errors") == frozenset()
     assert len(modules()) > 30
@@ -100,6 +103,25 @@ def test_a_room_imports_only_from_rooms_that_the_table_allows(name):
         if room(module) == name
         for other in imports(module)
         if room(other) not in allowed
+    }
+    assert not wrong
+
+
+def sub_room(module: str) -> str:
+    """The folder within its room that a module lies in; the empty name for the room's own files."""
+    return module.split(".")[1] if module.count(".") > 1 else ""
+
+
+@pytest.mark.parametrize("name", SUBROOMS)
+def test_a_folder_within_a_room_imports_only_from_those_that_the_table_allows(name):
+    folders = {sub_room(module) for module in modules() if room(module) == name}
+    assert folders == set(SUBROOMS[name])
+    wrong = {
+        f"{module} imports {other}"
+        for module in modules()
+        if room(module) == name
+        for other in imports(module)
+        if room(other) == name and sub_room(other) not in SUBROOMS[name][sub_room(module)] | {sub_room(module)}
     }
     assert not wrong
 

@@ -16,7 +16,7 @@ from tuningfork.data.layout import build
 from tuningfork.data.pack import PackLimits
 from tuningfork.kernels.row_logps import plain as plain_rows
 from tuningfork.kernels.select import Kernels, plain
-from tuningfork.models import attention
+from tuningfork.models.hf import attention
 from tuningfork.models.policy import Policy
 from tuningfork.objective.head import Head
 from tuningfork.records import PackedBatch, Source, TokenAnswer, TokenExample

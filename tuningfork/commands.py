@@ -23,9 +23,9 @@ from tuningfork.data.summary.summarize import summarize
 from tuningfork.errors import ConfigError, ModelError, RunFolderError, counted, visible
 from tuningfork.files import exclusive
 from tuningfork.models.config import ModelConfig
-from tuningfork.models.hub import HUB, HubName, fetch, hub_name
-from tuningfork.models.load import comparable, load_config, load_tokenizer, replace_weights
-from tuningfork.models.support import positions
+from tuningfork.models.hf.hub import HUB, HubName, fetch, hub_name
+from tuningfork.models.hf.load import comparable, load_config, load_tokenizer, replace_weights
+from tuningfork.models.hf.support import positions
 from tuningfork.objective.objectives import PreferenceObjective
 from tuningfork.records import DataReport
 from tuningfork.report import data_files, eval_files

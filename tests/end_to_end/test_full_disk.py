@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.end_to_end.workbench import Child, Job, job_in, state_of, unequal
-from tuningfork.models import export
+from tuningfork.models.hf import export
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.board import Board
 from tuningfork.report.writer import RunWriter

@@ -15,8 +15,9 @@ from tests.tiny import FAMILIES, head_of, one_pack, random_examples, random_pair
 from tuningfork.data.loader import build_packs
 from tuningfork.data.pack import PackLimits
 from tuningfork.errors import ConfigError, ModelError
-from tuningfork.models import attention, compiler
-from tuningfork.models.load import hold_weights
+from tuningfork.models import compiler
+from tuningfork.models.hf import attention
+from tuningfork.models.hf.load import hold_weights
 from tuningfork.models.policy import Policy, picked
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.objective.head import Head

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.sweep_models import small_config, small_model
 from tests.tiny import VOCAB, one_pack, random_examples, tiny_policy
 from tuningfork.kernels.select import plain
-from tuningfork.models import attention
 from tuningfork.models.flops import FlopCounter
+from tuningfork.models.hf import attention
 from tuningfork.models.mixers.attention import Attention, AttentionLayer
 from tuningfork.models.policy import Policy
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.tiny import head_of, one_pack, random_examples, tiny_policy
-from tuningfork.models import attention
+from tuningfork.models.hf import attention
 from tuningfork.models.policy import Policy, head_dim, picked
 from tuningfork.records import LogitTransform
 

@@ -20,7 +20,7 @@ from tests.tiny import FAMILIES, head_of, limits_of, random_examples, random_pai
 from tuningfork.data.loader import EpochOrder, PackLoader, build_packs
 from tuningfork.data.pack import PackLimits
 from tuningfork.errors import ReferenceMismatch
-from tuningfork.models.load import Loaded
+from tuningfork.models.hf.load import Loaded
 from tuningfork.models.policy import Policy
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.objective.head import Head

@@ -20,7 +20,7 @@ from tuningfork.errors import ModelError
 from tuningfork.kernels.attention.plain import PlainAttention
 from tuningfork.kernels.select import Kernels, plain
 from tuningfork.models import activations
-from tuningfork.models.load import Loaded
+from tuningfork.models.hf.load import Loaded
 from tuningfork.models.mixers.attention import Attention, AttentionLayer
 from tuningfork.models.policy import Policy
 from tuningfork.objective.config import ObjectiveConfig

@@ -18,8 +18,8 @@ from tuningfork.data.loader import build_packs
 from tuningfork.errors import DataError, NonFiniteError, ReferenceMismatch
 from tuningfork.kernels.row_logps import plain as plain_rows
 from tuningfork.kernels.select import plain
-from tuningfork.models import attention
-from tuningfork.models.load import Loaded
+from tuningfork.models.hf import attention
+from tuningfork.models.hf.load import Loaded
 from tuningfork.models.policy import Policy
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.objective.objectives import PreferenceObjective

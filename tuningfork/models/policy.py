@@ -13,12 +13,13 @@ from transformers import PreTrainedModel
 
 from tuningfork.errors import ModelError
 from tuningfork.kernels.select import Kernels, Sizes, plain, select
-from tuningfork.models import activations, attention, compiler
+from tuningfork.models import activations, compiler
 from tuningfork.models.flops import FlopCounter
-from tuningfork.models.load import comparable
+from tuningfork.models.hf import attention
+from tuningfork.models.hf.load import comparable
+from tuningfork.models.hf.support import positions
+from tuningfork.models.hf.watch import watch
 from tuningfork.models.mixers.mixer import Mixer
-from tuningfork.models.support import positions
-from tuningfork.models.watch import watch
 from tuningfork.records import LogitTransform, PackedBatch
 
 _HEAD_OPS: Mapping[str, Sizes] = {"row_logps": {}}

@@ -24,13 +24,13 @@ SCORING = (
     "data/layout.py",
     "data/pack.py",
     "models/activations.py",
-    "models/attention.py",
     "models/compiler.py",
-    "models/load.py",
+    "models/hf/attention.py",
+    "models/hf/load.py",
+    "models/hf/watch.py",  # finds the blocks that are compiled
     "models/mixers",
     "models/offload.py",
     "models/policy.py",
-    "models/watch.py",  # finds the blocks that are compiled
     "kernels",
     "objective/head.py",
     "train/score.py",

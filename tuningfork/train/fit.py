@@ -18,8 +18,8 @@ from torch import Tensor
 from tuningfork.data.layout import build
 from tuningfork.data.pack import PackLimits
 from tuningfork.errors import ConfigError, OutOfMemory, enough_memory
+from tuningfork.models.hf.support import positions
 from tuningfork.models.policy import Policy
-from tuningfork.models.support import positions
 from tuningfork.objective.head import Head
 from tuningfork.records import PackedBatch, Source, TokenAnswer, TokenExample
 from tuningfork.report.console import Console

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from tuningfork.data.layout import build
 from tuningfork.data.pack import SMALLEST_COMPILED, PackLimits
 from tuningfork.errors import LOADING, ModelError, OutOfMemory, enough_memory
-from tuningfork.models import attention
 from tuningfork.models.backbone import Backbone
+from tuningfork.models.hf import attention
 from tuningfork.models.policy import Policy
 from tuningfork.records import PackedBatch, Source, TokenAnswer, TokenExample
 

@@ -21,11 +21,12 @@ from tuningfork.data.pack import PackLimits, split_fitting
 from tuningfork.data.sources import Use, check_sources
 from tuningfork.data.store import Selection
 from tuningfork.errors import READING, ConfigError, DataError, counted, enough_memory
-from tuningfork.models import activations, export
+from tuningfork.models import activations
 from tuningfork.models.config import ModelConfig
-from tuningfork.models.load import Loaded, load, load_config
+from tuningfork.models.hf import export
+from tuningfork.models.hf.load import Loaded, load, load_config
+from tuningfork.models.hf.support import positions
 from tuningfork.models.policy import Policy
-from tuningfork.models.support import positions
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.objective.head import Head
 from tuningfork.objective.objectives import PreferenceObjective

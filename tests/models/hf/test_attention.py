@@ -11,7 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tests.tiny import FAMILIES, one_pack, random_examples, tiny_policy
 from tuningfork.errors import ModelError
 from tuningfork.kernels.attention.plain import PlainAttention
-from tuningfork.models import attention
+from tuningfork.models.hf import attention
 
 
 class Spy:
