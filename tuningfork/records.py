@@ -122,8 +122,8 @@ class TokenExample:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence (prompt + answer)."""
-        return len(self.prompt_ids) + max(len(a.ids) for a in self.answers)
+        """Tokens of the longest sequence, which is a segment with its ancestors: prompt + answer."""
+        return max(above + own for above, own in self.segments)
 
     @property
     def plain_tokens(self) -> int:
@@ -132,8 +132,8 @@ class TokenExample:
 
     @property
     def unique_tokens(self) -> int:
-        """Tokens with the prompt counted once."""
-        return len(self.prompt_ids) + sum(len(a.ids) for a in self.answers)
+        """Tokens of all segments: the prompt counted once."""
+        return sum(own for _, own in self.segments)
 
     def rows(self, share_prompt: bool) -> int:
         """Rows that it takes up in a pack: its prompt once, or before each of its answers."""

@@ -40,7 +40,7 @@ class Policy:
         self.transform = _logit_transform(self.config)
         self.compiled = False
         self.activation_memory = "none"  # see activations.py
-        attention.hand_down(model)
+        attention.patch(model)
         self._watched = watch(model, self._precision())
 
     @classmethod

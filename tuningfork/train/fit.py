@@ -179,7 +179,7 @@ def settle(
         )
     policy.keep_activations(choice.mode)
     console.print(
-        f"activation memory: {choice.mode}, the fastest that fits a pack of {limits.tokens:,} rows into "
+        f"activation memory: {choice.mode}, the fastest that fits a pack of {limits.tokens:,} tokens into "
         f"{_gib(usable)} GiB; GiB needed: {tried}"
     )
 
