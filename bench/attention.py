@@ -36,6 +36,7 @@ from tuningfork.data.packing.layout import build_pack
 from tuningfork.data.packing.pack import PackLimits, pack_examples
 from tuningfork.kernels import attention as kernel_room
 from tuningfork.models.flops import FlopCounter
+from tuningfork.models.mixers.attention import Attention, AttentionLayer
 from tuningfork.records import ForkLayout, PackedBatch, TokenExample
 
 BACKWARD = 2.5  # flops of the backward pass / those of the forward pass
@@ -71,7 +72,8 @@ class Shape(NamedTuple):
 
 def visible_pairs(examples: Sequence[TokenExample]) -> tuple[int, int]:
     """(query, key) pairs that attention must see: with each prompt once, and with it before every answer."""
-    count = FlopCounter(0, 0, ((1, None),))  # attention of width 1 alone: 4 flops a pair
+    one = AttentionLayer(width=1, window=None, head_width=1)
+    count = FlopCounter(0, 0, (Attention((one,)),))  # attention of width 1 alone: 4 flops a pair
     once, repeated = (sum(count.work(example, share) for example in examples) for share in (True, False))
     return once // 4, repeated // 4
 

@@ -79,7 +79,7 @@ def pack_of(rows: int, vocabulary: int, seed: int = 0) -> PackedBatch:
 def forms(where: torch.device, chunk_rows: int) -> dict[str, Form | str]:
     """The forms by name; where one is missing, the reason."""
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
-    fast = select(where, dtype, head_dim=128)
+    fast = select({"row_logps": {}}, where, dtype)
     found: dict[str, Form | str] = {
         "ours": partial(_ours, Head(fast, LogitTransform(), chunk_rows)),
         "bf16_logits": partial(_rounded, Head(fast, LogitTransform(), chunk_rows)),

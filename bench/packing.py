@@ -34,7 +34,7 @@ from tuningfork.data.config import DataConfig
 from tuningfork.data.packing.pack import PackLimits, pack_examples, pack_stream, slots_of_each, split_fitting
 from tuningfork.data.prepare import prepare_examples
 from tuningfork.distributed.balance import balance_examples
-from tuningfork.models.load import load_tokenizer
+from tuningfork.models.hf.load import load_tokenizer
 from tuningfork.models.policy import Policy
 from tuningfork.records import TokenExample
 

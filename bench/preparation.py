@@ -80,7 +80,7 @@ def write_conversations(source: str, path: Path, rows: int) -> None:
 def ours(path: str, tokenizer: str, workers: int, cache: str) -> dict[str, Any]:
     from tuningfork.data.packing.pack import PackLimits, pack_examples, split_fitting
     from tuningfork.data.prepare import prepare_examples
-    from tuningfork.models.load import load_tokenizer
+    from tuningfork.models.hf.load import load_tokenizer
 
     loaded, config = load_tokenizer(tokenizer), DataConfig(max_length=MAX_LENGTH, workers=workers)
     start = time.perf_counter()
@@ -97,7 +97,7 @@ def trl(path: str, tokenizer: str, workers: int, cache: str) -> dict[str, Any]:
     import datasets
     from trl import DPOConfig, DPOTrainer
 
-    from tuningfork.models.load import load_tokenizer
+    from tuningfork.models.hf.load import load_tokenizer
 
     loaded = load_tokenizer(tokenizer)
     options = DPOConfig(

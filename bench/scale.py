@@ -30,6 +30,7 @@ from tuningfork.data.packing.pack import PackLimits, split_fitting
 from tuningfork.data.prepare import dataset_digest
 from tuningfork.data.token_table import TYPES, Subset, TokenTable
 from tuningfork.models.flops import FlopCounter
+from tuningfork.models.mixers.attention import Attention, AttentionLayer
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.records import column
 from tuningfork.reference.build import to_rescore
@@ -99,7 +100,7 @@ def scoring_packs(pairs: Subset, limits: PackLimits) -> float:
 def of_a_step(pairs: Subset, batch: int, limits: PackLimits, store: ReferenceStore) -> Iterator[tuple[str, float]]:
     """Host work for a step of `batch` pairs: the median of five steps, after one that is not counted."""
     objective = ObjectiveConfig().build()
-    flops = FlopCounter(10**9, 10**8, ((2048, None),) * 16)
+    flops = FlopCounter(10**9, 10**8, (Attention((AttentionLayer(2048, None, head_width=128),) * 16),))
     scores = torch.randn(2 * batch, dtype=torch.float64)
     spent: dict[str, list[float]] = {}
 

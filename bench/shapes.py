@@ -11,7 +11,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from bench.workload import pairs
-from tuningfork.models import attention
+from tuningfork.models.hf import attention
 from tuningfork.records import Source, TokenAnswer, TokenExample
 
 _OLMO2 = {"max_position_embeddings": 4096, "rope_theta": 500000, "tie_word_embeddings": False}

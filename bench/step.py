@@ -30,7 +30,7 @@ from tuningfork.data.packing.loader import EpochOrder, PackLoader, build_packs
 from tuningfork.data.packing.pack import PackLimits
 from tuningfork.models.config import ACTIVATION_MEMORY_FORMS
 from tuningfork.models.flops import FlopCounter
-from tuningfork.models.load import Loaded, hold_weights
+from tuningfork.models.hf.load import Loaded, hold_weights
 from tuningfork.models.policy import Policy
 from tuningfork.models.scorer import Scorer
 from tuningfork.objective.config import ObjectiveConfig

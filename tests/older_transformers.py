@@ -16,11 +16,11 @@ from tests.real_tokenizers import CACHE, Unavailable, fetching, missing, run_cli
 
 RELEASE = "transformers==4.57.6"
 _NEEDS = ("tokenizers==0.22.2", "huggingface_hub==0.36.2", "requests", "urllib3", "certifi", "charset_normalizer")
-_READER = Path(__file__).parent / "models" / "older_reader.py"
+_READER = Path(__file__).parent / "models" / "hf" / "older_reader.py"
 
 
 def read_by_older_transformers(jobs: dict[str, Any], scratch: Path) -> dict[str, Any]:
-    """What `tests/models/older_reader.py` finds of each job, all in one process. Raises Unavailable."""
+    """What `tests/models/hf/older_reader.py` finds of each job, all in one process. Raises Unavailable."""
     environment = {**os.environ, "PYTHONPATH": str(_fetched()), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     (scratch / "jobs.json").write_text(json.dumps(jobs))
     command = [sys.executable, "-P", str(_READER), "jobs.json", "found.json"]

@@ -33,9 +33,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from tests.tiny import random_examples, score_alone, scorer_of
 from tuningfork.data.packing.layout import build_pack
 from tuningfork.errors import ModelError
-from tuningfork.models import attention
+from tuningfork.models.hf import attention
+from tuningfork.models.hf.support import check_config, check_modules
 from tuningfork.models.policy import Policy
-from tuningfork.models.support import check_config, check_modules
 from tuningfork.train.checks.kernel_check import KernelCheck
 from tuningfork.train.checks.self_check import check_packed_equals_alone
 

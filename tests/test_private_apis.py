@@ -48,9 +48,9 @@ from tests.tiny import tiny_model
 from tuningfork.data.tokens.template_date import with_fixed_date
 from tuningfork.errors import is_of_memory, is_panic
 from tuningfork.models import attention, compiler
-from tuningfork.models.attention import hand_down
-from tuningfork.models.load import bears_8_bits, comparable
-from tuningfork.models.trust import take_no_kernels
+from tuningfork.models.hf.attention import hand_down
+from tuningfork.models.hf.load import bears_8_bits, comparable
+from tuningfork.models.hf.trust import take_no_kernels
 from tuningfork.recipe import allowed
 from tuningfork.report.sinks.tensorboard import open_sink
 from tuningfork.train import checkpoint

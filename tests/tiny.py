@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,9 +14,10 @@ from transformers import PreTrainedModel
 
 from tuningfork.data.packing.layout import build_pack
 from tuningfork.data.packing.pack import PackLimits
+from tuningfork.kernels.row_logps import plain as plain_rows
 from tuningfork.kernels.select import Kernels, plain
-from tuningfork.models import attention
 from tuningfork.models.head import Head
+from tuningfork.models.hf import attention
 from tuningfork.models.policy import Policy
 from tuningfork.models.scorer import Scorer
 from tuningfork.records import PackedBatch, Source, TokenAnswer, TokenExample
@@ -87,6 +90,16 @@ def tiny_policy(
     family: str = "llama", dtype: torch.dtype = torch.float64, kernels: Kernels | None = None, seed: int = 0
 ) -> Policy:
     return Policy(tiny_model(family, dtype, seed), kernels or plain(), dtype)
+
+
+def with_form(op: str, form: Any) -> Kernels:
+    """The plain kernels, but for what runs one op."""
+    return replace(plain(), forms={**plain().forms, op: form})
+
+
+def with_row_logps(**functions: Any) -> Kernels:
+    """The plain kernels, but for some functions of the op row_logps."""
+    return with_form("row_logps", SimpleNamespace(**{**vars(plain_rows), **functions}))
 
 
 def random_examples(

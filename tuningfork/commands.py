@@ -22,9 +22,9 @@ from tuningfork.data.template_file import with_template
 from tuningfork.errors import ConfigError, ModelError, RunFolderError
 from tuningfork.files import exclusive
 from tuningfork.models.config import ModelConfig
-from tuningfork.models.hub import HUB, HubName, fetch, hub_name
-from tuningfork.models.load import comparable, load_config, load_tokenizer, replace_weights
-from tuningfork.models.support import positions
+from tuningfork.models.hf.hub import HUB, HubName, fetch, hub_name
+from tuningfork.models.hf.load import comparable, load_config, load_tokenizer, replace_weights
+from tuningfork.models.hf.support import positions
 from tuningfork.objective.base import Objective
 from tuningfork.records import DataReport
 from tuningfork.report import sinks

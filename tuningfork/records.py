@@ -5,10 +5,13 @@
 One idea carries everything: an *example* is a prompt with k answers. k=1 is a single answer or a plain document (empty
 prompt), k=2 is a preference pair (answer 0 is the chosen one), k>2 is a ranking.
 
+In a pack an example is a *tree* of segments: its prompt is the root, and each answer a child that continues it. Code
+that computes speaks of segments, parents and ancestors; which of them is a prompt is no concern of it.
+
 Shape legend, used in names and comments throughout:
 
     T  token rows of a pack, padding included     R  logit rows: rows whose next-token log-prob is needed
-    S  attention segments of a pack (padded)      A  answers of a pack, all examples together
+    S  segments of a pack (padded)                A  answers of a pack, all examples together
     N  examples of a pack                         k  answers of one example
     D  hidden size        V  vocabulary size      H  attention heads        d  width of a head
 """
@@ -18,7 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import xxhash
@@ -119,8 +122,8 @@ class TokenExample:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence (prompt + answer)."""
-        return len(self.prompt_ids) + max(len(a.ids) for a in self.answers)
+        """Tokens of the longest sequence, which is a segment with its ancestors: prompt + answer."""
+        return max(above + own for above, own in self.segments)
 
     @property
     def plain_tokens(self) -> int:
@@ -129,12 +132,22 @@ class TokenExample:
 
     @property
     def unique_tokens(self) -> int:
-        """Tokens with the prompt counted once."""
-        return len(self.prompt_ids) + sum(len(a.ids) for a in self.answers)
+        """Tokens of all segments: the prompt counted once."""
+        return sum(own for _, own in self.segments)
 
     def slots(self, share_prompt: bool) -> int:
         """Token slots that it takes up in a pack: its prompt once, or before each of its answers."""
         return self.unique_tokens if share_prompt else self.plain_tokens
+
+    @property
+    def segments(self) -> list[tuple[int, int]]:
+        """The example's tree, depth first: of each segment (tokens of its ancestors, tokens of its own).
+
+        What an example costs is a sum over its segments: each token is computed once, after all of its ancestors.
+        """
+        p = len(self.prompt_ids)
+        root = [(0, p)] if p else []
+        return root + [(p, len(answer.ids)) for answer in self.answers]
 
     def alone(self) -> list[TokenExample]:
         """Each answer as an example of its own, with the whole prompt: how a plain trainer has it."""
@@ -238,24 +251,47 @@ class DataReport:
         return dict(Counter(row.reason for row in self.dropped_rows).most_common())
 
 
+ROOT = -1
+"""The parent of a segment that has none."""
+
+
+class Segment(NamedTuple):
+    """One segment of a pack: consecutive rows, and where its relatives lie. See ForkLayout."""
+
+    start: int
+    end: int  # one past its last row, as every end here
+    parent: int  # the entry of its parent in the table; ROOT if it has none
+    ancestors_start: int  # the rows of all of its ancestors: one run, and an empty one for a root
+    ancestors_end: int
+    subtree_end: int  # its descendants' rows lie right behind its own, up to here
+
+
 @dataclass(frozen=True, slots=True)
 class ForkLayout:
-    """How the rows of one pack attend to each other: the prompt once, every answer forked from it.
+    """Which rows of a pack see each other: a forest of segments, a tree for each example.
 
-    An example with prompt P and answers A_0 .. A_{k-1} lies in the pack as ``P A_0 A_1 ..``. Each of these is a
-    *segment*: consecutive rows that see themselves causally, and an answer's rows see all of their prompt before.
-    Without sharing an example lies as ``P A_0 P A_1 ..``, each answer with a prompt of its own.
+    A *segment* is a run of rows that see themselves causally. Each row sees all rows of its segment's ancestors, too,
+    and none besides. Trees lie depth first, so that a segment's descendants, the only other rows that see it, are right
+    behind it. A prompt is a root and its answers are its children; this prompt P of three tokens has two, A and B:
 
-    An entry of `segments` holds rows, each end one past the last row:
+        P ─┬─ A             row       0  1  2  3  4  5  6  7  8
+           └─ B             segment   P  P  P  A  A  B  B  B  B
+                            position  0  1  2  3  4  3  4  5  6
 
-        start, end, start of its prompt, end of its prompt, end of the rows that see it
+                    start  end  parent  ancestors_start  ancestors_end  subtree_end
+        entry 0, P      0    3    ROOT                0              0            9
+        entry 1, A      3    5       0                0              3            5
+        entry 2, B      5    9       0                0              3            9
 
-    A prompt, or an answer without one, has an empty prompt. The rows that see a prompt reach to the end of its last
-    answer; those that see an answer are its own. Every row belongs to exactly one segment, padding too: attention
-    leaves rows outside the segments unwritten. Entries are in the order of the rows; unused ones at the end are empty.
+    Without sharing the same example is two trees, ``P A P B``, each answer behind a root of its own; an answer without
+    a prompt is a root. Trees are no deeper than that today, so the rows of a segment's ancestors are one run: those of
+    its parent.
+
+    Every row belongs to exactly one segment, padding too: attention leaves rows outside the segments unwritten. Entries
+    are in the order of the rows; unused ones at the end are empty.
     """
 
-    segments: Tensor  # int32 [S, 5]
+    segments: Tensor  # int32 [S, 6], a Segment each
     position_of_row: Tensor  # int64 [T], the position within the row's own sequence
 
 

@@ -81,10 +81,10 @@ def test_measure_refuses_what_has_no_steady_step():
 def test_hardware_flops_add_a_forward_pass_of_the_blocks_only():
     examples = shapes.yardstick(8)
     for mode in ("block", "offload"):
-        assert step.recomputed_share(mode, FlopCounter(1000, 0, ()), examples) == pytest.approx(1 / 3)
-        assert step.recomputed_share(mode, FlopCounter(0, 1000, ()), examples) == 0
-    assert step.recomputed_share("none", FlopCounter(1000, 0, ()), examples) == 0
-    assert step.recomputed_share("budget:0.5", FlopCounter(1000, 0, ()), examples) is None
+        assert step.recomputed_share(mode, FlopCounter(1000, 0), examples) == pytest.approx(1 / 3)
+        assert step.recomputed_share(mode, FlopCounter(0, 1000), examples) == 0
+    assert step.recomputed_share("none", FlopCounter(1000, 0), examples) == 0
+    assert step.recomputed_share("budget:0.5", FlopCounter(1000, 0), examples) is None
 
 
 def test_memory_has_a_line_for_every_mode_even_one_that_is_refused(capsys):

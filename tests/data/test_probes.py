@@ -18,7 +18,7 @@ from tuningfork.data.packing.layout import build_pack
 from tuningfork.data.prepare import prepare_examples
 from tuningfork.data.tokens.tokenize import MERGES
 from tuningfork.data.tokens.truncate import OverLength
-from tuningfork.records import DataReport, PackedBatch, Source, TokenExample
+from tuningfork.records import ROOT, DataReport, PackedBatch, Source, TokenExample
 
 BOS, EOS, START, END = 0, 1, 2, 3  # ids of byte_bpe's special tokens
 
@@ -127,10 +127,10 @@ def test_an_end_token_within_the_prompt_is_seen_like_any_other(tmp_path: Path) -
     batch = packed(tmp_path, rows=48)
     assert batch.input_ids[20] == EOS
     assert [entry for entry in batch.layout.segments.tolist() if entry[0] < entry[1]] == [
-        [0, 37, 0, 0, 45],  # one prompt, whole, and both answers see all of it
-        [37, 41, 0, 37, 41],
-        [41, 45, 0, 37, 45],
-        [45, 48, 45, 45, 48],  # padding, which sees only itself
+        [0, 37, ROOT, 0, 0, 45],  # one prompt, whole, and both answers see all of it
+        [37, 41, 0, 0, 37, 41],
+        [41, 45, 0, 0, 37, 45],
+        [45, 48, ROOT, 45, 45, 48],  # padding, which sees only itself
     ]
     assert batch.layout.position_of_row.tolist() == [*range(41), *range(37, 41), *range(3)]
 

@@ -22,8 +22,9 @@ from safetensors.torch import load_file, save_file
 
 import tuningfork
 from tests.end_to_end.workbench import Job, call, make_model, make_pairs, make_tokenizer, unequal, write_rows
+from tests.tiny import with_form, with_row_logps
 from tuningfork.kernels.attention.plain import PlainAttention
-from tuningfork.kernels.select import plain
+from tuningfork.kernels.row_logps import plain as plain_rows
 from tuningfork.models import policy
 from tuningfork.models.scorer import Scorer
 from tuningfork.train import steps
@@ -311,14 +312,13 @@ def poisoned(monkeypatch: pytest.MonkeyPatch, at_step: int) -> None:
 
     def poisoning(scorer: Any, *rest: Any, **named: Any) -> Any:
         if next(count) >= at_step:
-            real = scorer.head.kernels.row_logps
 
             def row_logps(*args: Any) -> Any:
-                logps, lse = real(*args)
+                logps, lse = plain_rows.row_logps(*args)
                 logps[0] = torch.nan
                 return logps, lse
 
-            head = replace(scorer.head, kernels=replace(scorer.head.kernels, row_logps=row_logps))
+            head = replace(scorer.head, kernels=with_row_logps(row_logps=row_logps))
             scorer = replace(scorer, head=head)
         return train_step(scorer, *rest, **named)
 
@@ -384,7 +384,7 @@ def test_a_run_with_a_broken_kernel_trains_nothing(job: Job, monkeypatch: pytest
 
     job = job.but({"train.max_steps": 1})
     with monkeypatch.context() as patch:
-        patch.setattr(policy, "select", lambda *_: replace(plain(), attention=Other))
+        patch.setattr(policy, "select", lambda *_: with_form("attention", Other))
         assert ", kernel check " in job.done().out
         patch.setattr(Other, "factor", 1.5)
         other = job.elsewhere("other").but({"reference.cache": job.folder / "other-cache"})

@@ -13,7 +13,7 @@ from tests.end_to_end.workbench import Job, call, make_pairs, write_rows
 from tests.payload import Payload
 from tuningfork.data.tokens import workers
 from tuningfork.files import DIGESTS, seal
-from tuningfork.models import digests
+from tuningfork.models.hf import digests
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.end_to_end.workbench import Child, Job, job_in, state_of, unequal
-from tuningfork.models import export
+from tuningfork.models.hf import export
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.run.writer import RunWriter
 from tuningfork.report.sinks.tensorboard import TensorBoard

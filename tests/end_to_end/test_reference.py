@@ -20,7 +20,7 @@ from tests.end_to_end.workbench import Child, Job, make_model, make_pairs, make_
 from tuningfork.config import load_run_config
 from tuningfork.data.packing.loader import EpochOrder
 from tuningfork.data.prepare import prepare_examples
-from tuningfork.models.load import load_tokenizer
+from tuningfork.models.hf.load import load_tokenizer
 from tuningfork.records import TokenExample
 from tuningfork.reference import build
 from tuningfork.reference.entries import place

@@ -28,7 +28,7 @@ from tests.end_to_end.workbench import (
     unequal,
     write_rows,
 )
-from tuningfork.models import export
+from tuningfork.models.hf import export
 from tuningfork.report.run.writer import RunWriter
 from tuningfork.train import checkpoint, held_out, steps
 from tuningfork.train.setup import model as model_setup

@@ -82,7 +82,7 @@ def test_the_heads_bits_and_error(vocabulary):
     hidden = (2 * torch.randn(len(batch.targets), width, device="cuda") + 14 * weight[batch.targets]).bfloat16()
     rows = [sum(example.answer_tokens(i) for i in range(2)) for example in examples]
     rows_of = {example.id: part for example, part in zip(examples, hidden.split(rows), strict=True)}
-    kernels = select(torch.device("cuda"), torch.bfloat16, 128)
+    kernels = select({"row_logps": {}}, torch.device("cuda"), torch.bfloat16)
 
     def scores(some, chunk_rows):
         pack, its_hidden = _pack_of(some, rows_of)

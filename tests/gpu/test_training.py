@@ -24,8 +24,9 @@ from tests.tiny import (
 from tuningfork.data.packing.loader import build_packs
 from tuningfork.data.packing.pack import PackLimits
 from tuningfork.errors import ConfigError, ModelError
-from tuningfork.models import attention, compiler
-from tuningfork.models.load import hold_weights
+from tuningfork.models import compiler
+from tuningfork.models.hf import attention
+from tuningfork.models.hf.load import hold_weights
 from tuningfork.models.policy import Policy, picked
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.records import TokenAnswer, TokenExample
@@ -154,14 +155,14 @@ def test_no_token_reaches_another_example(family):
 def _checked(family: str, dtype: torch.dtype, share_prompt: bool = True, factor: float = 1.0) -> None:
     """The check of kernels at a start, with attention whose scale is wrong by a factor."""
     policy = _policy(family, dtype, compiled=False)
-    kind = policy.kernels.attention
+    kind = policy.kernels["attention"]
 
     class Scaled(kind):  # type: ignore[misc, valid-type]
         def attend(self, *args, scale, **how):
             return super().attend(*args, scale=scale * factor, **how)
 
     if factor != 1.0:
-        policy.kernels = replace(policy.kernels, attention=Scaled)
+        policy.kernels = replace(policy.kernels, forms={**policy.kernels.forms, "attention": Scaled})
     check_head(scorer_of(policy, 64), "here")
     check = KernelCheck.begin(policy, "here", share_prompt, compiling=True)
     policy.compile()

@@ -271,11 +271,11 @@ def test_empty_entries_of_the_table_are_no_segments():
     batch = one_pack([random_examples([(7, (5, 9))])[0]], True, tokens=21)
     prepared = PlainAttention.prepare(batch.layout)
     assert prepared.lengths == [7, 5, 9]
-    assert prepared.prompts == [None, 0, 0]
+    assert prepared.paths == [[0], [0, 1], [0, 2]]
     batch = one_pack([random_examples([(7, (5, 9))])[0]], False, tokens=30)
     prepared = PlainAttention.prepare(batch.layout)
     assert prepared.lengths == [7, 5, 7, 9, 2]
-    assert prepared.prompts == [None, 0, None, 2, None]
+    assert prepared.paths == [[0], [0, 1], [2], [2, 3], [4]]
 
 
 def test_the_result_can_be_viewed_as_models_do():

@@ -2,26 +2,56 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from tuningfork import kernels
+from tuningfork.errors import ModelError
+from tuningfork.kernels import select as select_module
 from tuningfork.kernels.attention.plain import PlainAttention
 from tuningfork.kernels.row_logps import plain as plain_rows
 from tuningfork.kernels.select import plain, select
 
+ASKED = {"attention": {"head_width": 64}, "row_logps": {}}
+ALL = {path.name for path in Path(kernels.__file__).parent.iterdir() if (path / "plain.py").exists()}
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("head_dim", [8, 64, 512])
-def test_a_cpu_gets_the_plain_kernels(dtype, head_dim):
-    kernels = select(torch.device("cpu"), dtype, head_dim)
-    assert kernels == plain()
-    assert kernels.attention is PlainAttention
-    assert kernels.row_logps is plain_rows.row_logps
-    assert kernels.logits_gradient is plain_rows.logits_gradient
-    assert kernels.names == {"attention": "plain", "row_logps": "plain"}
+def test_a_cpu_gets_the_plain_kernels(dtype):
+    chosen = select(ASKED, torch.device("cpu"), dtype)
+    assert chosen == plain(ASKED)
+    assert chosen["attention"] is PlainAttention
+    assert chosen["row_logps"] is plain_rows
+    assert chosen.names == {"attention": "plain", "row_logps": "plain"}
 
 
-@pytest.mark.parametrize("head_dim", [64, 512])
-def test_float64_is_plain_on_a_gpu_too(head_dim):
+def test_float64_is_plain_on_a_gpu_too():
     """It is there to check against; no fast kernel computes in it."""
-    assert select(torch.device("cuda"), torch.float64, head_dim) == plain()
+    assert select(ASKED, torch.device("cuda"), torch.float64) == plain(ASKED)
+
+
+def test_there_are_forms_of_what_is_asked_for_and_of_nothing_else():
+    """What a model does not use is no fact of its reference."""
+    assert plain(["row_logps"]).names == select({"row_logps": {}}, torch.device("cpu"), torch.float32).names
+    assert set(plain(["row_logps"]).forms) == {"row_logps"}
+
+
+def test_every_op_has_forms():
+    assert set(plain().forms) == set(select_module._FAST) == ALL
+
+
+def test_heads_wider_than_the_gpus_kernel_are_refused(monkeypatch):
+    fork = SimpleNamespace(WIDEST_HEAD=512, ForkAttention=object)
+    rows = SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "tuningfork.kernels.attention.fork", fork)  # the real one needs Triton
+    monkeypatch.setitem(sys.modules, "tuningfork.kernels.row_logps.fast", rows)
+    monkeypatch.setattr("tuningfork.kernels.row_logps.fast", rows, raising=False)
+    chosen = select({**ASKED, "attention": {"head_width": 512}}, torch.device("cuda"), torch.bfloat16)
+    assert chosen.names == {"attention": "fork", "row_logps": "triton"}
+    assert (chosen["attention"], chosen["row_logps"]) == (fork.ForkAttention, rows)
+    with pytest.raises(ModelError, match="heads up to 512 wide, these have 513"):
+        select({"attention": {"head_width": 513}}, torch.device("cuda"), torch.bfloat16)

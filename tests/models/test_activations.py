@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -12,9 +11,8 @@ import torch
 import torch._functorch.config
 from torch.nn.functional import scaled_dot_product_attention
 
-from tests.tiny import one_pack, random_examples, scorer_of, tiny_policy
+from tests.tiny import one_pack, random_examples, scorer_of, tiny_policy, with_form
 from tuningfork.errors import ConfigError
-from tuningfork.kernels.select import plain
 from tuningfork.models.activations import budget_of, keeping
 from tuningfork.models.policy import Policy
 
@@ -156,7 +154,7 @@ def test_a_budget_holds_while_its_blocks_are_compiled_and_only_then(monkeypatch)
 
     torch._dynamo.reset()
     monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
-    policy = tiny_policy("llama", torch.float32, replace(plain(), attention=Simple))
+    policy = tiny_policy("llama", torch.float32, with_form("attention", Simple))
     numbers = outcome(policy)
     policy.compile()
     taken = {}

@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.sweep_models import small_config, small_model
 from tests.tiny import VOCAB, one_pack, random_examples, tiny_policy
 from tuningfork.kernels.select import plain
-from tuningfork.models import attention
 from tuningfork.models.flops import FlopCounter
+from tuningfork.models.hf import attention
+from tuningfork.models.mixers.attention import Attention, AttentionLayer
 from tuningfork.models.policy import Policy
 
 # hidden 32, 4 heads and 2 key heads of width 8: q 32x32, k and v 32x16 each, o 32x32; gate, up, down 3 x 32x64
@@ -20,9 +21,14 @@ LLAMA_BLOCK = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64
 PAIR = random_examples([(3, (2, 4))])[0]  # 9 unique tokens, 6 logit rows
 
 
+def attention_of(*layers: tuple[int, int | None, int], **times: int) -> tuple[Attention]:
+    """The mixers of a model with attention of these widths, windows and widths of heads."""
+    return (Attention(tuple(AttentionLayer(*layer) for layer in layers) * times.get("layers", 1)),)
+
+
 def test_a_pair_on_a_tiny_llama_by_hand():
     counter = tiny_policy("llama").flops()
-    assert counter == FlopCounter(4 * LLAMA_BLOCK, VOCAB * 32, ((32, None),) * 4)
+    assert counter == FlopCounter(4 * LLAMA_BLOCK, VOCAB * 32, attention_of((32, None, 8), layers=4))
     # (query, key) pairs: the prompt 1+2+3; the answer of 2 sees 4+5, that of 4 sees 4+5+6+7.
     pairs = 6 + 9 + 22
     matmuls = 2 * (4 * LLAMA_BLOCK) * 9
@@ -33,7 +39,7 @@ def test_a_pair_on_a_tiny_llama_by_hand():
 
 def test_windows_count_only_what_they_show():
     counter = tiny_policy("olmo3").flops()  # window 5 in three layers, none in the fourth
-    assert counter.attention == ((32, 5), (32, 5), (32, 5), (32, None))
+    assert [(layer.width, layer.window) for layer in counter.mixers[0].layers] == [(32, 5)] * 3 + [(32, None)]
     # within 5: the prompt 1+2+3; 4+5; 4+5+5+5
     windowed = 6 + 9 + 19
     assert counter.forward(PAIR) == 2 * (4 * LLAMA_BLOCK) * 9 + 2 * (97 * 32) * 6 + 4 * 32 * (3 * windowed + 37)
@@ -42,7 +48,7 @@ def test_windows_count_only_what_they_show():
 def test_head_width_may_differ_from_the_hidden_size():
     counter = tiny_policy("qwen3").flops()  # 4 heads, 2 key heads of width 16
     block = 32 * 64 + 2 * 32 * 32 + 64 * 32 + 3 * 32 * 64
-    assert counter == FlopCounter(4 * block, VOCAB * 32, ((64, None),) * 4)
+    assert counter == FlopCounter(4 * block, VOCAB * 32, attention_of((64, None, 16), layers=4))
 
 
 def test_biases_norms_and_embeddings_are_no_products():
@@ -58,24 +64,24 @@ def test_gpt2_keeps_its_weights_transposed_and_is_counted_all_the_same():
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
     counter = Policy(model, plain(), torch.float32).flops()
     block = 16 * 48 + 16 * 16 + 2 * 16 * 64
-    assert counter == FlopCounter(2 * block, 50 * 16, ((16, None),) * 2)
+    assert counter == FlopCounter(2 * block, 50 * 16, attention_of((16, None, 8), layers=2))
 
 
 def test_a_window_that_the_model_ignores_is_no_window():
     """Llama configs carry keys that Llama never reads."""
     policy = tiny_policy("llama")
     policy.config.sliding_window = 2
-    assert {window for _, window in policy.flops().attention} == {None}
+    assert [mixer.windows for mixer in policy.flops().mixers] == [[None] * 4]
 
 
 def test_masked_tokens_cost_their_row_but_no_head():
     [example] = random_examples([(3, (8, 2))], holes=True)
-    counter = FlopCounter(block_weights=10, head_weights=100, attention=())
+    counter = FlopCounter(block_weights=10, head_weights=100)
     assert counter.forward(example) == 2 * 10 * 13 + 2 * 100 * (8 - 3 + 2)
 
 
 def test_documents_and_rankings():
-    counter = FlopCounter(block_weights=1, head_weights=1, attention=((1, 3), (1, None)))
+    counter = FlopCounter(block_weights=1, head_weights=1, mixers=attention_of((1, 3, 1), (1, None, 1)))
     [document] = random_examples([(0, (5,))])
     assert counter.forward(document) == 2 * 5 + 2 * 4 + 4 * (1 + 2 + 3 + 3 + 3) + 4 * 15
     [ranking] = random_examples([(2, (1, 1, 2))])
@@ -84,7 +90,7 @@ def test_documents_and_rankings():
 
 def test_work_counts_the_prompt_as_often_as_it_is_laid():
     """One weight a block and a head, one head of width 1: 2 flops a row, 2 a logit row, 4 a visible pair."""
-    counter = FlopCounter(block_weights=1, head_weights=1, attention=((1, None),))
+    counter = FlopCounter(block_weights=1, head_weights=1, mixers=attention_of((1, None, 1)))
     [pair] = random_examples([(3, (2, 1))])
     assert counter.work(pair, share_prompt=True) == counter.forward(pair) == 2 * 6 + 2 * 3 + 4 * (6 + 9 + 4)
     assert counter.work(pair, share_prompt=False) == 2 * 9 + 2 * 3 + 4 * (15 + 10)
@@ -110,7 +116,7 @@ def test_attention_pairs_are_the_visible_entries_of_the_mask(window):
             row, column = np.arange(n)[:, None], np.arange(n)[None, :]
             mask = (column <= row) & (window is None or column > row - (window or 0))
             visible += int(mask[0 if i == 0 else p :].sum())
-        counter = FlopCounter(block_weights=0, head_weights=0, attention=((8, window),))
+        counter = FlopCounter(block_weights=0, head_weights=0, mixers=attention_of((8, window, 8)))
         assert counter.forward(example) == 4 * 8 * visible
 
 

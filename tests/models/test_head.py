@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.tiny import one_pack, random_examples, random_pairs, tiny_policy
+from tests.tiny import one_pack, random_examples, random_pairs, tiny_policy, with_row_logps
+from tuningfork.kernels.row_logps import plain as plain_rows
 from tuningfork.kernels.select import plain
 from tuningfork.models.head import Head, sum_by_answer
 from tuningfork.objective.base import Answers
@@ -251,13 +252,12 @@ def test_error_is_at_most_twice_that_of_full_logits_in_the_same_dtype(dtype, tra
 
 def recording(shapes: list[tuple[int, ...]]):
     """The plain kernels, noting the shape of every block of logits that they are given."""
-    kernels = plain()
 
     def row_logps(logits, targets, transform):
         shapes.append(tuple(logits.shape))
-        return kernels.row_logps(logits, targets, transform)
+        return plain_rows.row_logps(logits, targets, transform)
 
-    return replace(kernels, row_logps=row_logps)
+    return with_row_logps(row_logps=row_logps)
 
 
 class Watch(TorchDispatchMode):
@@ -392,13 +392,12 @@ def test_a_target_that_cannot_be_is_not_a_number_and_not_a_huge_one():
     """A vocabulary entry at minus infinity: impossible as a target, harmless elsewhere."""
     case = case_of_all_kinds(dtype=torch.float32)
     token = int(case.batch.targets[5])
-    kernels = plain()
 
     def masked(logits, targets, transform):
         logits[:, token] = float("-inf")
-        return kernels.row_logps(logits, targets, transform)
+        return plain_rows.row_logps(logits, targets, transform)
 
-    logps = Head(replace(kernels, row_logps=masked), LogitTransform(), 8192).score(case.hidden, case.weight, case.batch)
+    logps = Head(with_row_logps(row_logps=masked), LogitTransform(), 8192).score(case.hidden, case.weight, case.batch)
     hit = set(case.batch.answer_of_logit_row[case.batch.targets == token].tolist())
     for answer, logp in enumerate(logps):
         assert logp.isnan() if answer in hit else logp.isfinite()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.tiny import one_pack, random_examples, scorer_of, tiny_policy
-from tuningfork.models import attention
+from tuningfork.models.hf import attention
 from tuningfork.models.policy import Policy, head_dim, picked
 from tuningfork.records import LogitTransform
 
@@ -97,7 +97,7 @@ def test_what_a_family_does_to_its_logits(family, transform):
     ],
 )
 def test_each_layer_has_its_own_window(family, windows):
-    assert tiny_policy(family).layer_windows == windows
+    assert [mixer.windows for mixer in tiny_policy(family).mixers] == [windows]
 
 
 def test_head_dim_is_the_configs_or_the_share_of_the_hidden_size():

@@ -12,7 +12,7 @@ import torch
 
 from tests.test_architecture import ROOT, imports, name_of
 from tests.tiny import limits_of, one_pack, random_pairs, scorer_of, tiny_model, tiny_policy
-from tuningfork.models.load import Loaded
+from tuningfork.models.hf.load import Loaded
 from tuningfork.models.policy import Policy
 from tuningfork.models.scorer import Scorer
 from tuningfork.objective.config import ObjectiveConfig
@@ -26,21 +26,29 @@ from tuningfork.train.session import Session
 from tuningfork.train.setup.reference import open_reference
 
 # From token ids and a model folder to a log-prob.
-STEPS = ("data.pack", "data.layout", "models.load", "models.policy", "kernels.select", "models.head", "models.scorer")
+STEPS = (
+    "data.packing.pack",
+    "data.packing.layout",
+    "models.hf.load",
+    "models.policy",
+    "kernels.select",
+    "models.head",
+    "models.scorer",
+)
 DECIDE_NO_BIT = {
     "errors": "what a user can mend",
     "wording": "words",
     "files": "opens files that are whole",
     "json_files": "reads small files with bounds",
-    "models.checks": "refuses what is wrong in a model's files",
+    "models.hf.checks": "refuses what is wrong in a model's files",
     "models.config": "what a setting may be",
-    "models.digests": "refuses an export that was spoilt",
+    "models.hf.digests": "refuses an export that was spoilt",
     "models.flops": "counts what a token costs",
-    "models.folder": "what lies beside the weights; the model's config is in the fingerprint",
-    "models.support": "refuses models, and examples that are too long for one",
-    "models.tokenizer_file": "refuses tokenizers that ask for too much",
-    "models.trust": "refuses folders that ask for code of others",
-    "models.weights": "brings weights into memory, where they are digested",
+    "models.hf.folder": "what lies beside the weights; the model's config is in the fingerprint",
+    "models.hf.support": "refuses models, and examples that are too long for one",
+    "models.hf.tokenizer_file": "refuses tokenizers that ask for too much",
+    "models.hf.trust": "refuses folders that ask for code of others",
+    "models.hf.safetensors_reader": "brings weights into memory, where they are digested",
     "data.store": "where examples lie; their content is the key of what is scored",
     "data.bins": "which pack an example lies in; its log-prob is the same in any, which every start checks",
 }
@@ -59,7 +67,7 @@ def test_every_module_on_the_way_of_a_log_prob_is_digested_or_known_to_decide_no
     digested = {name_of(file) for file in scoring_files()}
     packages = {module for module in on_the_way() if (ROOT / module.replace(".", "/") / "__init__.py").exists()}
     assert on_the_way() - packages - digested == set(DECIDE_NO_BIT)
-    assert {"models.attention", "kernels.attention._fork_kernels", "kernels.row_logps.fast", "records"} < digested
+    assert {"models.hf.attention", "kernels.attention._fork_kernels", "kernels.row_logps.fast", "records"} < digested
     assert all((ROOT / name).exists() for name in code.SCORING)
 
 

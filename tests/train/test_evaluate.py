@@ -22,7 +22,7 @@ from tuningfork.data.packing.loader import EpochOrder, PackLoader, build_packs
 from tuningfork.data.packing.pack import PackLimits
 from tuningfork.errors import ReferenceMismatch
 from tuningfork.models.head import Head
-from tuningfork.models.load import Loaded
+from tuningfork.models.hf.load import Loaded
 from tuningfork.models.policy import Policy
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.records import Source, TokenExample

@@ -12,13 +12,23 @@ import pytest
 import torch
 import transformers
 
-from tests.tiny import head_of, limits_of, random_examples, random_pairs, score_alone, scorer_of, tiny_policy
+from tests.tiny import (
+    head_of,
+    limits_of,
+    random_examples,
+    random_pairs,
+    score_alone,
+    scorer_of,
+    tiny_policy,
+    with_row_logps,
+)
 from tuningfork.data.packing.layout import build_pack
 from tuningfork.data.packing.loader import build_packs
 from tuningfork.errors import DataError, NonFiniteError, ReferenceMismatch
+from tuningfork.kernels.row_logps import plain as plain_rows
 from tuningfork.kernels.select import plain
-from tuningfork.models import attention
-from tuningfork.models.load import Loaded
+from tuningfork.models.hf import attention
+from tuningfork.models.hf.load import Loaded
 from tuningfork.models.policy import Policy
 from tuningfork.models.scorer import Scorer
 from tuningfork.objective.config import ObjectiveConfig
@@ -430,15 +440,14 @@ def test_rows_that_the_objective_refuses_have_no_loss(answers):
 def test_a_log_prob_above_zero_is_refused():
     """verl#2656: probabilities above 1 come from a broken kernel, and train anyway."""
     policy = fresh_policy(dtype=torch.float32)
-    kernels = policy.kernels
 
     def wrong(logits, targets, transform):
-        logps, lse = kernels.row_logps(logits, targets, transform)
+        logps, lse = plain_rows.row_logps(logits, targets, transform)
         return -logps, lse
 
     pairs = random_pairs(3)
     before = {key: t.clone() for key, t in policy.model.state_dict().items()}
-    scorer = Scorer(policy, replace(head_of(policy), kernels=replace(kernels, row_logps=wrong)))
+    scorer = Scorer(policy, replace(head_of(policy), kernels=with_row_logps(row_logps=wrong)))
     objective = ObjectiveConfig().build()
     batch = StepBatch.of(build_packs(pairs, limits_of()), objective, np.full(6, -20.0))
     with pytest.raises(NonFiniteError, match=r"answer 0 of random:1 is .*, above 0"):

@@ -1,51 +1,82 @@
-"""The only place that chooses a kernel: once per run, written to the log, never silently changed later."""
+"""The only place that chooses a kernel: once per run, written to the log, never silently changed later.
+
+An *op* is what a layer asks for, by the name of its folder here. Each has a *form* in plain PyTorch and a fast one: a
+module, or a class, with the op's functions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from tuningfork.errors import ModelError
 from tuningfork.kernels.attention.plain import PlainAttention
 from tuningfork.kernels.row_logps import plain as plain_rows
-from tuningfork.records import LogitTransform
+
+Sizes = Mapping[str, int]
+"""What a model asks of an op's form, such as the width of its attention heads: keywords of the functions of _FAST."""
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of a run, and a name for each that goes into the log and the reference's fingerprint."""
+    """The kernels of a run, by op.
 
-    attention: type
-    row_logps: Callable[[Tensor, Tensor, LogitTransform], tuple[Tensor, Tensor]]
-    logits_gradient: Callable[[Tensor, Tensor, Tensor, Tensor, LogitTransform, Tensor], Tensor]
-    names: dict[str, str]
+    forms: what runs each op.
+    names: of these forms; they go into the log and the reference's fingerprint.
+    """
+
+    forms: Mapping[str, Any]
+    names: Mapping[str, str]
+
+    def __getitem__(self, op: str) -> Any:
+        return self.forms[op]
+
+    def __deepcopy__(self, _: Any) -> Kernels:
+        return self  # nothing in it changes, and modules have no copies
 
 
-def select(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernels:
-    """Choose kernels for a device, a compute dtype and the widest attention head: Triton on a GPU, plain elsewhere.
+def select(ops: Mapping[str, Sizes], device: torch.device, dtype: torch.dtype) -> Kernels:
+    """Choose kernels for the ops that a model and its head ask for: Triton on a GPU, plain elsewhere.
 
-    One choice serves all layers, also where they differ in the width of their heads.
+    One choice serves all layers, also where they differ in their sizes.
 
     Raises:
-        ModelError: heads are wider than the GPU's kernel takes.
+        ModelError: sizes are larger than the GPU's kernel takes.
     """
     if device.type != "cuda" or dtype == torch.float64:
-        return plain()
+        return plain(ops)
+    chosen = {op: _FAST[op](**sizes) for op, sizes in ops.items()}
+    return Kernels({op: form for op, (_, form) in chosen.items()}, {op: name for op, (name, _) in chosen.items()})
+
+
+def plain(ops: Iterable[str] | None = None) -> Kernels:
+    """The plain kernels of some ops, or of all: what every fast one is tested against."""
+    wanted = tuple(_PLAIN if ops is None else ops)
+    return Kernels({op: _PLAIN[op] for op in wanted}, dict.fromkeys(wanted, "plain"))
+
+
+# --- the ops and their forms ------------------------------------------------------------------------------------------
+
+
+def _fork_attention(head_width: int) -> tuple[str, Any]:
     from tuningfork.kernels.attention.fork import WIDEST_HEAD, ForkAttention
+
+    if head_width > WIDEST_HEAD:
+        raise ModelError(
+            f"Attention on a GPU takes heads up to {WIDEST_HEAD} wide, these have {head_width}. Use train.device: cpu."
+        )
+    return "fork", ForkAttention
+
+
+def _triton_row_logps() -> tuple[str, Any]:
     from tuningfork.kernels.row_logps import fast
 
-    if head_dim > WIDEST_HEAD:
-        raise ModelError(
-            f"Attention on a GPU takes heads up to {WIDEST_HEAD} wide, these have {head_dim}. Use train.device: cpu."
-        )
-    names = {"attention": "fork", "row_logps": "triton"}
-    return Kernels(ForkAttention, fast.row_logps, fast.logits_gradient, names)
+    return "triton", fast
 
 
-def plain() -> Kernels:
-    """The plain kernels: what every fast one is tested against."""
-    names = {"attention": "plain", "row_logps": "plain"}
-    return Kernels(PlainAttention, plain_rows.row_logps, plain_rows.logits_gradient, names)
+_PLAIN: dict[str, Any] = {"attention": PlainAttention, "row_logps": plain_rows}
+_FAST: dict[str, Callable[..., tuple[str, Any]]] = {"attention": _fork_attention, "row_logps": _triton_row_logps}
+"""Name and form of each op's fast kernel for some sizes; Triton is imported only where it is used."""

@@ -8,35 +8,30 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from tuningfork.models.mixers.mixer import Mixer
 from tuningfork.records import TokenExample
-
-Attention = tuple[int, int | None]  # heads x head_dim, window
 
 
 @dataclass(frozen=True, slots=True)
 class FlopCounter:
     """What one token costs. Forward; the backward pass is twice the forward, but for what takes no part in it.
 
-    block_weights: weights used in matrix products below the head (2 flops each per row). What runs several times in a
-        forward pass counts as often.
+    block_weights: weights used in matrix products below the head (2 flops each per token). What runs several times in
+        a forward pass counts as often.
     head_weights: vocabulary x hidden size (2 flops each per logit row).
-    attention: for each of its calls (heads x head_dim, window); 4 flops per (query, key) pair that mask and window
-        allow.
-    forward_only_weights, forward_only_attention: of these, what a model computes without gradients, as models do that
-        run their layers in cycles and train the last ones only.
+    mixers: each knows what it costs beside its products with weights.
+    forward_only_weights: of the block weights, those of what a model computes without gradients, as models do that run
+        their layers in cycles and train the last ones only.
     """
 
     block_weights: int
     head_weights: int
-    attention: tuple[Attention, ...]
+    mixers: tuple[Mixer, ...] = ()
     forward_only_weights: int = 0
-    forward_only_attention: tuple[Attention, ...] = ()
 
     def forward(self, example: TokenExample) -> int:
         """Flops to score one example."""
-        logit_rows = sum(example.answer_tokens(i) for i in range(len(example.answers)))
-        below = _flops(self.block_weights, self.attention, example)
-        return below + 2 * self.head_weights * logit_rows
+        return self._products(example) + sum(mixer.cost(example).forward for mixer in self.mixers)
 
     def work(self, example: TokenExample, share_prompt: bool) -> int:
         """Flops that a pack's layout makes of one example: without sharing, its prompt again for every answer."""
@@ -47,28 +42,13 @@ class FlopCounter:
     def training(self, examples: Iterable[TokenExample]) -> int:
         """Flops of one forward and backward pass."""
         return sum(
-            3 * self.forward(example) - 2 * _flops(self.forward_only_weights, self.forward_only_attention, example)
+            3 * self._products(example)
+            - 2 * (2 * self.forward_only_weights * example.unique_tokens)
+            + sum(sum(mixer.cost(example)) for mixer in self.mixers)
             for example in examples
         )
 
-
-def _flops(weights: int, attention: tuple[Attention, ...], example: TokenExample) -> int:
-    """Forward flops of products with so many weights and of so much attention, on the unique tokens of an example."""
-    flops = 2 * weights * example.unique_tokens
-    for window in {window for _, window in attention}:
-        width = sum(w for w, layer_window in attention if layer_window == window)
-        flops += 4 * width * _visible_pairs(example, window)
-    return flops
-
-
-def _visible_pairs(example: TokenExample, window: int | None) -> int:
-    """(query, key) pairs of the prompt once and of each answer after it."""
-    p = len(example.prompt_ids)
-    prompt = _causal_pairs(p, window)
-    return prompt + sum(_causal_pairs(p + len(a.ids), window) - prompt for a in example.answers)
-
-
-def _causal_pairs(n: int, window: int | None) -> int:
-    """Pairs of a sequence of n: sum over t = 1..n of min(t, window)."""
-    w = n if window is None else min(window, n)
-    return w * (w + 1) // 2 + (n - w) * w
+    def _products(self, example: TokenExample) -> int:
+        """Forward flops of products with weights, the head's on the tokens that predict a counted one."""
+        logit_rows = sum(example.answer_tokens(i) for i in range(len(example.answers)))
+        return 2 * (self.block_weights * example.unique_tokens + self.head_weights * logit_rows)

@@ -81,7 +81,7 @@ class Head:
                     logits = piece.logits if piece.logits is not None else projection.logits(rows[piece.rows])
                     d_logps = d_sums.to(piece.lse.dtype)[batch.answer_of_logit_row[piece.rows] - chunk.answers.start]
                     d_logits = _as_factor(logits, rows.dtype)
-                    self.kernels.logits_gradient(
+                    self.kernels["row_logps"].logits_gradient(
                         logits, batch.targets[piece.rows], piece.lse, d_logps, self.transform, d_logits
                     )
                     torch.mm(d_logits, projection.weight, out=d_rows[piece.rows])
@@ -105,7 +105,7 @@ class Head:
         for start in range(chunk.rows.start, chunk.rows.stop, self.chunk_rows):
             rows = slice(start, min(start + self.chunk_rows, chunk.rows.stop))
             logits = projection.logits(hidden[rows])
-            logps, lse = self.kernels.row_logps(logits, batch.targets[rows], self.transform)
+            logps, lse = self.kernels["row_logps"].row_logps(logits, batch.targets[rows], self.transform)
             pieces.append(_Piece(rows, logits if chunk.is_whole(rows) else None, logps, lse))
         answers = batch.answer_of_logit_row[chunk.rows] - chunk.answers.start
         row_logps = torch.cat([piece.logps for piece in pieces]) if pieces else hidden.new_zeros(0)

@@ -1,27 +1,35 @@
-"""The policy: a transformers model that runs packs and hands out the hidden states of logit rows."""
+"""The policy: a transformers model as a backbone, with kernels, compiler and activation memory under it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tuningfork.errors import ModelError
-from tuningfork.kernels.select import Kernels, plain, select
-from tuningfork.models import activations, attention, compiler
+from tuningfork.kernels.select import Kernels, Sizes, plain, select
+from tuningfork.models import activations, compiler
 from tuningfork.models.flops import FlopCounter
-from tuningfork.models.watch import watch
+from tuningfork.models.hf import attention
+from tuningfork.models.hf.load import comparable
+from tuningfork.models.hf.support import positions
+from tuningfork.models.hf.watch import watch
+from tuningfork.models.mixers.mixer import Mixer
 from tuningfork.records import LogitTransform, PackedBatch
+
+_HEAD_OPS: Mapping[str, Sizes] = {"row_logps": {}}
 
 
 class Policy:
-    """A model under training, or frozen.
+    """A model under training, or frozen: the backbone (backbone.py) of any class of transformers.
 
-    Matrix products run in `dtype`, with `kernels` under the attention interface. Weights are float32, or their matrices
-    bfloat16 (`hold_weights`); below float32 the model runs under autocast, since the two may meet.
+    Matrix products run in `dtype`, with `kernels` under its mixers. Weights are float32, or their matrices bfloat16
+    (`hold_weights`); below float32 the model runs under autocast, since the two may meet.
     """
 
     def __init__(self, model: PreTrainedModel, kernels: Kernels, dtype: torch.dtype) -> None:
@@ -32,24 +40,31 @@ class Policy:
         self.transform = _logit_transform(self.config)
         self.compiled = False
         self.activation_memory = "none"  # see activations.py
-        attention.hand_down(model)
+        attention.patch(model)
         self._watched = watch(model, self._precision())
 
     @classmethod
     def fast(cls, model: PreTrainedModel, dtype: torch.dtype) -> Policy:
         """A policy with the best kernels for the device that the model is on."""
         policy = cls.plain(model, dtype)
-        policy.kernels = select(policy.device, dtype, policy.widest_head)
+        policy.kernels = select(policy.ops, policy.device, dtype)
         return policy
 
     @classmethod
     def plain(cls, model: PreTrainedModel, dtype: torch.dtype) -> Policy:
         """A policy with plain kernels, which every other is measured against."""
-        return cls(model, plain(), dtype)
+        policy = cls(model, plain(), dtype)
+        policy.kernels = plain(policy.ops)
+        return policy
 
     @property
     def has_plain_kernels(self) -> bool:
-        return self.kernels == plain()
+        return self.kernels == plain(self.kernels.forms)
+
+    @property
+    def ops(self) -> dict[str, Sizes]:
+        """What its mixers and the head ask of kernels/."""
+        return {op: sizes for ops in (*(mixer.ops for mixer in self.mixers), _HEAD_OPS) for op, sizes in ops.items()}
 
     @property
     def device(self) -> torch.device:
@@ -73,24 +88,30 @@ class Policy:
         return self._watched.blocks
 
     @property
-    def layer_windows(self) -> list[int | None]:
-        """The window of each call of attention in a forward pass; None sees the whole sequence."""
-        return [call.window for call in self._watched.attention]
+    def mixers(self) -> tuple[Mixer, ...]:
+        return self._watched.mixers
 
     @property
-    def widest_head(self) -> int:
-        """Width of the widest attention head of all layers."""
-        return max(call.widest for call in self._watched.attention)
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def positions(self) -> int | None:
+        return positions(self.config)
+
+    def config_digest(self) -> str:
+        """A content hash of what of the config decides the model's numbers."""
+        return xxhash.xxh3_128_hexdigest(repr(sorted(comparable(self.config).items())).encode())
 
     def hidden_rows(self, batch: PackedBatch) -> Tensor:
         """Final hidden states of the pack's logit rows, [R, D] in the compute dtype."""
-        fork = self.kernels.attention.prepare(batch.layout)  # type: ignore[attr-defined]
+        prepared = {mixer.keyword: mixer.prepare(batch.layout, self.kernels) for mixer in self.mixers}
         with self._precision():
             hidden = self.model.base_model(
                 input_ids=batch.input_ids[None],
                 position_ids=batch.layout.position_of_row[None],
                 use_cache=False,
-                fork=fork,
+                **prepared,
             ).last_hidden_state[0]
         return picked(hidden, batch.logit_rows).to(self.dtype)
 
@@ -135,13 +156,7 @@ class Policy:
     def flops(self) -> FlopCounter:
         """What a token costs in this model."""
         seen = self._watched
-        return FlopCounter(
-            seen.weights,
-            self.head_weight.numel(),
-            tuple((call.width, call.window) for call in seen.attention),
-            forward_only_weights=seen.forward_only,
-            forward_only_attention=tuple((call.width, call.window) for call in seen.attention if not call.backward),
-        )
+        return FlopCounter(seen.weights, self.head_weight.numel(), self.mixers, forward_only_weights=seen.forward_only)
 
 
 def picked(hidden: Tensor, rows: Tensor) -> Tensor:

@@ -24,14 +24,15 @@ SCORING = (
     "data/packing/layout.py",
     "data/packing/pack.py",
     "models/activations.py",
-    "models/attention.py",
     "models/compiler.py",
     "models/head.py",
-    "models/load.py",
+    "models/hf/attention.py",
+    "models/hf/load.py",
+    "models/hf/watch.py",  # finds the blocks that are compiled
+    "models/mixers",
     "models/offload.py",
     "models/policy.py",
     "models/scorer.py",
-    "models/watch.py",  # finds the blocks that are compiled
     "kernels",
 )
 """Files and folders of the package that a log-prob goes through, from token ids and a model in memory to the sum.

@@ -10,8 +10,8 @@ import torch
 from tuningfork.errors import RunFolderError
 from tuningfork.files import explained, read_plain, whole_folder
 from tuningfork.json_files import as_object
-from tuningfork.models import digests, export
-from tuningfork.models.load import load_config
+from tuningfork.models.hf import digests, export
+from tuningfork.models.hf.load import load_config
 from tuningfork.report.files import write_json
 from tuningfork.report.run.console import Console
 from tuningfork.train import checkpoint

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tuningfork.errors import ConfigError
-from tuningfork.models.load import bears_8_bits
+from tuningfork.models.hf.load import bears_8_bits
 from tuningfork.train.config import TrainConfig
 
 

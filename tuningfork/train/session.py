@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tuningfork.data.packing.loader import packs_in_windows
 from tuningfork.data.packing.pack import PackLimits
 from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
-from tuningfork.models.load import Loaded
+from tuningfork.models.hf.load import Loaded
 from tuningfork.models.policy import Policy
 from tuningfork.models.scorer import Scorer
 from tuningfork.objective.base import Objective

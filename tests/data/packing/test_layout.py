@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.tiny import random_examples
 from tuningfork.data.packing.layout import build_pack
-from tuningfork.records import ForkLayout, PackedBatch, Source, TokenAnswer, TokenExample
+from tuningfork.records import ROOT, ForkLayout, PackedBatch, Segment, Source, TokenAnswer, TokenExample
 
 SHAPE = st.tuples(st.integers(0, 20), st.lists(st.integers(1, 12), min_size=1, max_size=3).map(tuple))
 SHAPES = st.lists(SHAPE, min_size=1, max_size=12)
@@ -26,7 +26,7 @@ class Obvious:
     ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     sequence: list[list[int]] = field(default_factory=list)  # of each row: its own sequence up to itself
-    segments: list[tuple[list[int], list[int]]] = field(default_factory=list)  # (own rows, rows of the prompt)
+    segments: list[tuple[list[int], list[int]]] = field(default_factory=list)  # (own rows, rows of its ancestors)
     logit_rows: list[int] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
     answer_of_logit_row: list[int] = field(default_factory=list)
@@ -64,17 +64,24 @@ def obvious(examples: list[TokenExample], share_prompt: bool) -> Obvious:
 
 
 def segments_of(layout: ForkLayout) -> list[tuple[list[int], list[int]]]:
-    """(own rows, rows of the prompt) of each entry in use, as an attention kernel reads them."""
-    table = layout.segments.tolist()
-    return [(list(range(a, b)), list(range(c, d))) for a, b, c, d, _ in table if a != b]
+    """(own rows, rows of the ancestors) of each entry in use, as an attention kernel reads them."""
+    return [
+        (list(range(s.start, s.end)), list(range(s.ancestors_start, s.ancestors_end)))
+        for s in entries(layout)
+        if s.start != s.end
+    ]
+
+
+def entries(layout: ForkLayout) -> list[Segment]:
+    return [Segment(*entry) for entry in layout.segments.tolist()]
 
 
 def visible(layout: ForkLayout) -> np.ndarray:
-    """bool [T, T]: which row sees which, by the first four columns alone."""
+    """bool [T, T]: which row sees which, by segments' own rows and their ancestors' alone."""
     mask = np.zeros((len(layout.position_of_row),) * 2, dtype=bool)
-    for rows, prompt in segments_of(layout):
+    for rows, ancestors in segments_of(layout):
         for i, row in enumerate(rows):
-            mask[row, prompt] = True
+            mask[row, ancestors] = True
             mask[row, rows[: i + 1]] = True
     return mask
 
@@ -124,13 +131,31 @@ def test_segments_tile_the_rows_and_the_table_has_few_lengths(shapes, padding, s
     assert torch.equal(table[:count], used)
     assert len(table) % 32 == 0 and 0 <= len(table) - count < 32
     # An empty entry reads and writes nothing, whatever it is taken for.
-    start, end, prompt, prompt_end, seen_until = table[count:].unbind(1)
-    assert torch.equal(start, end) and torch.equal(prompt, prompt_end) and torch.equal(start, seen_until)
-    # A prompt is a whole segment, lies in front of its answer and has no prompt itself.
-    borders = {(int(a), int(b)): bool(d > c) for a, b, c, d, _ in used}
-    for a, _, c, d, _ in used.tolist():
-        assert c <= d <= a
-        assert c == d or borders[c, d] is False
+    for empty in (Segment(*entry) for entry in table[count:].tolist()):
+        assert empty.start == empty.end == empty.subtree_end and empty.parent == ROOT
+        assert empty.ancestors_start == empty.ancestors_end
+
+
+@settings(max_examples=80, deadline=None)
+@given(shapes=SHAPES, padding=PADDING, share=st.booleans())
+def test_entries_form_trees_that_lie_depth_first(shapes, padding, share):
+    batch, examples, _ = pack_of(shapes, padding, share)
+    table = entries(batch.layout)
+    for place, segment in enumerate(table):
+        if segment.parent == ROOT:
+            assert segment.ancestors_start == segment.ancestors_end <= segment.start
+            continue
+        # A parent comes before its children, is a whole segment, and all of a child's subtree lies within the parent's.
+        parent = table[segment.parent]
+        assert 0 <= segment.parent < place and parent.parent == ROOT
+        assert (segment.ancestors_start, segment.ancestors_end) == (parent.start, parent.end)
+        assert parent.end <= segment.start <= segment.subtree_end <= parent.subtree_end
+    # They are the segments that the examples themselves speak of, and after which costs are counted.
+    trees = examples if share else [alone for example in examples for alone in example.alone()]
+    expected = [sizes for example in trees for sizes in example.segments]
+    found = [(s.ancestors_end - s.ancestors_start, s.end - s.start) for s in table[: len(expected)]]
+    assert found == expected
+    assert all(segment.parent == ROOT for segment in table[len(expected) :])
 
 
 @settings(max_examples=80, deadline=None)
@@ -149,16 +174,17 @@ def test_a_row_sees_its_own_sequence_up_to_itself(shapes, padding, share):
 
 @settings(max_examples=120, deadline=None)
 @given(shapes=SHAPES, padding=PADDING, share=st.booleans())
-def test_the_last_column_ends_right_where_a_segment_is_seen_no_more(shapes, padding, share):
+def test_a_subtree_ends_right_where_its_root_is_seen_no_more(shapes, padding, share):
     """A kernel takes the gradient of a segment's keys from all rows between: each must see them, none may lack."""
     batch, _, _ = pack_of(shapes, padding, share)
     mask = visible(batch.layout)
-    for start, end, _, _, seen_until in batch.layout.segments.tolist():
+    for segment in entries(batch.layout):
+        start, end = segment.start, segment.end
         if start < end:
             seers = np.flatnonzero(mask[:, start:end].any(axis=1))
-            assert seen_until == seers[-1] + 1
-            assert seers.tolist() == list(range(start, seen_until))
-            assert mask[end:seen_until, start:end].all()
+            assert segment.subtree_end == seers[-1] + 1
+            assert seers.tolist() == list(range(start, segment.subtree_end))
+            assert mask[end : segment.subtree_end, start:end].all()
 
 
 @settings(max_examples=60, deadline=None)
@@ -203,15 +229,31 @@ def hand_made(prompt: list[int], *answers: tuple[list[int], list[bool]]) -> Toke
 
 
 def used_and_rest(layout: ForkLayout) -> tuple[list[list[int]], list[list[int]]]:
-    """The entries in use, and those behind them. An empty prompt may lie anywhere: here it is where its segment is."""
+    """The entries in use, and those behind them. An empty run may lie anywhere: here it is where its segment is."""
     table = layout.segments.tolist()
-    used = [[a, b, *((c, d) if c < d else (a, a)), e] for a, b, c, d, e in table if a < b]
+    used = [[a, b, up, *((c, d) if c < d else (a, a)), e] for a, b, up, c, d, e in table if a < b]
     return used, table[len(used) :]
+
+
+def unused(rows: int, entries: int) -> list[list[int]]:
+    return [[rows, rows, ROOT, rows, rows, rows]] * entries
 
 
 PAIR = hand_made([10, 11], ([20, 21, 22], [True, False, True]), ([30, 31], [True, True]))
 DOCUMENT = hand_made([], ([40, 41, 42], [True, True, True]))
 ONE_TOKEN = hand_made([50], ([60], [True]), ([70], [True]), ([80], [True]))
+
+
+def test_the_pack_that_is_drawn_where_layouts_are_defined():
+    example = hand_made([1, 2, 3], ([4, 5], [True] * 2), ([6, 7, 8, 9], [True] * 4))
+    assert example.segments == [(0, 3), (3, 2), (3, 4)]
+    shared, unshared = (
+        build_pack([example], 9, share_prompt=True).layout,
+        build_pack([example], 12, share_prompt=False).layout,
+    )
+    assert shared.position_of_row.tolist() == [0, 1, 2, 3, 4, 3, 4, 5, 6]
+    assert entries(shared)[:3] == [(0, 3, ROOT, 0, 0, 9), (3, 5, 0, 0, 3, 5), (5, 9, 0, 0, 3, 9)]
+    assert [entry.parent for entry in entries(unshared)[:4]] == [ROOT, 0, ROOT, 2]
 
 
 def test_a_shared_pack_written_out_by_hand():
@@ -221,17 +263,17 @@ def test_a_shared_pack_written_out_by_hand():
     assert batch.layout.position_of_row.tolist() == [0, 1, 2, 3, 4, 2, 3, 0, 1, 2, 0, 1, 1, 1, 0, 1, 2, 3]
     used, rest = used_and_rest(batch.layout)
     assert used == [
-        [0, 2, 0, 0, 7],  # the pair's prompt, seen to the end of its second answer
-        [2, 5, 0, 2, 5],
-        [5, 7, 0, 2, 7],
-        [7, 10, 7, 7, 10],  # the document
-        [10, 11, 10, 10, 14],  # one token, seen by three answers of one token
-        [11, 12, 10, 11, 12],
-        [12, 13, 10, 11, 13],
-        [13, 14, 10, 11, 14],
-        [14, 18, 14, 14, 18],  # padding
+        [0, 2, ROOT, 0, 0, 7],  # the pair's prompt, seen to the end of its second answer
+        [2, 5, 0, 0, 2, 5],
+        [5, 7, 0, 0, 2, 7],
+        [7, 10, ROOT, 7, 7, 10],  # the document
+        [10, 11, ROOT, 10, 10, 14],  # one token, seen by three answers of one token
+        [11, 12, 4, 10, 11, 12],
+        [12, 13, 4, 10, 11, 13],
+        [13, 14, 4, 10, 11, 14],
+        [14, 18, ROOT, 14, 14, 18],  # padding
     ]
-    assert rest == [[18] * 5] * 23
+    assert rest == unused(18, 23)
     # 20 and 30 are both predicted by row 1, the last of the prompt; the masked 21 and the document's 40 by none.
     assert batch.logit_rows.tolist() == [1, 3, 1, 5, 7, 8, 10, 10, 10]
     assert batch.targets.tolist() == [20, 22, 30, 31, 41, 42, 60, 70, 80]
@@ -247,14 +289,14 @@ def test_an_unshared_pack_written_out_by_hand():
     used, rest = used_and_rest(batch.layout)
     # Each answer has its own prompt; the second copy of it must not see the first.
     assert used == [
-        [0, 2, 0, 0, 5],
-        [2, 5, 0, 2, 5],
-        [5, 7, 5, 5, 9],
-        [7, 9, 5, 7, 9],
-        [9, 12, 9, 9, 12],
-        [12, 15, 12, 12, 15],
+        [0, 2, ROOT, 0, 0, 5],
+        [2, 5, 0, 0, 2, 5],
+        [5, 7, ROOT, 5, 5, 9],
+        [7, 9, 2, 5, 7, 9],
+        [9, 12, ROOT, 9, 9, 12],
+        [12, 15, ROOT, 12, 12, 15],
     ]
-    assert rest == [[15] * 5] * 26
+    assert rest == unused(15, 26)
     assert batch.logit_rows.tolist() == [1, 3, 6, 7, 9, 10]
     assert batch.targets.tolist() == [20, 22, 30, 31, 41, 42]
     assert batch.answer_of_logit_row.tolist() == [0, 0, 1, 1, 2, 2]
@@ -265,8 +307,8 @@ def test_a_pack_may_be_filled_to_the_last_row():
     batch = build_pack([PAIR], 7, share_prompt=True)
     used, rest = used_and_rest(batch.layout)
     assert batch.input_ids.tolist() == [10, 11, 20, 21, 22, 30, 31]
-    assert used == [[0, 2, 0, 0, 7], [2, 5, 0, 2, 5], [5, 7, 0, 2, 7]]
-    assert rest == [[7] * 5] * 29
+    assert used == [[0, 2, ROOT, 0, 0, 7], [2, 5, 0, 0, 2, 5], [5, 7, 0, 0, 2, 7]]
+    assert rest == unused(7, 29)
     assert batch.used_slots == 7
 
 
@@ -275,8 +317,8 @@ def test_forked_answers_of_an_empty_prompt_stand_alone(share):
     pair = hand_made([], ([20, 21], [True, True]), ([30], [True]))
     batch = build_pack([pair], 6, share)
     assert batch.layout.position_of_row.tolist() == [0, 1, 0, 0, 1, 0]
-    padding = [[3, 5, 3, 3, 5], [5, 6, 5, 5, 6]]  # no longer than the longer answer
-    assert used_and_rest(batch.layout)[0] == [[0, 2, 0, 0, 2], [2, 3, 2, 2, 3], *padding]
+    padding = [[3, 5, ROOT, 3, 3, 5], [5, 6, ROOT, 5, 5, 6]]  # no longer than the longer answer
+    assert used_and_rest(batch.layout)[0] == [[0, 2, ROOT, 0, 0, 2], [2, 3, ROOT, 2, 2, 3], *padding]
     assert batch.logit_rows.tolist() == [0]  # 21 after 20; the first token of neither answer has a predictor
     assert batch.targets.tolist() == [21]
     assert batch.answer_lengths == [1, 0]
@@ -286,9 +328,9 @@ def test_an_empty_prompt_does_not_take_its_neighbours():
     """What was the prompt of the example before, and how far it is seen, ends with that example."""
     batch = build_pack([PAIR, hand_made([], ([40], [True]), ([41], [True])), PAIR], 16, share_prompt=True)
     assert used_and_rest(batch.layout)[0] == [
-        *([0, 2, 0, 0, 7], [2, 5, 0, 2, 5], [5, 7, 0, 2, 7]),
-        *([7, 8, 7, 7, 8], [8, 9, 8, 8, 9]),
-        *([9, 11, 9, 9, 16], [11, 14, 9, 11, 14], [14, 16, 9, 11, 16]),
+        *([0, 2, ROOT, 0, 0, 7], [2, 5, 0, 0, 2, 5], [5, 7, 0, 0, 2, 7]),
+        *([7, 8, ROOT, 7, 7, 8], [8, 9, ROOT, 8, 8, 9]),
+        *([9, 11, ROOT, 9, 9, 16], [11, 14, 5, 9, 11, 14], [14, 16, 5, 9, 11, 16]),
     ]
 
 
@@ -304,7 +346,7 @@ def test_masks_at_the_ends_of_an_answer():
 @pytest.mark.parametrize(("documents", "padding", "entries"), [(31, 0, 32), (31, 1, 32), (32, 0, 32), (32, 1, 64)])
 def test_the_table_of_segments_has_a_multiple_of_32_entries(documents, padding, entries):
     batch = build_pack(random_examples([(0, (2,))] * documents), 2 * documents + padding, share_prompt=True)
-    assert batch.layout.segments.shape == (entries, 5)
+    assert batch.layout.segments.shape == (entries, 6)
 
 
 def test_layout_dtypes_are_what_kernels_take():
@@ -314,7 +356,7 @@ def test_layout_dtypes_are_what_kernels_take():
     int64 = (batch.input_ids, batch.logit_rows, batch.targets, batch.answer_of_logit_row, layout.position_of_row)
     assert {t.dtype for t in int64} == {torch.int64}
     assert layout.segments.dtype == torch.int32
-    assert layout.segments.is_contiguous()  # kernels read entry s at 5·s
+    assert layout.segments.is_contiguous()  # kernels read entry s at 6·s
 
 
 @pytest.mark.parametrize("share", [True, False])

@@ -17,7 +17,7 @@ from tuningfork.data.packing.pack import PackLimits
 from tuningfork.data.summary import cost
 from tuningfork.data.summary.cost import FirstSteps, count_cost, padded_slots, plan_run
 from tuningfork.data.summary.records import Cost, RunPlan
-from tuningfork.records import TokenExample
+from tuningfork.records import Segment, TokenExample
 
 
 def order_of(examples: list[TokenExample], per_step: int, epochs: float = 1.0) -> EpochOrder:
@@ -89,17 +89,17 @@ def test_tokens_and_attention_by_hand() -> None:
     )
 )
 def test_shared_attention_is_what_the_layout_lets_see(shapes: list[tuple[int, list[int]]]) -> None:
-    """Counted from the segments of real packs: rows that see themselves causally, and their prompt before."""
+    """Counted from the segments of real packs: rows that see themselves causally, and their ancestors before."""
     examples = random_examples(shapes)
     order = order_of(examples, 4)
     seen = {}
     for share in (True, False):
         seen[share] = 0
         for pack in build_packs(examples, limits_of(128, share)):
-            for start, end, before, until, _ in pack.layout.segments.tolist():
-                if start < pack.used_slots:
-                    rows = end - start
-                    seen[share] += rows * (rows + 1) // 2 + rows * (until - before)
+            for segment in (Segment(*entry) for entry in pack.layout.segments.tolist()):
+                if segment.start < pack.used_slots:
+                    rows, above = segment.end - segment.start, segment.ancestors_end - segment.ancestors_start
+                    seen[share] += rows * (rows + 1) // 2 + rows * above
     found = cost_of(examples, order, limits_of())
     assert (found.attention_pairs_shared, found.attention_pairs) == (seen[True], seen[False])
 

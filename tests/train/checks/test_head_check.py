@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tiny import FAMILIES, scorer_of, tiny_model
+from tests.tiny import FAMILIES, scorer_of, tiny_model, with_row_logps
 from tuningfork.errors import ModelError
 from tuningfork.kernels.row_logps import plain as plain_rows
 from tuningfork.kernels.select import plain
@@ -59,7 +59,7 @@ def without_transform(logits, targets, lse, grad, transform, out):
     ],
 )
 def test_a_wrong_kernel_is_named(change, said, dtype):
-    policy = Policy(tiny_model("granite", torch.float32), replace(plain(), **change), dtype)
+    policy = Policy(tiny_model("granite", torch.float32), with_row_logps(**change), dtype)
     with pytest.raises(ModelError, match=f"here: the head, with row_logps kernel plain: {said} are"):
         check_head(scorer_of(policy), "here")
 

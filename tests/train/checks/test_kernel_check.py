@@ -15,19 +15,20 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from tests.tiny import FAMILIES, limits_of, scorer_of, tiny_gpt_oss, tiny_model
+from tests.tiny import FAMILIES, VOCAB, limits_of, scorer_of, tiny_gpt_oss, tiny_model, with_form
 from tuningfork.errors import ModelError
 from tuningfork.kernels.attention.plain import PlainAttention
 from tuningfork.kernels.select import Kernels, plain
 from tuningfork.models import activations
-from tuningfork.models.load import Loaded
+from tuningfork.models.hf.load import Loaded
+from tuningfork.models.mixers.attention import Attention, AttentionLayer
 from tuningfork.models.policy import Policy
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.report.run.console import Console
 from tuningfork.train import checkpoint
 from tuningfork.train.checks import kernel_check
 from tuningfork.train.checks.kernel_check import KernelCheck
-from tuningfork.train.checks.self_check import probes, window_not_reached
+from tuningfork.train.checks.self_check import probes, untried
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.optimizer import hold_gradients
 from tuningfork.train.session import Session
@@ -43,7 +44,7 @@ def attention_of(attend: Callable[..., Any]) -> Kernels:
         def attend(self, *args: Any, **how: Any) -> torch.Tensor:
             return attend(super().attend, *args, **how)
 
-    return replace(plain(), attention=Other, names={"attention": "other", "row_logps": "other"})
+    return replace(with_form("attention", Other), names={"attention": "other", "row_logps": "other"})
 
 
 def begun(kernels: Kernels, family: str = "llama", dtype: torch.dtype = torch.float32, share: bool = True):
@@ -338,9 +339,13 @@ def test_probes_reach_beyond_tile_and_window(window, positions, longest, reached
     model = tiny_model("mistral", torch.float32)
     model.config.sliding_window, model.config.max_position_embeddings = window, positions
     policy = Policy.plain(model, torch.float32)
-    assert policy.layer_windows == [window] * 4
+    assert [mixer.windows for mixer in policy.mixers] == [[window] * 4]
     assert max(example.longest for example in probes(policy)) == longest
-    assert window_not_reached(policy) == (None if reached else window)
+    assert untried(policy) == ([] if reached else [too_long(window)])
+
+
+def too_long(window: int) -> str:
+    return f"not beyond the layers' window of {window}, which is too long for that"
 
 
 @pytest.mark.parametrize(
@@ -348,9 +353,8 @@ def test_probes_reach_beyond_tile_and_window(window, positions, longest, reached
 )
 def test_probes_reach_beyond_each_window_that_they_can(windows, left):
     """Layers of a model may have windows of their own; the shortest that is not reached is said."""
-    config = tiny_model("llama", torch.float32).config
-    config.max_position_embeddings = 1000
-    policy = SimpleNamespace(layer_windows=list(windows), config=config, device=torch.device("cpu"))
+    mixer = Attention(tuple(AttentionLayer(32, window, head_width=8) for window in windows))
+    policy = SimpleNamespace(mixers=(mixer,), positions=1000, vocab_size=VOCAB, device=torch.device("cpu"))
     longest = max(example.longest for example in probes(policy))
     assert min((window for window in windows if window and window >= longest), default=None) == left
-    assert window_not_reached(policy) == left
+    assert untried(policy) == ([too_long(left)] if left else [])

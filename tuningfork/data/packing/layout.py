@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from tuningfork.records import ForkLayout, PackedBatch, TokenExample
+from tuningfork.records import ROOT, ForkLayout, PackedBatch, Segment, TokenExample
 
 PADDING_ID = 0  # any id of the vocabulary serves: padding rows are computed like others and used by nobody
 SEGMENT_QUANTUM = 32  # the table of segments is filled up with empty ones: a compiler takes lengths of 0 and 1 apart
@@ -41,7 +41,7 @@ class _Rows:
     def __init__(self) -> None:
         self.count = 0  # rows so far
         self.answer = 0  # answers so far
-        self.segments: list[list[int]] = []
+        self.segments: list[Segment] = []
         self.ids: list[np.ndarray] = []
         self.positions: list[np.ndarray] = []
         self.logit_rows: list[np.ndarray] = []  # this and the next two have one of each answer
@@ -49,36 +49,37 @@ class _Rows:
         self.answer_of_logit_row: list[np.ndarray] = []
 
     def add(self, example: TokenExample, share_prompt: bool) -> None:
-        p = len(example.prompt_ids)
-        prompt = (self.count, self.count)
-        prompt_segment: list[int] | None = None
+        """Lay an example's tree; without sharing, a tree for each answer."""
+        parent = ROOT
         for i, answer in enumerate(example.answers):
-            if p and (i == 0 or not share_prompt):
-                prompt_segment = self._lay(example.prompt_ids, first_position=0)
-                prompt = (self.count - p, self.count)
-            start = self.count
-            self._lay(answer.ids, first_position=p, prompt=prompt)
-            if prompt_segment is not None:
-                prompt_segment[-1] = self.count
-            self._predict(answer.ids, answer.mask, start, last_prompt_row=prompt[1] - 1 if p else None)
+            if len(example.prompt_ids) and (i == 0 or not share_prompt):
+                parent = self._lay(example.prompt_ids)
+            segment = self.segments[self._lay(answer.ids, parent)]
+            self._predict(answer.ids, answer.mask, segment)
             self.answer += 1
 
-    def _lay(self, ids: np.ndarray, first_position: int, prompt: tuple[int, int] | None = None) -> list[int]:
-        """Lay one segment; returns its entry of the table."""
-        start, n = self.count, len(ids)
+    def _lay(self, ids: np.ndarray, parent: int = ROOT) -> int:
+        """Lay one segment behind all that is there, the last child of its parent; its place in the table."""
+        start, end = self.count, self.count + len(ids)
+        ancestors = (start, start)
+        if parent != ROOT:
+            above = self.segments[parent]
+            assert above.parent == ROOT, "the ancestors of a segment are one run of rows only up to this depth"
+            ancestors = (above.start, above.end)
+            self.segments[parent] = above._replace(subtree_end=end)
+        first_position = ancestors[1] - ancestors[0]
         self.ids.append(ids)
-        self.positions.append(np.arange(first_position, first_position + n))
-        self.count += n
-        entry = [start, self.count, *(prompt or (start, start)), self.count]
-        self.segments.append(entry)
-        return entry
+        self.positions.append(np.arange(first_position, first_position + len(ids)))
+        self.segments.append(Segment(start, end, parent, *ancestors, subtree_end=end))
+        self.count = end
+        return len(self.segments) - 1
 
-    def _predict(self, ids: np.ndarray, mask: np.ndarray, start: int, last_prompt_row: int | None) -> None:
-        """Row j-1 of the answer predicts its token j; the last prompt row predicts the first, if there is a prompt."""
-        predictors = np.arange(start - 1, start - 1 + len(ids))
+    def _predict(self, ids: np.ndarray, mask: np.ndarray, segment: Segment) -> None:
+        """Row j-1 of the answer predicts its token j; the last row of its ancestors the first, if there are any."""
+        predictors = np.arange(segment.start - 1, segment.start - 1 + len(ids))
         counted = mask.copy()
-        if last_prompt_row is not None:
-            predictors[:1] = last_prompt_row
+        if segment.parent != ROOT:
+            predictors[:1] = segment.ancestors_end - 1
         else:
             counted[:1] = False
         self.logit_rows.append(predictors[counted])
@@ -91,11 +92,11 @@ class _Rows:
         None is longer than the pack's longest sequence, so padding is at no position that the model may not know.
         """
         while self.count < rows:
-            self._lay(np.full(min(rows - self.count, longest), PADDING_ID), first_position=0)
+            self._lay(np.full(min(rows - self.count, longest), PADDING_ID))
 
 
-def _table(segments: list[list[int]], rows: int) -> torch.Tensor:
-    empty = [[rows] * 5] * (-len(segments) % SEGMENT_QUANTUM)
+def _table(segments: list[Segment], rows: int) -> torch.Tensor:
+    empty = [Segment(rows, rows, ROOT, rows, rows, rows)] * (-len(segments) % SEGMENT_QUANTUM)
     return torch.tensor(segments + empty, dtype=torch.int32)
 
 

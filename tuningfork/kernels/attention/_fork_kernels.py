@@ -1,8 +1,9 @@
 # mypy: disable-error-code=no-untyped-def
 """The Triton kernels of fork attention; fork.py says how they work and launches them.
 
-Rows, keys and positions are int32; q, k and v are [rows, heads, WIDTH] with any row and head stride; out, its gradient
-and the gradients of q, k and v are contiguous; lse and delta are float32 [heads, rows].
+`segments` is the table of records.ForkLayout, and `tiles` has fork.py's tiles. Rows, keys and positions are int32; q, k
+and v are [rows, heads, WIDTH] with any row and head stride; out, its gradient and the gradients of q, k and v are
+contiguous; lse and delta are float32 [heads, rows].
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from tuningfork.records import Segment
+
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_COLUMNS = tl.constexpr(len(Segment._fields))
 
 
 @triton.jit
@@ -35,7 +39,7 @@ def _scores(raw, scale, softcap, HAS_CAP: tl.constexpr):
 
 @triton.jit
 def _visible(rows, row_positions, keys, key_positions, last_key, window, OWN: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """[rows, keys]: which keys a row sees. Own keys lie in the row's segment, others in its prompt."""
+    """[rows, keys]: which keys a row sees. Own keys lie in the row's segment, others in its ancestors."""
     seen = (keys < last_key)[None, :] & (rows >= 0)[:, None]  # the second half only gives the shape
     if OWN:
         seen = seen & (rows[:, None] >= keys[None, :])
@@ -77,13 +81,13 @@ def _attend_keys(
 
 @triton.jit
 def _tile(tiles, segments, program, TILE: tl.constexpr, TABLE_TILE: tl.constexpr):
-    """A program's tile: its first row, its segment's start and end, its prompt's start and end, the last seer."""
+    """A program's tile: its first row; its segment's start, end, start and end of the ancestors, end of the subtree."""
     parts: tl.constexpr = TABLE_TILE // TILE
     entry = tiles + 2 * (program // parts)
     first = tl.load(entry + 1) + program % parts * TILE
-    segment = segments + 5 * tl.load(entry)
+    segment = segments + _COLUMNS * tl.load(entry)
     start, end = tl.load(segment), tl.load(segment + 1)
-    return first, start, end, tl.load(segment + 2), tl.load(segment + 3), tl.load(segment + 4)
+    return first, start, end, tl.load(segment + 3), tl.load(segment + 4), tl.load(segment + 5)
 
 
 @triton.jit
@@ -96,13 +100,13 @@ def _first_in_window(start, first_position, row_position, window, STEP: tl.const
 
 
 @triton.jit
-def _last_in_window(last_key, end, last_seer, window, HAS_WINDOW: tl.constexpr):
+def _last_in_window(last_key, end, subtree_end, window, HAS_WINDOW: tl.constexpr):
     """The end of the rows worth reading. Where the last key's window does not reach beyond its segment, which ends at
-    `end`, none of the rows behind sees any of the keys; where it does, some of each answer's rows may."""
+    `end`, none of the rows behind sees any of the keys; where it does, some rows of each child may."""
     if HAS_WINDOW:
         beyond = last_key + window
-        last_seer = tl.where(beyond <= end, beyond, last_seer)
-    return last_seer
+        subtree_end = tl.where(beyond <= end, beyond, subtree_end)
+    return subtree_end
 
 
 @triton.jit
@@ -114,7 +118,7 @@ def fork_forward(
     TABLE_TILE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
-    first, start, end, prompt, prompt_end, _ = _tile(tiles, segments, tl.program_id(1), TILE, TABLE_TILE)
+    first, start, end, ancestors, ancestors_end, _ = _tile(tiles, segments, tl.program_id(1), TILE, TABLE_TILE)
     if first >= end:
         return
     lanes = tl.arange(0, LANES)
@@ -123,8 +127,8 @@ def fork_forward(
     query = _rows(q + head * head_q, rows, live, stride_q, lanes, WIDTH)
     k += (head // GROUP) * head_k
     v += (head // GROUP) * head_v
-    p = prompt_end - prompt
-    positions = rows - start + p
+    above = ancestors_end - ancestors
+    positions = rows - start + above
     acc = tl.zeros([TILE, LANES], tl.float32)
     top = tl.full([TILE], float("-inf"), tl.float32)
     total = tl.zeros([TILE], tl.float32)
@@ -132,20 +136,21 @@ def fork_forward(
         top = tl.zeros([TILE], tl.float32) + tl.load(sinks + head).to(tl.float32) * _LOG2_E
         total += 1.0
     state = acc, top, total
-    begin = _first_in_window(prompt, -prompt, first - start + p, window, STEP, HAS_WINDOW)
+    begin = _first_in_window(ancestors, -ancestors, first - start + above, window, STEP, HAS_WINDOW)
     state = _attend_keys(
-        state, query, k, v, rows, positions, begin, prompt_end, prompt_end, -prompt,
+        state, query, k, v, rows, positions, begin, ancestors_end, ancestors_end, -ancestors,
         stride_k, stride_v, lanes, scale, softcap, window,
         True, False, HAS_CAP, HAS_WINDOW, WIDTH, STEP, PRECISION,
     )  # fmt: skip
-    begin = _first_in_window(start, p - start, first - start + p, window, STEP, HAS_WINDOW)
+    begin = _first_in_window(start, above - start, first - start + above, window, STEP, HAS_WINDOW)
     state = _attend_keys(
-        state, query, k, v, rows, positions, begin, first, end, p - start,
+        state, query, k, v, rows, positions, begin, first, end, above - start,
         stride_k, stride_v, lanes, scale, softcap, window,
         False, True, HAS_CAP, HAS_WINDOW, WIDTH, STEP, PRECISION,
     )  # fmt: skip
     acc, top, total = _attend_keys(
-        state, query, k, v, rows, positions, tl.maximum(begin, first), tl.minimum(first + TILE, end), end, p - start,
+        state, query, k, v, rows, positions,
+        tl.maximum(begin, first), tl.minimum(first + TILE, end), end, above - start,
         stride_k, stride_v, lanes, scale, softcap, window,
         True, True, HAS_CAP, HAS_WINDOW, WIDTH, STEP, PRECISION,
     )  # fmt: skip
@@ -205,7 +210,7 @@ def fork_query_gradient(
 ):  # fmt: skip
     head = tl.program_id(0)
     heads = tl.num_programs(0)
-    first, start, end, prompt, prompt_end, _ = _tile(tiles, segments, tl.program_id(1), TILE, TABLE_TILE)
+    first, start, end, ancestors, ancestors_end, _ = _tile(tiles, segments, tl.program_id(1), TILE, TABLE_TILE)
     if first >= end:
         return
     lanes = tl.arange(0, LANES)
@@ -217,24 +222,24 @@ def fork_query_gradient(
     weighted = tl.load(delta + head * rows_total + rows, mask=live, other=0.0)
     k += (head // GROUP) * head_k
     v += (head // GROUP) * head_v
-    p = prompt_end - prompt
-    positions = rows - start + p
+    above = ancestors_end - ancestors
+    positions = rows - start + above
     acc = tl.zeros([TILE, LANES], tl.float32)
-    begin = _first_in_window(prompt, -prompt, first - start + p, window, STEP, HAS_WINDOW)
+    begin = _first_in_window(ancestors, -ancestors, first - start + above, window, STEP, HAS_WINDOW)
     acc = _query_gradient_of_keys(
-        acc, query, d_out, top, weighted, k, v, rows, positions, begin, prompt_end, prompt_end, -prompt,
+        acc, query, d_out, top, weighted, k, v, rows, positions, begin, ancestors_end, ancestors_end, -ancestors,
         stride_k, stride_v, lanes, scale, softcap, window,
         True, False, HAS_CAP, HAS_WINDOW, WIDTH, STEP, PRECISION,
     )  # fmt: skip
-    begin = _first_in_window(start, p - start, first - start + p, window, STEP, HAS_WINDOW)
+    begin = _first_in_window(start, above - start, first - start + above, window, STEP, HAS_WINDOW)
     acc = _query_gradient_of_keys(
-        acc, query, d_out, top, weighted, k, v, rows, positions, begin, first, end, p - start,
+        acc, query, d_out, top, weighted, k, v, rows, positions, begin, first, end, above - start,
         stride_k, stride_v, lanes, scale, softcap, window,
         False, True, HAS_CAP, HAS_WINDOW, WIDTH, STEP, PRECISION,
     )  # fmt: skip
     acc = _query_gradient_of_keys(
         acc, query, d_out, top, weighted, k, v, rows, positions,
-        tl.maximum(begin, first), tl.minimum(first + TILE, end), end, p - start,
+        tl.maximum(begin, first), tl.minimum(first + TILE, end), end, above - start,
         stride_k, stride_v, lanes, scale, softcap, window,
         True, True, HAS_CAP, HAS_WINDOW, WIDTH, STEP, PRECISION,
     )  # fmt: skip
@@ -283,7 +288,8 @@ def fork_key_gradient(
 ):  # fmt: skip
     key_head = tl.program_id(0)
     key_heads = tl.num_programs(0)
-    first, start, end, prompt, prompt_end, last_seer = _tile(tiles, segments, tl.program_id(1), TILE, TABLE_TILE)
+    program = tl.program_id(1)
+    first, start, end, ancestors, ancestors_end, subtree_end = _tile(tiles, segments, program, TILE, TABLE_TILE)
     if first >= end:
         return
     lanes = tl.arange(0, LANES)
@@ -291,11 +297,11 @@ def fork_key_gradient(
     live = keys < end
     key = _rows(k + key_head * head_k, keys, live, stride_k, lanes, WIDTH)
     value = _rows(v + key_head * head_v, keys, live, stride_v, lanes, WIDTH)
-    positions = keys - start + prompt_end - prompt
+    positions = keys - start + ancestors_end - ancestors
     acc_k = tl.zeros([TILE, LANES], tl.float32)
     acc_v = tl.zeros([TILE, LANES], tl.float32)
     stride_grad = key_heads * GROUP * WIDTH
-    stop = _last_in_window(tl.minimum(first + TILE, end) - 1, end, last_seer, window, HAS_WINDOW)
+    stop = _last_in_window(tl.minimum(first + TILE, end) - 1, end, subtree_end, window, HAS_WINDOW)
     for member in range(GROUP):
         head = key_head * GROUP + member
         q_head = q + head * head_q
@@ -304,13 +310,13 @@ def fork_key_gradient(
         delta_head = delta + head * rows_total
         acc_k, acc_v = _key_gradient_of_rows(
             acc_k, acc_v, key, value, q_head, grad_head, lse_head, delta_head, keys, positions, position_of_row,
-            first, tl.minimum(first + TILE, last_seer), last_seer,
+            first, tl.minimum(first + TILE, subtree_end), subtree_end,
             stride_q, stride_grad, lanes, scale, softcap, window,
             True, HAS_CAP, HAS_WINDOW, WIDTH, STEP, PRECISION,
         )  # fmt: skip
         acc_k, acc_v = _key_gradient_of_rows(
             acc_k, acc_v, key, value, q_head, grad_head, lse_head, delta_head, keys, positions, position_of_row,
-            first + TILE, stop, last_seer,
+            first + TILE, stop, subtree_end,
             stride_q, stride_grad, lanes, scale, softcap, window,
             False, HAS_CAP, HAS_WINDOW, WIDTH, STEP, PRECISION,
         )  # fmt: skip

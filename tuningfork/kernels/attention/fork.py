@@ -1,16 +1,17 @@
 # mypy: disable-error-code=no-untyped-def
-"""Fork attention in Triton: what a prompt's answers share is read where it lies, never gathered.
+"""Fork attention in Triton: rows that several segments see are read where they lie, never gathered.
 
-Every prompt and every answer is a segment. A tile is up to TILE consecutive rows of one segment, and one program works
-on one tile of one head (`_fork_kernels.py`):
+A tile is up to TILE consecutive rows of one segment (records.ForkLayout), and one program works on one tile of one head
+(`_fork_kernels.py`):
 
-- forward, and the gradient of the queries: the tile's queries read the keys of the prompt in front of the segment, all
-  of them, then the segment's own keys up to themselves;
+- forward, and the gradient of the queries: the tile's queries read all keys of the segment's ancestors, which are one
+  run of rows, then the segment's own keys up to themselves;
 - the gradient of keys and values: the tile's keys read the queries of every row that sees them, which lie side by side:
-  the rest of the segment, and behind a prompt all of its answers.
+  the rest of the segment and its descendants, to the end of its subtree.
 
-A tile's arithmetic depends on its segment and prompt alone, so an answer has the same bits in every pack, at every
-place in its example, with the prompt shared or repeated. Nothing is added up atomically: gradients repeat, too.
+The arithmetic of a tile's outputs depends on its segment and ancestors alone, so an answer has the same bits in every
+pack, at every place in its example, with its prompt shared or repeated. Nothing is added up atomically: gradients
+repeat, too.
 
 The softmax is FlashAttention-2's (Dao 2023, arXiv:2307.08691): online, its log-sum-exp kept for the backward pass.
 """
@@ -38,7 +39,7 @@ class ForkAttention(NamedTuple):
     """Segments and tiles of a pack, all on the GPU; tiles with the most work come first, so that none is left alone at
     the end."""
 
-    segments: Tensor  # int32 [S, 5], see records.ForkLayout
+    segments: Tensor  # int32 [S, 6], see records.ForkLayout
     query_tiles: Tensor  # int32 [tiles, 2]: segment, first row
     key_tiles: Tensor  # the same tiles in another order
     position_of_row: Tensor
@@ -52,7 +53,7 @@ class ForkAttention(NamedTuple):
                 what is over lies beyond the end of its segment, and no row is read or written for it.
         """
         segments = layout.segments
-        start, end, prompt, prompt_end, last_seer = segments.unbind(1)
+        start, end, _, ancestors_start, ancestors_end, subtree_end = segments.unbind(1)
         ends = ((end - start + TABLE_TILE - 1) // TABLE_TILE).cumsum(0)  # tiles up to and with each segment
         # As many places as there can be tiles: the count is then known without asking the device.
         place = torch.arange(len(layout.position_of_row) // TABLE_TILE + len(segments), device=segments.device)
@@ -61,8 +62,9 @@ class ForkAttention(NamedTuple):
         first = start[segment] + (place - before) * TABLE_TILE  # beyond its segment's end where there is no tile
         tiles = torch.stack([segment, first], 1).int()
         there = place < ends[-1]
-        keys_read = torch.where(there, first - start[segment] + prompt_end[segment] - prompt[segment], -1)
-        queries_read = torch.where(there, last_seer[segment] - first, -1)
+        above = ancestors_end - ancestors_start
+        keys_read = torch.where(there, above[segment] + first - start[segment], -1)
+        queries_read = torch.where(there, subtree_end[segment] - first, -1)
         query_tiles, key_tiles = (tiles[cost.argsort(descending=True)] for cost in (keys_read, queries_read))
         return cls(segments, query_tiles, key_tiles, layout.position_of_row)
 

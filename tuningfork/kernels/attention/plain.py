@@ -1,6 +1,6 @@
 """Fork attention in plain PyTorch: exact, any dtype, any device, one call per segment.
 
-The arithmetic of a segment depends on nothing but the segment and its prompt, so an example gets the same bits in
+The arithmetic of a segment depends on nothing but the segment and its ancestors, so an example gets the same bits in
 every pack.
 """
 
@@ -12,26 +12,29 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tuningfork.records import ForkLayout
+from tuningfork.records import ForkLayout, Segment
 
 
 class PlainAttention(NamedTuple):
-    """How many rows each segment has, and which segment is its prompt.
+    """How many rows each segment has, and which segments its rows see: its ancestors from the root on, and itself.
 
     Cutting once and joining pieces again costs the backward pass one join; slicing per segment would cost it a full
     tensor of zeros per segment.
     """
 
     lengths: list[int]
-    prompts: list[int | None]
+    paths: list[list[int]]
 
     @classmethod
     def prepare(cls, layout: ForkLayout) -> PlainAttention:
-        """The segments [S, 5] of a layout that have rows, read by the host: it waits for the layout's device."""
-        segments = [entry for entry in layout.segments.tolist() if entry[1] > entry[0]]
-        place = {start: i for i, (start, *_) in enumerate(segments)}
-        prompts = [place[prompt] if prompt_end > prompt else None for _, _, prompt, prompt_end, _ in segments]
-        return cls([end - start for start, end, *_ in segments], prompts)
+        """The segments [S, 6] of a layout that have rows, read by the host: it waits for the layout's device."""
+        lengths: list[int] = []
+        paths: dict[int, list[int]] = {}  # by entry of the table; ROOT has none
+        for entry, segment in enumerate(Segment(*numbers) for numbers in layout.segments.tolist()):
+            if segment.end > segment.start:
+                paths[entry] = [*paths.get(segment.parent, []), len(lengths)]
+                lengths.append(segment.end - segment.start)
+        return cls(lengths, list(paths.values()))
 
     def attend(
         self,
@@ -56,8 +59,8 @@ class PlainAttention(NamedTuple):
         groups = query.shape[1] // key.shape[1]
         q, k, v = (t.transpose(0, 1).split(self.lengths, dim=1) for t in (query, key, value))  # [H, ., d] each
         outs = []
-        for i, prompt in enumerate(self.prompts):
-            seen_key, seen_value = (t[i] if prompt is None else torch.cat([t[prompt], t[i]], dim=1) for t in (k, v))
+        for i, path in enumerate(self.paths):
+            seen_key, seen_value = (torch.cat([t[j] for j in path], dim=1) if len(path) > 1 else t[i] for t in (k, v))
             if groups > 1:
                 seen_key, seen_value = (t.repeat_interleave(groups, dim=0) for t in (seen_key, seen_value))
             outs.append(_attend_one(q[i], seen_key, seen_value, scale, window, softcap, sinks))

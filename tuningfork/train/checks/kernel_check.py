@@ -201,8 +201,8 @@ def _check_attention(policy: Policy, batch: PackedBatch, path: str) -> None:
     """Every call of attention in a forward pass, with its own queries, keys and values."""
     watched = Policy.plain(policy.model, policy.dtype)
     what = f"{path}: attention kernel {policy.kernels.names['attention']}"
-    beside = _Beside(watched.kernels.attention, policy.kernels.attention, what)
-    watched.kernels = replace(watched.kernels, attention=beside)  # type: ignore[arg-type]
+    beside = _Beside(watched.kernels["attention"], policy.kernels["attention"], what)
+    watched.kernels = replace(watched.kernels, forms={**watched.kernels.forms, "attention": beside})
     with torch.no_grad():
         watched.hidden_rows(batch)
 

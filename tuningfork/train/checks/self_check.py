@@ -17,12 +17,11 @@ from transformers import PreTrainedModel
 from tuningfork.data.packing.layout import build_pack
 from tuningfork.data.packing.pack import SMALLEST_COMPILED, PackLimits
 from tuningfork.errors import LOADING, ModelError, OutOfMemory, enough_memory
-from tuningfork.models import attention
+from tuningfork.models.backbone import Backbone
+from tuningfork.models.hf import attention
 from tuningfork.models.policy import Policy
-from tuningfork.models.support import positions
 from tuningfork.records import PackedBatch, Source, TokenAnswer, TokenExample
 
-_TILE = 64  # rows that a kernel works on at once
 _LONGEST = {"cpu": 640, "cuda": 4608}  # tokens: beyond the windows of 512 and of 4,096 that models have
 _TOLERANCE = 1e-3  # of the largest log-prob of a token; float32 differs by 1e-6, a wrong model by its whole size
 
@@ -92,22 +91,19 @@ def in_float32(model: PreTrainedModel) -> Iterator[None]:
             weight.data = weight.data.to(dtype)
 
 
-def window_not_reached(policy: Policy) -> int | None:
-    """The shortest window of a model's layers that the probes do not reach beyond; None where they do of all."""
-    longest = max(example.longest for example in probes(policy))
-    return min((window for window in policy.layer_windows if window and window >= longest), default=None)
+def untried(model: Backbone) -> list[str]:
+    """In words, what the probes leave untried of a model's mixers."""
+    longest = max(example.longest for example in probes(model))
+    return [words for mixer in model.mixers if (words := mixer.untried(longest))]
 
 
-def probes(policy: Policy) -> list[TokenExample]:
-    """Two examples of random tokens: one with a prompt longer than a tile and than the layers' windows, and an answer
-    longer than a tile, as far as the device's limit and the model's positions go; and a short one."""
-    limit = _LONGEST.get(policy.device.type, _LONGEST["cpu"])
-    limit = min(limit, positions(policy.config) or limit)
-    answer = min(_TILE + 3, limit // 2)
-    prompt = min(max(_TILE, *(window or 0 for window in policy.layer_windows)) + 8, limit - answer)
-    short = min(5, limit // 2)
-    shapes = ((prompt, (answer, max(1, 9 * answer // _TILE))), (short, (min(4, limit - short), min(7, limit - short))))
-    vocab_size = policy.config.vocab_size
+def probes(model: Backbone) -> list[TokenExample]:
+    """Examples of random tokens, of the lengths that the model's mixers must be tried on, as far as the device's limit
+    and the model's positions go."""
+    limit = _LONGEST.get(model.device.type, _LONGEST["cpu"])
+    limit = min(limit, model.positions or limit)
+    shapes = [shape for mixer in model.mixers for shape in mixer.probes(limit)]
+    vocab_size = model.vocab_size
     rng = np.random.default_rng(0)
 
     def draw(n: int) -> np.ndarray:
@@ -133,7 +129,7 @@ def _score_packed(policy: Policy, batch: PackedBatch) -> torch.Tensor:
     logits = policy.hidden_rows(batch) @ policy.head_weight.t()
     if policy.head_bias is not None:
         logits += policy.head_bias
-    return policy.kernels.row_logps(logits, batch.targets, policy.transform)[0].cpu()
+    return policy.kernels["row_logps"].row_logps(logits, batch.targets, policy.transform)[0].cpu()
 
 
 def _score_alone(model: PreTrainedModel, example: TokenExample) -> list[torch.Tensor]:

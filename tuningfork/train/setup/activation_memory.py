@@ -18,8 +18,8 @@ from torch import Tensor
 from tuningfork.data.packing.layout import build_pack
 from tuningfork.data.packing.pack import PackLimits
 from tuningfork.errors import ConfigError, OutOfMemory, enough_memory
+from tuningfork.models.hf.support import positions
 from tuningfork.models.scorer import Scorer
-from tuningfork.models.support import positions
 from tuningfork.records import PackedBatch, Source, TokenAnswer, TokenExample
 from tuningfork.report.run.console import Console
 

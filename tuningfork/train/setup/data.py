@@ -15,8 +15,8 @@ from tuningfork.data.summary.overlap import overlap
 from tuningfork.data.token_table import Subset
 from tuningfork.errors import READING, DataError, enough_memory
 from tuningfork.models.config import ModelConfig
-from tuningfork.models.load import load_config
-from tuningfork.models.support import positions
+from tuningfork.models.hf.load import load_config
+from tuningfork.models.hf.support import positions
 from tuningfork.objective.base import Objective
 from tuningfork.records import DataReport, TokenExample, column
 from tuningfork.report.run.console import Console

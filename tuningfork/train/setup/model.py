@@ -10,9 +10,10 @@ import torch
 from tuningfork.data.packing.pack import PackLimits
 from tuningfork.distributed.parallelize import parallelize
 from tuningfork.distributed.ranks import ONE_PROCESS
-from tuningfork.models import activations, export
+from tuningfork.models import activations
 from tuningfork.models.config import ModelConfig
-from tuningfork.models.load import Loaded, load
+from tuningfork.models.hf import export
+from tuningfork.models.hf.load import Loaded, load
 from tuningfork.models.policy import Policy
 from tuningfork.models.scorer import Scorer
 from tuningfork.report.run.console import Console
@@ -20,7 +21,7 @@ from tuningfork.run_config import RunConfig
 from tuningfork.train import checkpoint
 from tuningfork.train.checks.head_check import check_head
 from tuningfork.train.checks.kernel_check import KernelCheck
-from tuningfork.train.checks.self_check import check_packed_equals_alone, window_not_reached
+from tuningfork.train.checks.self_check import check_packed_equals_alone, untried
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.optimizer import hold_gradients, optimizer_bytes
 from tuningfork.train.session import Session
@@ -77,8 +78,8 @@ def start_model(config: RunConfig, device: torch.device, console: Console) -> Se
     if check is not None:
         with console.stage("kernel check", "compiling and checking kernels and blocks"):
             check.compare(policy)
-    if window := window_not_reached(policy):
-        console.print(f"checks at the start: not beyond the layers' window of {window:,}, which is too long for that")
+    for words in untried(policy):
+        console.print(f"checks at the start: {words}")
     return Session(scorer, config.objective.build(), loaded, compiled, check)
 
 

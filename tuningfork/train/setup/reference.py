@@ -10,7 +10,6 @@ import transformers
 
 from tuningfork.data.packing.pack import PackLimits
 from tuningfork.data.token_table import Subset
-from tuningfork.models.load import comparable
 from tuningfork.models.policy import Policy
 from tuningfork.records import TokenExample
 from tuningfork.reference.build import check_rescored, fill, to_rescore
@@ -41,7 +40,7 @@ def open_reference(
     policy = session.policy
     facts = fingerprint(
         weights or starting_weights(policy, console),
-        config=_config_digest(policy),
+        config=policy.config_digest(),
         dtype=dtype_name(policy.dtype),
         **{f"{kind} kernel": name for kind, name in policy.kernels.names.items()},
         compiled=str(session.compiled),
@@ -73,8 +72,4 @@ def starting_weights(policy: Policy, console: Console) -> str:
 
 def model_digest(policy: Policy, weights: str) -> str:
     """A content hash of a model: of its weights, by their own hash, and of what its config decides of its numbers."""
-    return text_digest(f"{weights} {_config_digest(policy)}")
-
-
-def _config_digest(policy: Policy) -> str:
-    return text_digest(repr(sorted(comparable(policy.config).items())))
+    return text_digest(f"{weights} {policy.config_digest()}")

@@ -10,14 +10,14 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from tests.models.folders import edit, folder_of
+from tests.models.hf.folders import edit, folder_of
 from tests.tiny import FAMILIES, tiny_model
 from tuningfork.errors import ModelError
-from tuningfork.models import attention
-from tuningfork.models.load import load, load_config
+from tuningfork.models import policy as policy_module
+from tuningfork.models.hf import attention
+from tuningfork.models.hf.load import load, load_config
+from tuningfork.models.hf.support import check_config, check_modules, positions
 from tuningfork.models.policy import Policy
-from tuningfork.models.support import check_config, check_modules, positions
-from tuningfork.train.checks import self_check
 from tuningfork.train.checks.self_check import check_packed_equals_alone
 
 TINY = {
@@ -144,7 +144,7 @@ def test_rotary_scaling_by_length_is_exact_as_far_as_it_leaves_sequences_alone(m
         if weight.ndim == 2:
             nn.init.normal_(weight, std=0.5)
     check_packed_equals_alone(model, "here")
-    monkeypatch.setattr(self_check, "positions", lambda config: 64)
+    monkeypatch.setattr(policy_module, "positions", lambda config: 64)
     with pytest.raises(ModelError, match="other log-probs"):  # the short example, beside one that is too long
         check_packed_equals_alone(model, "here")
 

@@ -13,11 +13,11 @@ from transformers import AutoTokenizer
 
 from tests.bounds import within, without_much_memory
 from tests.data.tiny_tokenizers import byte_bpe
-from tests.models.folders import folder_of
+from tests.models.hf.folders import folder_of
 from tuningfork.errors import ModelError
-from tuningfork.models import tokenizer_file
-from tuningfork.models.load import load_tokenizer
-from tuningfork.models.tokenizer_file import check_tokenizer_file, growth
+from tuningfork.models.hf import tokenizer_file
+from tuningfork.models.hf.load import load_tokenizer
+from tuningfork.models.hf.tokenizer_file import check_tokenizer_file, growth
 
 
 def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:

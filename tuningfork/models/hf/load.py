@@ -25,11 +25,11 @@ from transformers import (
 from transformers.core_model_loading import WeightRenaming  # private: transformers.core_model_loading
 
 from tuningfork.errors import LOADING, ModelError, enough_memory, is_of_memory, is_panic
-from tuningfork.models import attention, checks, digests, folder, trust, weights
-from tuningfork.models.folder import Origin
-from tuningfork.models.support import check_config, check_modules
-from tuningfork.models.tokenizer_file import check_tokenizer_file
-from tuningfork.models.weights import Found, Stored
+from tuningfork.models.hf import attention, checks, digests, folder, safetensors_reader, trust
+from tuningfork.models.hf.folder import Origin
+from tuningfork.models.hf.safetensors_reader import Found, Stored
+from tuningfork.models.hf.support import check_config, check_modules
+from tuningfork.models.hf.tokenizer_file import check_tokenizer_file
 from tuningfork.wording import first_line
 
 _CPU = torch.device("cpu")
@@ -99,7 +99,7 @@ def load_config(path: str) -> Any:
     if getattr(config, "transformers_weights", None):
         raise ModelError(
             f"{path}: config.json names a file of its own for the weights (transformers_weights). Rename that file to "
-            f"{weights.ONE_FILE} or {weights.INDEX}, and remove the setting."
+            f"{safetensors_reader.ONE_FILE} or {safetensors_reader.INDEX}, and remove the setting."
         )
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(
@@ -198,7 +198,7 @@ def replace_weights(model: PreTrainedModel, path: str) -> tuple[str, ...]:
 
 def _loading(path: str) -> str:
     """What is done, for the error that says that there is no memory for it."""
-    return f"loading the weights of {path}, {weights.bytes_in(Path(path)) / 1e9:,.1f} GB on the disk"
+    return f"loading the weights of {path}, {safetensors_reader.bytes_in(Path(path)) / 1e9:,.1f} GB on the disk"
 
 
 def _opened(path: str, progress: Callable[[int, int], None] = lambda done, total: None) -> tuple[_Draft, Loaded]:
@@ -206,11 +206,11 @@ def _opened(path: str, progress: Callable[[int, int], None] = lambda done, total
     config = load_config(path)
     origin, notes = folder.read(path)
     if not folder.has_weights(path):
-        looked = f"looked for {', '.join(weights.FILES)}"
+        looked = f"looked for {', '.join(safetensors_reader.FILES)}"
         raise ModelError(f"{path}: no weights found ({looked}).{folder.other_formats(Path(path))}")
     digests.check(path, weights=True)
     try:
-        found = weights.stored_tensors(Path(path))
+        found = safetensors_reader.stored_tensors(Path(path))
         if found is not None:
             checks.check_layers(config, found.tensors)
         draft = None if found is None else _draft(config, path, found.tensors)
@@ -235,7 +235,7 @@ def _opened(path: str, progress: Callable[[int, int], None] = lambda done, total
 def _read(draft: _Draft, path: str, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
     """Fill the weights that are still on the disk alone. Raises ModelError, also where a weight is no number."""
     try:
-        weights.read(((weight.detach(), there) for weight, there in draft.unread), progress)
+        safetensors_reader.read(((weight.detach(), there) for weight, there in draft.unread), progress)
     except OSError as error:
         raise ModelError(f"{path}: the weights cannot be read: {first_line(error)}") from error
     checks.check_finite(draft.model, path)
@@ -277,12 +277,12 @@ def _draft(config: Any, path: str, stored: dict[str, Stored]) -> _Draft | None:
 def _whole(config: Any, path: str, found: Found | None, progress: Callable[[int, int], None]) -> _Draft:
     """The model with its weights on the CPU; which tensors it gets is ours to say, all else the library's."""
     if found is None:
-        state = weights.pickled_tensors(Path(path))
+        state = safetensors_reader.pickled_tensors(Path(path))
         checks.check_layers(config, state)
     else:
         checks.check_room(sum(there.bytes for there in found.tensors.values()))
         state = {name: torch.empty(there.shape, dtype=there.dtype) for name, there in found.tensors.items()}
-        weights.read(((state[name], there) for name, there in found.tensors.items()), progress)
+        safetensors_reader.read(((state[name], there) for name, there in found.tensors.items()), progress)
     _, _, traced = _traced(config, path, state)
     dtypes = {own: state[name].dtype for own, (name, _) in traced.items()}
     model, info = _from_state(config, path, state)

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
-from tests.models.folders import edit, folder_of, logits, plain_load, rewrite
+from tests.models.hf.folders import edit, folder_of, logits, plain_load, rewrite
 from tests.tiny import FAMILIES, tiny_model
 from tuningfork.errors import ModelError
-from tuningfork.models import attention, digests
-from tuningfork.models.export import check, exported_config, exported_dtype, save
-from tuningfork.models.load import Loaded, comparable, load, load_config, load_tokenizer
+from tuningfork.models.hf import attention, digests
+from tuningfork.models.hf.export import check, exported_config, exported_dtype, save
+from tuningfork.models.hf.load import Loaded, comparable, load, load_config, load_tokenizer
 
 F32, BF16 = torch.float32, torch.bfloat16
 NORM, HEAD = "model.norm.weight", "lm_head.weight"
@@ -32,7 +32,7 @@ def content(path) -> dict[str, Any]:
 def either_way(request, monkeypatch) -> None:
     """The weights go straight from the disk to the device, or through the library."""
     if request.param == "slow":
-        monkeypatch.setattr("tuningfork.models.load._draft", lambda *_: None)
+        monkeypatch.setattr("tuningfork.models.hf.load._draft", lambda *_: None)
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def test_an_export_is_what_transformers_itself_would_write(tmp_path, family, dty
 def test_an_export_is_the_same_to_the_byte_however_the_weights_were_read(tmp_path, monkeypatch, family):
     original = folder_of(tmp_path / "original", family, BF16)
     save(load(str(original)), tmp_path / "straight")
-    monkeypatch.setattr("tuningfork.models.load._draft", lambda *_: None)
+    monkeypatch.setattr("tuningfork.models.hf.load._draft", lambda *_: None)
     save(load(str(original)), tmp_path / "slow")
     straight, slow = sorted((tmp_path / "straight").iterdir()), sorted((tmp_path / "slow").iterdir())
     assert [file.name for file in straight] == [file.name for file in slow]

@@ -11,10 +11,10 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from tests.models.hub_cache import COMMIT, put_in_cache
+from tests.models.hf.hub_cache import COMMIT, put_in_cache
 from tuningfork.errors import ModelError
-from tuningfork.models import hub
-from tuningfork.models.hub import HubName, fetch, hub_name
+from tuningfork.models.hf import hub
+from tuningfork.models.hf.hub import HubName, fetch, hub_name
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from pydantic_core import from_json
 
 from tuningfork.errors import ModelError
 from tuningfork.files import opened
-from tuningfork.models.folder import pointers
+from tuningfork.models.hf.folder import pointers
 from tuningfork.wording import shortened
 
 GROWTH = 32  # letters that may become of one; rules of tokenizers in use make two or three

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from tokenizers import normalizers
 
 from tests.data.tiny_tokenizers import byte_bpe
-from tests.models.folders import edit, folder_of, never, plain_load, refused, rewrite, same_model, same_weights
+from tests.models.hf.folders import edit, folder_of, never, plain_load, refused, rewrite, same_model, same_weights
 from tests.tiny import tiny_model
 from tuningfork.errors import ModelError
-from tuningfork.models import weights
-from tuningfork.models.load import load, load_config, load_tokenizer
+from tuningfork.models.hf import safetensors_reader
+from tuningfork.models.hf.load import load, load_config, load_tokenizer
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
@@ -226,19 +226,19 @@ def test_a_tokenizer_that_loses_spaces(tmp_path):
 
 def test_nothing_is_read_of_weights_that_do_not_fit(tmp_path, monkeypatch):
     rewrite(folder_of(tmp_path), lambda weights: weights.pop("model.norm.weight"))
-    monkeypatch.setattr("tuningfork.models.weights._Piece.read", never)
+    monkeypatch.setattr("tuningfork.models.hf.safetensors_reader._Piece.read", never)
     refused(tmp_path, "the weights lack 1 tensor of the model")
 
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
     folder_of(tmp_path)
-    real = weights.read
+    real = safetensors_reader.read
 
     def cut_first(tensors, progress):
         os.truncate(tmp_path / "model.safetensors", 5000)
         real(tensors, progress)
 
-    monkeypatch.setattr(weights, "read", cut_first)
+    monkeypatch.setattr(safetensors_reader, "read", cut_first)
     refused(tmp_path, r"the weights cannot be read: .*model\.safetensors ends too early")
 
 
@@ -274,7 +274,7 @@ def test_a_tensor_comes_from_the_file_that_the_index_names(tmp_path, monkeypatch
     name = next(name for name, file in file_of.items() if file != shards[place].name and "proj" in name)
     add_to(shards[place], **{name: torch.ones_like(model.state_dict()[name])})
     if not straight:
-        monkeypatch.setattr("tuningfork.models.load._draft", lambda *_: None)
+        monkeypatch.setattr("tuningfork.models.hf.load._draft", lambda *_: None)
     loaded = load(str(tmp_path))
     same_weights(loaded.model, model)
     assert loaded.notes == (f"passed over, since {INDEX} takes it from another file: {name} in {shards[place].name}",)

@@ -14,7 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd  # private: torch.nn.modules.dro
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from tuningfork.errors import ModelError
-from tuningfork.models.attention import AHEAD
+from tuningfork.models.hf.attention import AHEAD
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 _RECURRENT_WORDS = (

@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tests.sweep_models import Verdict, judge, row
 
-PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
 TRAINED, REFUSED = PAGE.split("## Refused")
 # One of each way there is to be refused, and of each way to be unusual and trained.
 FEW = ["bart", "blt", "doge", "falcon", "fuyu", "gpt_oss", "mamba", "moshi", "roberta", "rwkv"]

@@ -14,8 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from tuningfork.errors import ModelError
-from tuningfork.models import weights
-from tuningfork.models.weights import Found
+from tuningfork.models.hf import safetensors_reader
+from tuningfork.models.hf.safetensors_reader import Found
 from tuningfork.wording import counted
 
 CONSTANT = r"(rotary_emb\.inv_freq|\.masked_bias)$"
@@ -95,7 +95,7 @@ def check_names(model: PreTrainedModel, info: dict[str, Any], found: Found | Non
     missing = sorted(info["missing_keys"])
     if missing:
         elsewhere = found.unnamed.get(missing[0]) if found else None
-        hint = f"; {elsewhere.name} holds it, but {weights.INDEX} does not name it" if elsewhere else ""
+        hint = f"; {elsewhere.name} holds it, but {safetensors_reader.INDEX} does not name it" if elsewhere else ""
         lacking = f"{path}: the weights lack {counted(len(missing), 'tensor')} of the model, first {missing[0]}{hint}."
         head: Any = model.get_output_embeddings()
         of_head = {id(weight) for weight in head.parameters()} if head is not None else set()

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tests.data.tiny_tokenizers import CHATML, SPECIAL, byte_bpe
-from tests.models.folders import edit, folder_of
+from tests.models.hf.folders import edit, folder_of
 from tests.older_transformers import RELEASE, read_by_older_transformers
 from tests.real_tokenizers import Unavailable
 from tests.tiny import one_pack, random_examples, scorer_of
 from tuningfork.kernels.select import plain
-from tuningfork.models.export import save
-from tuningfork.models.load import load, load_tokenizer
+from tuningfork.models.hf.export import save
+from tuningfork.models.hf.load import load, load_tokenizer
 from tuningfork.models.policy import Policy
 
 LLAMA3 = {

@@ -11,7 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tests.tiny import FAMILIES, one_pack, random_examples, tiny_policy
 from tuningfork.errors import ModelError
 from tuningfork.kernels.attention.plain import PlainAttention
-from tuningfork.models import attention
+from tuningfork.models.hf import attention
 
 
 class Spy:
@@ -112,4 +112,4 @@ def test_every_layer_of_a_model_calls_it_with_its_own_window(monkeypatch, family
     policy = tiny_policy(family, torch.float32)
     policy.hidden_rows(one_pack(random_examples([(3, (4, 5))]), True))
     assert seen == calls
-    assert [window for window, _ in calls] == policy.layer_windows
+    assert [mixer.windows for mixer in policy.mixers] == [[window for window, _ in calls]]

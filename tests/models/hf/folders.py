@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny import tiny_model
 from tuningfork.errors import ModelError
-from tuningfork.models.load import load
+from tuningfork.models.hf.load import load
 
 IDS = torch.tensor([[5, 9, 13, 2, 60, 7]])
 

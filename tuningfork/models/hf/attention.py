@@ -1,4 +1,4 @@
-"""The seam in transformers: our attention under its unchanged model classes.
+"""Attention under transformers' unchanged model classes: how their layers come to run our mixer.
 
 transformers looks attention functions up by name and hands them whatever keywords the model call carries, so a model
 loaded with ``attn_implementation="tuningfork"`` and called with ``fork=<prepared attention>`` runs a fork layout.
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tuningfork.errors import ModelError
+from tuningfork.models.mixers.attention import KEYWORD
 
 NAME = "tuningfork"
 AHEAD = (
@@ -51,7 +52,7 @@ def _attention(
                 f"attention of this model ({type(module).__name__}) takes {name!r} into account, which packed "
                 "attention does not know. Not supported."
             )
-    if fork is None:  # see hand_down
+    if fork is None:  # see patch
         fork = attention_mask
     if not hasattr(fork, "attend"):
         raise ModelError(
@@ -80,8 +81,11 @@ def _attention(
     return out[None], None
 
 
-def hand_down(model: nn.Module) -> None:
-    """Bring the layout to the attention of blocks that keep keywords to themselves: they hand on their mask."""
+def patch(model: nn.Module) -> None:
+    """Put our attention under a model that was built to look it up by NAME. It may be called again.
+
+    What is left to do is to bring the layout to blocks that keep keywords to themselves: they hand on their mask.
+    """
     for block in model.modules():
         # private: torch.nn.Module._forward_pre_hooks
         if type(block).__name__ in _ONLY_HAND_ON_MASKS and _as_mask not in block._forward_pre_hooks.values():
@@ -89,8 +93,8 @@ def hand_down(model: nn.Module) -> None:
 
 
 def _as_mask(block: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    if keywords.get("fork") is not None:
-        keywords = {**keywords, "attention_mask": keywords["fork"]}
+    if keywords.get(KEYWORD) is not None:
+        keywords = {**keywords, "attention_mask": keywords[KEYWORD]}
     return args, keywords
 
 

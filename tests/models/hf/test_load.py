@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import Chunk, ConversionOps, Transpose, WeightConverter
 from transformers.models.llama.modeling_llama import LlamaModel
 
-from tests.models.folders import folder_of, never, plain_load, rewrite, same_model, same_weights
+from tests.models.hf.folders import folder_of, never, plain_load, rewrite, same_model, same_weights
 from tests.tiny import FAMILIES, tiny_model
-from tuningfork.models import attention, weights
-from tuningfork.models import load as load_module
-from tuningfork.models.export import save
-from tuningfork.models.load import hold_weights, load, replace_weights
+from tuningfork.models.hf import attention, safetensors_reader
+from tuningfork.models.hf import load as load_module
+from tuningfork.models.hf.export import save
+from tuningfork.models.hf.load import hold_weights, load, replace_weights
 
 
 @pytest.mark.parametrize("family", ["llama", "granite", "gemma2"])
@@ -55,9 +55,9 @@ def test_what_is_read_straight_is_what_the_library_loads(tmp_path, monkeypatch, 
     theirs = plain_load(tmp_path)
     for weight in theirs.parameters():  # norms and biases stay float32
         weight.data = weight.data.to(held if weight.ndim == 2 and weight.numel() % 256 == 0 else torch.float32)
-    monkeypatch.setattr("tuningfork.models.load._LEAST_IN_8_BITS", 0)
-    monkeypatch.setattr("tuningfork.models.load._whole", never)
-    monkeypatch.setattr("tuningfork.models.weights._PIECE", 1000)
+    monkeypatch.setattr("tuningfork.models.hf.load._LEAST_IN_8_BITS", 0)
+    monkeypatch.setattr("tuningfork.models.hf.load._whole", never)
+    monkeypatch.setattr("tuningfork.models.hf.safetensors_reader._PIECE", 1000)
     told: list[tuple[int, int]] = []
     loaded = load(str(tmp_path), dtype=held, progress=lambda done, total: told.append((done, total)))
     same_model(loaded.model, theirs)
@@ -91,7 +91,7 @@ def test_weights_that_are_read_the_slow_way_are_held_alike(tmp_path, monkeypatch
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     model.save_pretrained(tmp_path)
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    monkeypatch.setattr("tuningfork.models.load._LEAST_IN_8_BITS", 0)
+    monkeypatch.setattr("tuningfork.models.hf.load._LEAST_IN_8_BITS", 0)
     loaded = load(str(tmp_path), dtype=torch.bfloat16)
     assert slow
     assert {weight.dtype for weight in loaded.model.parameters()} == {torch.bfloat16, torch.float32}
@@ -148,7 +148,7 @@ def test_names_that_the_library_maps_to_others_are_mapped_and_still_read_straigh
     """A folder of the bare decoder, as some are published: its names lack the first word."""
     tiny_model("granite", torch.float32).model.save_pretrained(tmp_path)
     assert "embed_tokens.weight" in load_file(tmp_path / "model.safetensors")
-    monkeypatch.setattr("tuningfork.models.load._whole", never)
+    monkeypatch.setattr("tuningfork.models.hf.load._whole", never)
     same_model(load(str(tmp_path)).model, plain_load(tmp_path))
 
 
@@ -283,20 +283,20 @@ def test_loading_does_not_change_the_folder(tmp_path):
 @pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
 def test_weights_of_another_folder_are_read_to_where_the_models_own_are(tmp_path, monkeypatch, family, held):
     """To the bit what `load` gives of that folder, and no second model beside the first."""
-    monkeypatch.setattr("tuningfork.models.load._LEAST_IN_8_BITS", 0)
+    monkeypatch.setattr("tuningfork.models.hf.load._LEAST_IN_8_BITS", 0)
     first, second = folder_of(tmp_path / "first", family), tmp_path / "second"
     shutil.copytree(first, second)
     rewrite(second, lambda stored: [weight.mul_(-1.5).add_(0.01) for weight in stored.values()])
     model = load(str(first), dtype=held).model
     places = {name: weight.data_ptr() for name, weight in model.named_parameters()}
-    read, filled = weights.read, set()
+    read, filled = safetensors_reader.read, set()
 
     def noting(tensors, *args):
         tensors = list(tensors)
         filled.update(tensor.data_ptr() for tensor, _ in tensors)
         read(tensors, *args)
 
-    monkeypatch.setattr(weights, "read", noting)
+    monkeypatch.setattr(safetensors_reader, "read", noting)
     replace_weights(model, str(second))
     assert filled == set(places.values())
     assert places == {name: weight.data_ptr() for name, weight in model.named_parameters()}

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizer, PreTrainedTokenizerBase
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from tuningfork.errors import ModelError
-from tuningfork.models import attention
+from tuningfork.models.hf import attention
 
 CODE = (".py", ".pyc", ".so", ".sh", ".pkl", ".pickle")
 """How the names of files end that are programs: no export has them, whatever else their names are."""

@@ -18,9 +18,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from tuningfork.errors import SAVING, ModelError, enough_memory
 from tuningfork.files import scratch
-from tuningfork.models import digests
-from tuningfork.models.folder import CONFIG, GENERATION, to_json
-from tuningfork.models.load import Loaded, comparable
+from tuningfork.models.hf import digests
+from tuningfork.models.hf.folder import CONFIG, GENERATION, to_json
+from tuningfork.models.hf.load import Loaded, comparable
 from tuningfork.wording import first_line
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,24 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode  # private: torch.uti
 from transformers import PreTrainedModel
 
 from tuningfork.errors import LOADING, ModelError, OutOfMemory, enough_memory
+from tuningfork.models.mixers.attention import KEYWORD, Attention, AttentionLayer
+from tuningfork.models.mixers.mixer import Mixer
 from tuningfork.wording import first_line
 
 _ROWS = 2  # one row would look like a step of generation
-
-
-class Attended(NamedTuple):
-    """One call of attention.
-
-    width: heads times the mean width of a head's keys and values, so that a pair of rows costs 4 flops for each.
-    window: keys that a row sees at most, itself included; None sees the whole sequence.
-    widest: the widest of a head's queries, keys and values.
-    backward: whether gradients flow through it.
-    """
-
-    width: int
-    window: int | None
-    widest: int
-    backward: bool
 
 
 @dataclass
@@ -44,13 +31,17 @@ class Watched:
     weights: of all matrix products, each as often as it is used for a row, not counting the head.
     forward_only: those of them that take no part in the backward pass.
     attention: its calls in their order; a layer that runs twice has two.
-    blocks: the decoder blocks in the order of their first call: entries of lists of modules in which attention runs.
+    blocks: the decoder blocks in the order of their first call: entries of lists of modules in which a mixer runs.
     """
 
     weights: int = 0
     forward_only: int = 0
-    attention: list[Attended] = field(default_factory=list)
+    attention: list[AttentionLayer] = field(default_factory=list)
     blocks: list[nn.Module] = field(default_factory=list)
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        return (Attention(tuple(self.attention)),)
 
 
 def watch(model: PreTrainedModel, precision: AbstractContextManager[Any]) -> Watched:
@@ -68,7 +59,7 @@ def watch(model: PreTrainedModel, precision: AbstractContextManager[Any]) -> Wat
         memory = enough_memory("watching the model", LOADING)
         with memory, torch.enable_grad(), precision, _blocks(model, fork), _Products(seen):
             positions = torch.arange(_ROWS, device=ids.device)[None]
-            model.base_model(input_ids=ids, position_ids=positions, use_cache=False, fork=fork)
+            model.base_model(input_ids=ids, position_ids=positions, use_cache=False, **{KEYWORD: fork})
     except ModelError as error:
         raise ModelError(f"{where}{error}") from error
     except OutOfMemory:
@@ -92,8 +83,8 @@ class _Onlooker:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, window: int | None, **more: Any) -> Tensor:
         _, heads, width = query.shape
         value_width = value.shape[-1]
-        call = Attended(heads * (width + value_width) // 2, window, max(width, value_width), torch.is_grad_enabled())
-        self._seen.attention.append(call)
+        widths = heads * (width + value_width) // 2, max(width, value_width)
+        self._seen.attention.append(AttentionLayer(widths[0], window, widths[1], backward=torch.is_grad_enabled()))
         if self.inside and not any(self.inside[0] is block for block in self._seen.blocks):
             self._seen.blocks.append(self.inside[0])
         return query.new_zeros(*query.shape[:2], value_width)

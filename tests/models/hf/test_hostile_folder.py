@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from tests.bounds import within
-from tests.models.folders import edit, folder_of, refused
+from tests.models.hf.folders import edit, folder_of, refused
 from tuningfork.errors import ModelError, OutOfMemory
-from tuningfork.models import folder
-from tuningfork.models import load as loading
-from tuningfork.models.load import load, load_config, load_tokenizer
+from tuningfork.models.hf import folder
+from tuningfork.models.hf import load as loading
+from tuningfork.models.hf.load import load, load_config, load_tokenizer
 
 HUGE = {
     "num_hidden_layers": 10**7,

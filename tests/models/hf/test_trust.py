@@ -11,12 +11,12 @@ import transformers.modeling_utils
 from transformers import PreTrainedModel
 
 from tests.data.tiny_tokenizers import byte_bpe
-from tests.models.folders import edit, folder_of, never, refused, same_weights
+from tests.models.hf.folders import edit, folder_of, never, refused, same_weights
 from tests.payload import Payload
 from tests.tiny import tiny_model
 from tuningfork.errors import ModelError
-from tuningfork.models import attention, export
-from tuningfork.models.load import load, load_config, load_tokenizer
+from tuningfork.models.hf import attention, export
+from tuningfork.models.hf.load import load, load_config, load_tokenizer
 
 AUTO_MAP = {
     **{f"Auto{name}": "own.X" for name in ("Config", "Model", "ModelForCausalLM", "Processor", "FeatureExtractor")},

@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 from tuningfork.errors import ModelError
 from tuningfork.files import opened
 from tuningfork.json_files import read_object
-from tuningfork.models import trust, weights
+from tuningfork.models.hf import safetensors_reader, trust
 from tuningfork.wording import first_line, from_here, shortened
 
 CONFIG = "config.json"
@@ -130,7 +130,7 @@ def check_tokenizer(path: str) -> None:
 
 def has_weights(path: str) -> bool:
     """Whether a folder has weights of a whole model, in a format that is read."""
-    return any((Path(path) / name).exists() for name in weights.FILES)
+    return any((Path(path) / name).exists() for name in safetensors_reader.FILES)
 
 
 def other_formats(folder: Path) -> str:

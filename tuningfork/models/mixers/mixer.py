@@ -1,0 +1,51 @@
+"""What a kind of layer says of itself. A *mixer* lets tokens see each other, so it alone must know a pack's layout.
+
+All else in a model treats each token by itself. Attention is a mixer, of all layers that have it; a scan or a
+convolution along the sequence would be another. A class of our own runs its mixers itself; under a class of
+transformers a module of models/hf puts them (`patch`), and models/hf/watch.py finds their layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+from tuningfork.kernels.select import Kernels, Sizes
+from tuningfork.records import ForkLayout, TokenExample
+
+Shape = tuple[int, tuple[int, ...]]
+"""Lengths of an example in tokens: of its prompt, and of each of its answers."""
+
+
+class Flops(NamedTuple):
+    """Necessary work of one forward and one backward pass."""
+
+    forward: int
+    backward: int
+
+
+class Mixer(Protocol):
+    """One kind of mixer in one model, with what is to be known of each of its layers."""
+
+    @property
+    def keyword(self) -> str:
+        """Under this name the model call hands on to its layers what `prepare` has made."""
+
+    @property
+    def ops(self) -> Mapping[str, Sizes]:
+        """The ops of kernels/ that run it, each with the sizes that decide which of its forms can."""
+
+    def prepare(self, layout: ForkLayout, kernels: Kernels) -> Any:
+        """What all of its layers need of a pack, made once a pack on the layout's device."""
+
+    def cost(self, example: TokenExample) -> Flops:
+        """Its flops on the unique tokens of an example; products with weights are counted elsewhere."""
+
+    def probes(self, limit: int) -> list[Shape]:
+        """Examples that the checks at a start must try, no sequence longer than `limit` tokens.
+
+        They cross every length at which its arithmetic takes another way: a kernel's tile, a window, a chunk.
+        """
+
+    def untried(self, longest: int) -> str | None:
+        """In words, what a sequence of `longest` tokens leaves untried of that; None if nothing."""
