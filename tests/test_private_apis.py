@@ -47,8 +47,8 @@ from tests.private_uses import PAGE, listed, marks, sources, unmarked
 from tests.tiny import tiny_model
 from tuningfork.data.tokens.template_date import with_fixed_date
 from tuningfork.errors import is_of_memory, is_panic
-from tuningfork.models import attention, compiler
-from tuningfork.models.hf.attention import hand_down
+from tuningfork.models import compiler
+from tuningfork.models.hf import attention
 from tuningfork.models.hf.load import bears_8_bits, comparable
 from tuningfork.models.hf.trust import take_no_kernels
 from tuningfork.recipe import allowed
@@ -436,7 +436,7 @@ def test_blocks_that_keep_keywords_to_themselves_hand_on_their_mask(name, config
         getattr(transformers, config)(**sizes, **heads), attn_implementation=attention.NAME
     )
     assert name in {type(module).__name__ for module in model.modules()}
-    hand_down(model)
+    attention.patch(model)
     fork = Onlooker()
     model(input_ids=torch.zeros(1, 3, dtype=torch.long), use_cache=False, fork=fork)
     assert seen == [fork]

@@ -49,8 +49,7 @@ DECIDE_NO_BIT = {
     "models.hf.tokenizer_file": "refuses tokenizers that ask for too much",
     "models.hf.trust": "refuses folders that ask for code of others",
     "models.hf.safetensors_reader": "brings weights into memory, where they are digested",
-    "data.store": "where examples lie; their content is the key of what is scored",
-    "data.bins": "which pack an example lies in; its log-prob is the same in any, which every start checks",
+    "data.packing.bin_packing": "which pack an example lies in; its log-prob is the same in any, which every start checks",
 }
 
 
@@ -84,7 +83,7 @@ def test_every_file_that_runs_for_a_log_prob_is_digested(mode: str) -> None:
     try:
         policy = Policy.fast(model, torch.float32)
         policy.keep_activations(mode)
-        scorer_of(policy).score(one_pack(random_pairs(3)))
+        scorer_of(policy).score(one_pack(random_pairs(3), share_prompt=True))
     finally:
         sys.setprofile(before)
     files = {Path(name) for name in ran if Path(name).is_relative_to(ROOT)}
