@@ -153,7 +153,7 @@ MUTATIONS = (
         "head-gradient-doubled",
         "d_weight.add_outer(d_logits, rows[piece.rows])",
         "d_weight.add_outer(2 * d_logits, rows[piece.rows])",
-        ("test_value_and_gradients_are_autograds", "test_a_tied_weight_gets_both_gradients[granite]"),
+        ("test_value_and_gradients_are_autograds", "test_float64_packed_equals_alone[granite-shared]"),
     ),
     Mutation(
         "head-apart-from-the-embedding",
@@ -165,13 +165,13 @@ MUTATIONS = (
         "gradient-of-the-last-pack-alone",
         "weight.grad = total if weight.grad is None else weight.grad.add_(total)",
         "weight.grad = total",
-        ("test_gradients_of_several_packs_add_up", "test_a_bfloat16_weights_gradient_is_rounded_once"),
+        ("test_gradients_of_several_packs_add_up",),
     ),
     Mutation(
         "fixed-point-too-coarse",
         "_FIXED_POINT = 2.0**34",
         "_FIXED_POINT = 2.0**10",
-        ("test_sum_by_answer_by_hand", "test_float64_packed_equals_alone[llama-shared]"),
+        ("test_sum_by_answer_has_the_same_bits_in_any_order", "test_float64_packed_equals_alone[llama-shared]"),
     ),
     Mutation(
         "sum-in-any-order",
@@ -242,7 +242,7 @@ MUTATIONS = (
         "border-token-in-the-prompt",
         "np.flatnonzero(self.stops > border)",
         "np.flatnonzero(self.starts >= border)",
-        ("test_tokens_that_merge_across_the_border_belong_to_the_answer",),
+        ("test_a_merge_that_both_answers_share_still_belongs_to_them",),
     ),
     Mutation(
         "span-counts-one-more",
