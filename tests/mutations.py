@@ -30,7 +30,10 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 COPIED = ("tuningfork", "tests", "demo", "bench", "docs", "recipes", "pyproject.toml")
 SECONDS = 600  # for the tests of one mutation
-LIBRARIES = ["pytest", "torch", "transformers", "datasets", "safetensors.torch", "torch.distributed.checkpoint"]
+LIBRARIES = [
+    *("pytest", "hypothesis", "tyro", "datasets", "safetensors.torch", "torch.distributed.checkpoint"),
+    *("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"),
+]
 
 # Its processes are forked from one that has imported these: most of a test run's time would go into that.
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -82,50 +85,72 @@ MUTATIONS = (
     ),
     Mutation(
         "chosen-and-rejected-swapped",
-        "margins = rewards[:, 0] - rewards[:, 1]",
-        "margins = rewards[:, 1] - rewards[:, 0]",
+        "self.margin_losses(chosen - rejected - answers.margins)",
+        "self.margin_losses(rejected - chosen - answers.margins)",
         ("test_hand_computed_table", "test_gradients_by_hand_push_chosen_up_and_rejected_down"),
     ),
     Mutation(
-        "rewards-not-per-token",
-        "rewards / lengths if name in _PER_TOKEN else rewards",
-        "rewards",
+        "log-ratios-not-per-token",
+        "super().rewards(logps, answers) / answers.lengths",
+        "super().rewards(logps, answers)",
         ("test_hand_computed_table", "test_doubled_lengths_at_the_same_log_ratio_per_token"),
+        within="DPONorm",
+    ),
+    Mutation(
+        "simpo-not-per-token",
+        "self.beta * logps / answers.lengths",
+        "self.beta * logps",
+        ("test_hand_computed_table", "test_a_step_is_that_of_a_plain_trainer[simpo]"),
     ),
     Mutation(
         "sft-denominator",
-        "chosen.sum() / scale.chosen_tokens",
-        "chosen.sum() / scale.examples",
+        ".sum() / totals.tokens",
+        ".sum() / totals.examples",
         ("test_the_sft_term_is_a_mean_over_the_tokens_of_the_batch", "test_a_step_is_that_of_a_plain_trainer[dpo]"),
     ),
     Mutation(
         "mean-of-the-pack",
-        "terms).sum() / scale.examples",
-        "terms).mean()",
+        "self.example_losses(logps, answers).sum() / totals.examples",
+        "self.example_losses(logps, answers).mean()",
         ("test_shares_of_a_batch_add_up_however_it_is_cut", "test_a_batch_cut_in_any_way_gives_the_same_step"),
     ),
     Mutation(
         "chosen-tokens-of-the-rejected",
-        "[example.answer_tokens(0) for example in examples]",
-        "[example.answer_tokens(1) for example in examples]",
-        ("test_batch_scale_counts_what_counts", "test_a_step_is_that_of_a_plain_trainer[dpo]"),
+        "sum(example.answer_tokens(0) for example in examples)",
+        "sum(example.answer_tokens(1) for example in examples)",
+        ("test_totals_count_what_counts", "test_a_step_is_that_of_a_plain_trainer[dpo]"),
     ),
     Mutation(
         "weight-forgotten",
-        "found if terms is None else terms.weights * found",
-        "found",
-        ("test_a_rows_weight_multiplies_its_loss_and_its_margin_is_an_offset",),
+        "answers.weights * self.margin_losses",
+        "self.margin_losses",
+        (
+            "test_a_rows_weight_multiplies_its_loss_and_its_margin_is_an_offset",
+            "test_weights_and_margins_find_their_pairs",
+        ),
+    ),
+    Mutation(
+        "weight-forgotten-by-the-sft-term",
+        "(answers.weights * logps.view(-1, 2)[:, 0])",
+        "logps.view(-1, 2)[:, 0]",
+        ("test_weights_count_in_every_objective_and_margins_where_there_is_a_place_for_them",),
     ),
     Mutation(
         "weight-of-another-pair",
-        "term[first // 2 : last // 2]",
-        "term[: last // 2 - first // 2]",
-        ("test_weights_and_margins_find_their_pairs",),
+        "self.weights[examples]",
+        "self.weights[: examples.stop - examples.start]",
+        ("test_a_chunk_has_its_own_answers_and_examples", "test_weights_and_margins_find_their_pairs"),
+    ),
+    Mutation(
+        "reference-of-another-pair",
+        "else self.reference[answers]",
+        "else self.reference[: answers.stop - answers.start]",
+        ("test_a_chunk_has_its_own_answers_and_examples", "test_a_batch_cut_in_any_way_gives_the_same_step"),
     ),
     Mutation(
         "margin-of-a-row-added",
-        "margins = margins - terms.margins",
-        "margins = margins + terms.margins",
+        "chosen - rejected - answers.margins",
+        "chosen - rejected + answers.margins",
         ("test_a_rows_weight_multiplies_its_loss_and_its_margin_is_an_offset",),
     ),
     # --- the head
@@ -392,9 +417,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a-tie-is-a-success",
-        "(margin > 0) + 0.5 * (margin == 0)",
-        "(margin >= 0)",
-        ("test_pair_statistics_by_hand_ties_count_half",),
+        "(margin > 0).double() + 0.5 * (margin == 0)",
+        "(margin >= 0).double()",
+        ("test_statistics_by_hand_ties_count_half",),
     ),
     Mutation(
         "later-of-equals-is-best",
@@ -404,8 +429,8 @@ MUTATIONS = (
     ),
     Mutation(
         "evaluation-loss-of-the-last-pack",
-        "loss += float(start.objective.pair_losses(rewards, terms).sum())",
-        "loss = float(start.objective.pair_losses(rewards, terms).sum())",
+        "loss += float(objective.example_losses(logps, answers).sum())",
+        "loss = float(objective.example_losses(logps, answers).sum())",
         ("test_evaluation_equals_plain_scores_and_the_papers_formula",),
     ),
 )
