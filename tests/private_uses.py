@@ -17,6 +17,7 @@ PAGE = ROOT.parent / "docs" / "private_apis.md"
 DOCUMENTED = {"_asdict", "_exit", "_fields", "_make", "_replace"}  # of named tuples and of os
 PYTHONS = {"__doc__", "__main__", "__metadata__", "__name__"}  # names of Python itself, and of safetensors' format
 SOURCES = {"currentframe", "findsource", "getsource", "getsourcefile", "getsourcelines"}  # of the module inspect
+SHOWING = (ast.Import, ast.ImportFrom, ast.Attribute, ast.keyword, ast.Constant)  # what can show a use
 
 
 @cache
@@ -47,10 +48,26 @@ def private(name: str) -> bool:
     return name.startswith("_") and name != "_" and not (name.startswith("__") and name.endswith("__"))
 
 
-def own_names(trees: list[ast.Module]) -> set[str]:
-    """Private names that our own source gives to something."""
+Nodes = list[tuple[ast.stmt, ast.AST]]
+"""Every node of a module, with the innermost statement that it stands in."""
+
+
+def nodes_of(source: str) -> Nodes:
+    found: Nodes = []
+    waiting: list[tuple[ast.stmt | None, ast.AST]] = [(None, ast.parse(source))]
+    while waiting:
+        statement, node = waiting.pop()
+        statement = node if isinstance(node, ast.stmt) else statement
+        if statement is not None:
+            found.append((statement, node))
+        waiting += [(statement, child) for child in ast.iter_child_nodes(node)]
+    return found
+
+
+def own_names(nodes: Nodes) -> set[str]:
+    """Private names that a module of ours gives to something."""
     found = set()
-    for node in (node for tree in trees for node in ast.walk(tree)):
+    for _, node in nodes:
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
                 found.add(name)
@@ -61,12 +78,12 @@ def own_names(trees: list[ast.Module]) -> set[str]:
     return {name for name in found if private(name)}
 
 
-def uses(tree: ast.Module, own: set[str]) -> Iterator[tuple[ast.stmt, str]]:
+def uses(nodes: Nodes, own: set[str]) -> Iterator[tuple[ast.stmt, str]]:
     """(statement, name) for every use of what a library keeps to itself, as far as the source shows it: a private name,
     in an import, as an attribute, a keyword or a text; source that is read; and what is set in a library."""
     foreign = {
         (alias.asname or alias.name).split(".")[0]
-        for node in ast.walk(tree)
+        for _, node in nodes
         if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and not node.level)
         for alias in node.names
         if (node.module or "" if isinstance(node, ast.ImportFrom) else alias.name).split(".")[0]
@@ -97,41 +114,31 @@ def uses(tree: ast.Module, own: set[str]) -> Iterator[tuple[ast.stmt, str]]:
                 if text not in own and text not in PYTHONS:
                     yield text
 
-    # What is put together of pieces, or looked for at the end of a name, is no name.
-    pieces = {
-        id(piece)
-        for node in ast.walk(tree)
-        for piece in (
-            *(node.values if isinstance(node, ast.JoinedStr) else ()),
-            *((node.left, node.right) if isinstance(node, ast.BinOp) else ()),
-            *(
-                node.args
-                if isinstance(node, ast.Call) and ast.unparse(node.func).endswith((".endswith", ".removesuffix"))
-                else ()
-            ),
-        )
-    }
+    def pieces(node: ast.AST) -> list[ast.expr]:
+        """What is put together to a text, or looked for at the end of one, is no name."""
+        match node:
+            case ast.JoinedStr(values=values):
+                return values
+            case ast.BinOp(left=left, right=right):
+                return [left, right]
+            case ast.Call(func=ast.Attribute(attr="endswith" | "removesuffix"), args=args):
+                return args
+        return []
 
-    def within(statement: ast.stmt, node: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
-        if isinstance(node, ast.stmt):
-            statement = node
-        if id(node) not in pieces:
+    no_names = {id(piece) for _, node in nodes for piece in pieces(node)}
+    for statement, node in nodes:
+        if isinstance(node, SHOWING) and id(node) not in no_names:
             yield from ((statement, name) for name in in_one(node))
-        for child in ast.iter_child_nodes(node):
-            yield from within(statement, child)
-
-    for statement in tree.body:
-        yield from within(statement, statement)
 
 
 def unmarked(sources: dict[str, str]) -> list[str]:
     """Uses that no comment beside them names: in their statement, or in the line before it."""
-    trees = {file: ast.parse(source) for file, source in sources.items()}
-    own = own_names(list(trees.values()))
+    nodes = {file: nodes_of(source) for file, source in sources.items()}
+    own = set().union(*map(own_names, nodes.values()))
     found = []
-    for file, tree in trees.items():
+    for file, of_file in nodes.items():
         lines = sources[file].splitlines()
-        for statement, name in uses(tree, own):
+        for statement, name in uses(of_file, own):
             last = statement.body[0].lineno - 1 if hasattr(statement, "body") else statement.end_lineno
             beside = "\n".join(lines[max(statement.lineno - 2, 0) : last])
             if not any(name in named for named in re.findall(r"# private: (.+)$", beside, re.MULTILINE)):

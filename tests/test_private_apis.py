@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import datetime
+import errno
 import importlib
 import inspect
 import io
@@ -16,6 +17,7 @@ import os
 import pickle
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import wraps
 from pathlib import Path
@@ -36,6 +38,8 @@ from torch._dynamo.testing import CompileCounter
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
@@ -345,6 +349,22 @@ def test_all_files_of_a_checkpoint_go_through_our_file_system(saved):
     assert hashed.checksums.keys() == {path.name for path in (saved.parent / "again").iterdir()} >= {METADATA}
 
 
+@lean("torch.distributed.checkpoint.api")
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_a_full_disk_is_named_by_the_error_of_a_checkpoint(tmp_path):
+    class Full(FileSystem):
+        @contextmanager
+        def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(path))
+            yield
+
+    writer = torch.distributed.checkpoint.FileSystemWriter(tmp_path / "full")
+    writer.fs = Full()
+    with pytest.raises(CheckpointException) as caught:
+        torch.distributed.checkpoint.save({"a": torch.zeros(2)}, storage_writer=writer, no_dist=True)
+    assert [failure.errno for failure, _ in caught.value.failures.values()] == [errno.ENOSPC]
+
+
 @lean("torch.distributed.checkpoint.filesystem._StorageInfo")
 @lean("torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING")
 @lean("torch.serialization._get_layout")
@@ -452,6 +472,23 @@ def test_a_config_asks_for_attention_and_experts_by_these_names():
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     assert model.config._attn_implementation == attention.NAME
+
+
+@lean("transformers.get_expanded_tied_weights_keys")
+def test_a_model_says_which_of_its_weights_are_tied():
+    tied, apart = (tiny_model(family, torch.float32) for family in ("granite", "llama"))
+    assert tied.get_expanded_tied_weights_keys(all_submodels=True) == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert tied.get_parameter_or_buffer("lm_head.weight") is tied.get_parameter_or_buffer("model.embed_tokens.weight")
+    assert apart.get_expanded_tied_weights_keys(all_submodels=True) == {}
+
+
+@lean("transformers.attribute_map")
+def test_a_config_says_what_its_family_calls_a_setting():
+    config = transformers.GPT2Config(n_layer=3)
+    assert config.attribute_map["num_hidden_layers"] == "n_layer"
+    assert (
+        config.num_hidden_layers == 3 and "n_layer" in config.to_dict() and "num_hidden_layers" not in config.to_dict()
+    )
 
 
 @lean("transformers._name_or_path")

@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from pydantic import Field, TypeAdapter, ValidationError
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException  # private: torch.distributed.checkpoint.api
 from torch.distributed.checkpoint.filesystem import FileSystem  # private: torch.distributed.checkpoint.filesystem
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,

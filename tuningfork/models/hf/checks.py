@@ -32,6 +32,7 @@ def check_layers(config: Any, stored: Mapping[str, Any]) -> None:
     """
     layers = getattr(config, "num_hidden_layers", None)
     if isinstance(layers, int) and layers > len(stored):
+        # private: transformers.attribute_map
         name = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
         raise ValueError(
             f"config.json sets {name} to {layers:,}, but the weights hold {counted(len(stored), 'tensor')}; get "
@@ -132,6 +133,7 @@ def check_ties(model: PreTrainedModel, path: str) -> None:
     Raises:
         ModelError: there are such, and they differ.
     """
+    # private: transformers.get_expanded_tied_weights_keys
     for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if model.get_parameter_or_buffer(target) is not model.get_parameter_or_buffer(source):
             raise ModelError(

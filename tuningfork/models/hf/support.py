@@ -216,6 +216,7 @@ def _chance_in_config(model: PreTrainedModel) -> dict[str, Any]:
     for field, value in config.to_dict().items():
         if not _CHANCE.search(field) or not _is_rate(value):
             continue
+        # private: transformers.attribute_map
         spellings = "|".join([field, *(alias for alias, real in config.attribute_map.items() if real == field)])
         if any(re.search(rf"""(config\.|["'])({spellings})\b""", source) for source in code):
             found[field] = value

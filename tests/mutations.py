@@ -1,0 +1,603 @@
+"""Mistakes that are put into the source on purpose, one at a time: does a test find each of them?
+
+    python -m tests.mutations                      # all of them: about ten minutes on two cores
+    python -m tests.mutations --only dpo-sign      # one; may be given several times
+    python -m tests.mutations --list
+
+The tree is copied, a mutation put into the copy, and the tests that are expected to fail are run there. A mutation that
+none of them finds has SURVIVED: a test has lost its bite, or never had it, and the exit status is 1.
+
+A mutation is found by what the code says, and its tests by their names, so both survive a move to another file. Where a
+place is not found any more, the code says something else now: write the mutation anew for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import multiprocessing
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+COPIED = ("tuningfork", "tests", "demo", "bench", "docs", "recipes", "pyproject.toml")
+SECONDS = 600  # for the tests of one mutation
+LIBRARIES = [
+    *("pytest", "hypothesis", "tyro", "datasets", "safetensors.torch", "torch.distributed.checkpoint"),
+    *("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"),
+]
+
+# Its processes are forked from one that has imported these: most of a test run's time would go into that.
+_CONTEXT = multiprocessing.get_context("forkserver")
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A mistake: `old` stands once in the source, or once in the function or class `within`, and becomes `new`.
+
+    `tests` are names of test functions, with the id of one of their cases in brackets where one is enough.
+    """
+
+    name: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    within: str = ""
+
+
+class NotFound(Exception):
+    """The source, or the tests, have not what a mutation names."""
+
+
+MUTATIONS = (
+    # --- the losses
+    Mutation(
+        "dpo-sign",
+        "-(1 - label_smoothing) * logsigmoid(margins)",
+        "-(1 - label_smoothing) * logsigmoid(-margins)",
+        ("test_hand_computed_table", "test_a_step_is_that_of_a_plain_trainer[dpo]"),
+    ),
+    Mutation(
+        "label-smoothing-sign",
+        "loss - label_smoothing * logsigmoid(-margins)",
+        "loss + label_smoothing * logsigmoid(-margins)",
+        ("test_label_smoothing_has_its_minimum_where_the_label_is_right_that_often",),
+    ),
+    Mutation(
+        "ipo-target",
+        "(margins / beta - 1 / (2 * beta)) ** 2",
+        "(margins / beta - 1 / beta) ** 2",
+        ("test_hand_computed_table", "test_a_step_is_that_of_a_plain_trainer[ipo]"),
+    ),
+    Mutation(
+        "simpo-margin-sign",
+        "-logsigmoid(margins - gamma)",
+        "-logsigmoid(margins + gamma)",
+        ("test_hand_computed_table", "test_a_step_is_that_of_a_plain_trainer[simpo]"),
+    ),
+    Mutation(
+        "chosen-and-rejected-swapped",
+        "self.margin_losses(chosen - rejected - answers.margins)",
+        "self.margin_losses(rejected - chosen - answers.margins)",
+        ("test_hand_computed_table", "test_gradients_by_hand_push_chosen_up_and_rejected_down"),
+    ),
+    Mutation(
+        "log-ratios-not-per-token",
+        "super().rewards(logps, answers) / answers.lengths",
+        "super().rewards(logps, answers)",
+        ("test_hand_computed_table", "test_doubled_lengths_at_the_same_log_ratio_per_token"),
+        within="DPONorm",
+    ),
+    Mutation(
+        "simpo-not-per-token",
+        "self.beta * logps / answers.lengths",
+        "self.beta * logps",
+        ("test_hand_computed_table", "test_a_step_is_that_of_a_plain_trainer[simpo]"),
+    ),
+    Mutation(
+        "sft-denominator",
+        ".sum() / totals.tokens",
+        ".sum() / totals.examples",
+        ("test_the_sft_term_is_a_mean_over_the_tokens_of_the_batch", "test_a_step_is_that_of_a_plain_trainer[dpo]"),
+    ),
+    Mutation(
+        "mean-of-the-pack",
+        "self.example_losses(logps, answers).sum() / totals.examples",
+        "self.example_losses(logps, answers).mean()",
+        ("test_shares_of_a_batch_add_up_however_it_is_cut", "test_a_batch_cut_in_any_way_gives_the_same_step"),
+    ),
+    Mutation(
+        "chosen-tokens-of-the-rejected",
+        "sum(example.answer_tokens(0) for example in examples)",
+        "sum(example.answer_tokens(1) for example in examples)",
+        ("test_totals_count_what_counts", "test_a_step_is_that_of_a_plain_trainer[dpo]"),
+    ),
+    Mutation(
+        "weight-forgotten",
+        "answers.weights * self.margin_losses",
+        "self.margin_losses",
+        (
+            "test_a_rows_weight_multiplies_its_loss_and_its_margin_is_an_offset",
+            "test_weights_and_margins_find_their_pairs",
+        ),
+    ),
+    Mutation(
+        "weight-forgotten-by-the-sft-term",
+        "(answers.weights * logps.view(-1, 2)[:, 0])",
+        "logps.view(-1, 2)[:, 0]",
+        ("test_weights_count_in_every_objective_and_margins_where_there_is_a_place_for_them",),
+    ),
+    Mutation(
+        "weight-of-another-pair",
+        "self.weights[examples]",
+        "self.weights[: examples.stop - examples.start]",
+        ("test_a_chunk_has_its_own_answers_and_examples", "test_weights_and_margins_find_their_pairs"),
+    ),
+    Mutation(
+        "reference-of-another-pair",
+        "else self.reference[answers]",
+        "else self.reference[: answers.stop - answers.start]",
+        ("test_a_chunk_has_its_own_answers_and_examples", "test_a_batch_cut_in_any_way_gives_the_same_step"),
+    ),
+    Mutation(
+        "margin-of-a-row-added",
+        "chosen - rejected - answers.margins",
+        "chosen - rejected + answers.margins",
+        ("test_a_rows_weight_multiplies_its_loss_and_its_margin_is_an_offset",),
+    ),
+    # --- the head
+    Mutation(
+        "softcap-forgotten",
+        "transform.softcap * torch.tanh(z / transform.softcap)",
+        "z",
+        ("test_values_and_gradient_are_those_of_log_softmax", "test_float64_packed_equals_alone[gemma2-shared]"),
+        within="_transform",
+    ),
+    Mutation(
+        "softcap-gradient",
+        "1 - (z / transform.softcap) ** 2",
+        "1 + (z / transform.softcap) ** 2",
+        ("test_values_and_gradient_are_those_of_log_softmax", "test_float64_packed_equals_alone[gemma2-shared]"),
+        within="logits_gradient",
+    ),
+    Mutation(
+        "gradient-scale",
+        "gradient *= grad_logps[:, None] * transform.scale",
+        "gradient *= grad_logps[:, None]",
+        ("test_values_and_gradient_are_those_of_log_softmax", "test_float64_packed_equals_alone[granite-shared]"),
+    ),
+    Mutation(
+        "head-gradient-doubled",
+        "d_weight.add_outer(d_logits, rows[piece.rows])",
+        "d_weight.add_outer(2 * d_logits, rows[piece.rows])",
+        ("test_value_and_gradients_are_autograds", "test_float64_packed_equals_alone[granite-shared]"),
+    ),
+    Mutation(
+        "head-apart-from-the-embedding",
+        "return self.model.get_output_embeddings().weight",
+        "return nn.Parameter(self.model.get_output_embeddings().weight)",
+        ("test_a_tied_weight_gets_both_gradients[granite]", "test_float64_packed_equals_alone[granite-shared]"),
+    ),
+    Mutation(
+        "gradient-of-the-last-pack-alone",
+        "weight.grad = total if weight.grad is None else weight.grad.add_(total)",
+        "weight.grad = total",
+        ("test_gradients_of_several_packs_add_up",),
+    ),
+    Mutation(
+        "fixed-point-too-coarse",
+        "_FIXED_POINT = 2.0**34",
+        "_FIXED_POINT = 2.0**10",
+        ("test_sum_by_answer_has_the_same_bits_in_any_order", "test_float64_packed_equals_alone[llama-shared]"),
+    ),
+    Mutation(
+        "sum-in-any-order",
+        "fixed = (exact * _FIXED_POINT).round().long()\n    sums = zeros.long().index_add_(0, answer_of_row, fixed)\n",
+        "sums = zeros.float().index_add_(0, answer_of_row, exact.float() * _FIXED_POINT)\n",
+        ("test_sum_by_answer_has_the_same_bits_in_any_order",),
+    ),
+    # --- layout and attention
+    Mutation(
+        "answer-one-position-late",
+        "self._lay(answer.ids, first_position=p, prompt=prompt)",
+        "self._lay(answer.ids, first_position=p + 1, prompt=prompt)",
+        ("test_content_equals_the_obvious_construction", "test_float64_packed_equals_alone[llama-shared]"),
+    ),
+    Mutation(
+        "first-token-from-another-row",
+        "last_prompt_row=prompt[1] - 1 if p else None",
+        "last_prompt_row=prompt[0] if p else None",
+        ("test_content_equals_the_obvious_construction", "test_float64_packed_equals_alone[llama-shared]"),
+    ),
+    Mutation(
+        "answer-predicts-itself",
+        "np.arange(start - 1, start - 1 + len(ids))",
+        "np.arange(start, start + len(ids))",
+        ("test_content_equals_the_obvious_construction", "test_float64_packed_equals_alone[llama-shared]"),
+    ),
+    Mutation(
+        "padding-counted",
+        "unique_rows=unique_rows,",
+        "unique_rows=laid.count,",
+        ("test_content_equals_the_obvious_construction", "test_tokens_are_those_counted_by_hand"),
+    ),
+    Mutation(
+        "one-row-ahead",
+        "visible = j <= i",
+        "visible = j <= i + 1",
+        (
+            "test_values_and_gradients_are_those_of_a_dense_masked_softmax",
+            "test_float64_packed_equals_alone[mistral-shared]",
+        ),
+    ),
+    Mutation(
+        "prompt-cut-by-a-row",
+        "torch.cat([t[prompt], t[i]], dim=1)",
+        "torch.cat([t[prompt][:, 1:], t[i]], dim=1)",
+        (
+            "test_values_and_gradients_are_those_of_a_dense_masked_softmax",
+            "test_float64_packed_equals_alone[llama-shared]",
+        ),
+    ),
+    Mutation(
+        "window-off-by-one",
+        "visible &= j > i - window",
+        "visible &= j >= i - window",
+        (
+            "test_values_and_gradients_are_those_of_a_dense_masked_softmax",
+            "test_float64_packed_equals_alone[mistral-shared]",
+        ),
+    ),
+    Mutation(
+        "window-of-flops",
+        "w * (w + 1) // 2",
+        "w * (w - 1) // 2",
+        ("test_attention_pairs_are_the_visible_entries_of_the_mask", "test_a_pair_on_a_tiny_llama_by_hand"),
+    ),
+    # --- data
+    Mutation(
+        "border-token-in-the-prompt",
+        "np.flatnonzero(self.stops > border)",
+        "np.flatnonzero(self.starts >= border)",
+        ("test_a_merge_that_both_answers_share_still_belongs_to_them",),
+    ),
+    Mutation(
+        "span-counts-one-more",
+        "(self.starts < stop) & (self.stops > start)",
+        "(self.starts <= stop) & (self.stops > start)",
+        ("test_chatml_ids_equal_the_joint_encoding_and_the_mask_is_the_assistants",),
+    ),
+    Mutation(
+        "dropped-row-not-counted",
+        "report.dropped_rows += (DroppedRow(table, row, reason, detail) for row, reason, detail in account.dropped)",
+        "report.rows_read -= len(account.dropped)",
+        ("test_the_limit_holds_for_the_longer_of_the_answers_and_to_the_token", "test_the_report_is_plain_data"),
+    ),
+    Mutation(
+        "every-epoch-in-one-order",
+        "_permutation(self.examples, self.seed, n // self.examples)",
+        "_permutation(self.examples, self.seed, 0)",
+        ("test_epochs_differ_in_order", "test_each_epoch_has_an_order_of_its_own"),
+    ),
+    Mutation(
+        "a-longer-run-goes-on-elsewhere",
+        "return self.done_examples + (step - self.done_steps) * self.examples_per_step",
+        "return step * self.examples_per_step",
+        ("test_a_run_that_is_made_longer_loses_no_example_and_sees_none_twice",),
+    ),
+    # --- the reference
+    Mutation(
+        "reference-of-another-answer",
+        "np.searchsorted(self.contents, contents)",
+        'np.maximum(np.searchsorted(self.contents, contents, side="right") - 1, 0)',
+        ("test_round_trip_to_the_last_bit", "test_columns_and_lists_are_looked_up_alike"),
+    ),
+    Mutation(
+        "mask-no-part-of-the-content",
+        'digest.update(np.ascontiguousarray(counts, dtype="?").data)',
+        "pass",
+        ("test_a_changed_mask_is_scored_anew", "test_the_digest_sees_ids_masks_cuts_and_order_and_nothing_else"),
+    ),
+    Mutation(
+        "damaged-shard-taken",
+        'or path.name != f"rows-{_digest(raw.data, origin)}.bin"',
+        "",
+        ("test_every_flipped_byte_is_noticed", "test_a_shard_of_another_cache_is_refused"),
+    ),
+    Mutation(
+        "step-0-check-skipped",
+        "if wrong:",
+        "if False:",
+        ("test_a_single_last_bit_is_found_and_its_answer_named", "test_a_policy_that_has_moved_is_not_the_reference"),
+        within="check_start",
+    ),
+    Mutation(
+        "first-step-check-skipped",
+        "if starting:",
+        "if False:",
+        ("test_a_first_step_whose_log_probs_are_not_the_cached_ones_moves_nothing",),
+        within="train_step",
+    ),
+    # --- a step
+    Mutation(
+        "step-with-no-number",
+        "    _check_finite(outcome, batch)\n",
+        "",
+        ("test_a_number_that_is_none_names_its_example_and_moves_nothing",),
+        within="train_step",
+    ),
+    Mutation(
+        "clipping-the-wrong-way",
+        "limit / (norm + 1e-6)",
+        "(norm + 1e-6) / limit",
+        ("test_clipping_scales_the_whole_step_and_reports_the_norm_before",),
+    ),
+    Mutation(
+        "fused-scale-not-inverted",
+        "scale.reciprocal().float()",
+        "scale.float()",
+        ("test_a_scaled_step_is_that_of_scaled_gradients",),
+    ),
+    Mutation(
+        "betas-swapped",
+        "betas = (config.adam_beta1, config.adam_beta2)",
+        "betas = (config.adam_beta2, config.adam_beta1)",
+        ("test_two_steps_of_adamw_by_its_formula",),
+    ),
+    Mutation(
+        "norms-decayed",
+        '"weight_decay": 0.0',
+        '"weight_decay": config.weight_decay',
+        ("test_weight_decay_is_on_matrices_only",),
+    ),
+    Mutation(
+        "warm-up-off-by-one",
+        "config.learning_rate * (step + 1) / warmup",
+        "config.learning_rate * step / warmup",
+        ("test_linear_by_hand", "test_no_step_is_wasted_and_none_exceeds_the_peak"),
+    ),
+    Mutation(
+        "decay-off-by-one",
+        "done = (step - warmup) / (total_steps - warmup)",
+        "done = (step + 1 - warmup) / (total_steps - warmup)",
+        ("test_linear_by_hand", "test_cosine_by_hand"),
+    ),
+    Mutation(
+        "float32-gradients-not-held",
+        "torch.promote_types(weight.dtype, torch.float32)",
+        "weight.dtype",
+        ("test_with_float32_gradients_bfloat16_weights_make_the_same_step_however_the_batch_is_cut",),
+        within="hold_gradients",
+    ),
+    # --- a run and its files
+    Mutation(
+        "resume-one-step-early",
+        "training_steps(loader, start, optimizer, reference, config, result.steps_done)",
+        "training_steps(loader, start, optimizer, reference, config, max(result.steps_done - 1, 0))",
+        ("test_a_crash_costs_only_the_steps_since_the_last_checkpoint",),
+    ),
+    Mutation(
+        "other-data-on-resume",
+        "if saved.data_digest != begun.data_digest:",
+        "if False:",
+        ("test_resume_with_other_data_is_refused",),
+    ),
+    Mutation(
+        "checksum-of-metrics-ignored",
+        "if checksum not in (None, _checksum(json.dumps(line))) or len(have_checksums) > 1:",
+        "if len(have_checksums) > 1:",
+        ("test_one_flipped_bit_of_a_line_is_noticed",),
+    ),
+    Mutation(
+        "spoilt-export-taken",
+        "if spoilt:",
+        "if False:",
+        ("test_one_flipped_bit_of_an_export_is_noticed",),
+    ),
+    Mutation(
+        "damaged-checkpoint-taken",
+        "if checksum(folder / name) != digest:",
+        "if False:",
+        ("test_a_sealed_folder_shows_any_damage", "test_a_flipped_bit_is_noticed_before_anything_is_loaded"),
+        within="check_sealed",
+    ),
+    Mutation(
+        "metadata-may-call-anything",
+        'raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")',
+        "return super().find_class(module, name)",
+        ("test_metadata_that_is_a_program", "test_metadata_may_call_for_nothing_but_its_own_classes"),
+    ),
+    Mutation(
+        "a-tie-is-a-success",
+        "(margin > 0).double() + 0.5 * (margin == 0)",
+        "(margin >= 0).double()",
+        ("test_statistics_by_hand_ties_count_half",),
+    ),
+    Mutation(
+        "later-of-equals-is-best",
+        "sign * value <= sign * other",
+        "sign * value < sign * other",
+        ("test_no_step_is_better_than_the_starting_model_until_one_is", "test_it_goes_by_the_measure_that_is_named"),
+    ),
+    Mutation(
+        "evaluation-loss-of-the-last-pack",
+        "loss += float(objective.example_losses(logps, answers).sum())",
+        "loss = float(objective.example_losses(logps, answers).sum())",
+        ("test_evaluation_equals_plain_scores_and_the_papers_formula",),
+    ),
+)
+
+
+# --- where a mutation belongs ----------------------------------------------------------------------------------------
+
+
+def _spans(source: str, within: str) -> list[tuple[int, int]]:
+    """Where in a source the functions and classes of this name stand, as characters; all of it for no name."""
+    if not within:
+        return [(0, len(source))]
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    return [
+        (starts[node.lineno - 1], starts[node.end_lineno or node.lineno])
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == within
+    ]
+
+
+def place(mutation: Mutation, root: Path = ROOT) -> tuple[Path, str]:
+    """The file that a mutation belongs to, and its source with the mistake in it. Raises NotFound."""
+    found = []
+    for path in sorted((root / "tuningfork").rglob("*.py")):
+        source = path.read_text()
+        if mutation.old not in source:
+            continue
+        for start, stop in _spans(source, mutation.within):
+            at = source.find(mutation.old, start, stop)
+            while at >= 0:
+                found.append((path, source[:at] + mutation.new + source[at + len(mutation.old) :]))
+                at = source.find(mutation.old, at + 1, stop)
+    if len(found) != 1:
+        where = f" in {mutation.within}" if mutation.within else ""
+        raise NotFound(f"{mutation.name}: {mutation.old!r} stands {len(found)} times{where} in tuningfork/, not once")
+    path, source = found[0]
+    compile(source, str(path), "exec")  # else every test would fail, and prove nothing
+    return path, source
+
+
+@cache
+def _tests(root: Path) -> dict[str, list[str]]:
+    """Name of a test function -> its node ids, without the cases."""
+    found: dict[str, list[str]] = {}
+    for path in sorted((root / "tests").rglob("test_*.py")):
+        for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE):
+            found.setdefault(name, []).append(f"{path.relative_to(root)}::{name}")
+    return found
+
+
+def nodes(mutation: Mutation, root: Path = ROOT) -> list[str]:
+    """The node ids of a mutation's tests. Raises NotFound."""
+    found = []
+    for test in mutation.tests:
+        name, bracket, case = test.partition("[")
+        if name not in _tests(root):
+            raise NotFound(f"{mutation.name}: there is no test {name}")
+        found += [node + bracket + case for node in _tests(root)[name]]
+    return found
+
+
+# --- trying them out -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What became of some tests: which failed, and why none could be run, if so."""
+
+    failed: tuple[str, ...]
+    trouble: str = ""
+
+
+def _run(root: Path, wanted: Sequence[str], seconds: float) -> Tried:
+    """Run tests of a tree. One that does not end counts as failed."""
+    output = root / "output"
+    process = _CONTEXT.Process(target=_pytest, args=(root, [*dict.fromkeys(wanted)], output))
+    process.start()
+    process.join(seconds)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        return Tried(("(not ended)",))
+    said = output.read_text() if output.exists() else "it did not begin"
+    failed = re.findall(r"^(?:FAILED|ERROR) \S+?::(\w+)", said, re.MULTILINE)
+    if process.exitcode == (1 if failed else 0):
+        return Tried(tuple(dict.fromkeys(failed)))
+    return Tried((), f"pytest ended with {process.exitcode}: {said[-1000:]}")
+
+
+def _pytest(root: Path, wanted: list[str], output: Path) -> None:
+    """Run tests of another tree in this process, which was forked from one that has imported the libraries."""
+    os.chdir(root)
+    os.environ |= {"PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    sys.dont_write_bytecode = True
+    sys.path[:] = [str(root), *(path for path in sys.path if path not in ("", str(ROOT), str(root)))]
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "tuningfork")]:
+        del sys.modules[name]  # this tree's
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    import pytest
+
+    imported = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
+    status = pytest.main(["-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", "-W", imported, *wanted])
+    sys.stdout.flush()
+    os._exit(int(status))
+
+
+def _copy(root: Path) -> None:
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, root / name, ignore=shutil.ignore_patterns("__pycache__", ".tokenizers", "model"))
+        elif source.exists():
+            shutil.copy(source, root / name)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", metavar="NAME", choices=[one.name for one in MUTATIONS])
+    parser.add_argument("--list", action="store_true", help="name the mutations and their tests, and stop")
+    options = parser.parse_args()
+    chosen = [one for one in MUTATIONS if options.only is None or one.name in options.only]
+    if options.list:
+        print("\n".join(f"{one.name}: {one.old!r} -> {one.new!r}, {', '.join(one.tests)}" for one in chosen))
+        return 0
+
+    _CONTEXT.set_forkserver_preload(LIBRARIES)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    lost, survived = [], []
+    with tempfile.TemporaryDirectory(prefix="mutations-") as name:
+        root = Path(name)
+        _copy(root)
+        places, wanted = {}, {}
+        for one in chosen:
+            try:
+                places[one.name], wanted[one.name] = place(one, root), nodes(one, root)
+            except NotFound as error:
+                lost.append(str(error))
+                print(f"NOT FOUND  {error}", flush=True)
+        whole = _run(root, [node for some in wanted.values() for node in some], SECONDS * 2)
+        if whole.failed or whole.trouble:
+            print(f"Without any mutation these fail, so nothing can be told: {', '.join(whole.failed)}{whole.trouble}")
+            return 1
+        for one in (one for one in chosen if one.name in wanted):
+            path, mutated = places[one.name]
+            kept, begun = path.read_text(), time.monotonic()
+            path.write_text(mutated)
+            tried = _run(root, wanted[one.name], SECONDS)
+            path.write_text(kept)
+            said = f"caught by {', '.join(tried.failed)}"
+            if tried.trouble:
+                lost.append(f"{one.name}: {tried.trouble}")
+                said = f"NOT TRIED, {tried.trouble}"
+            elif not tried.failed:
+                survived.append(one.name)
+                said = "SURVIVED"
+            expected = {test.partition("[")[0] for test in one.tests}
+            passed = sorted(expected - {*tried.failed}) if tried.failed and "(not ended)" not in tried.failed else []
+            beside = f"; not by {', '.join(passed)}" if passed else ""
+            print(f"{one.name:<34} {said}{beside} ({time.monotonic() - begun:.0f} s)", flush=True)
+    caught = len(chosen) - len(lost) - len(survived)
+    print(f"\n{caught} of {len(chosen)} mutations caught, {len(survived)} survived, {len(lost)} not tried")
+    return 1 if lost or survived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
