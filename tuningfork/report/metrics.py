@@ -21,7 +21,7 @@ METRICS: dict[str, str] = {
     "tokens": "Their tokens as a plain trainer counts them: the prompt once per answer.",
     "unique_tokens": "Their tokens as they were computed: with a shared prompt, the prompt once per example.",
     "answer_tokens": "Tokens whose log-prob counts in the loss.",
-    "pad_share": "Padding rows / all rows of the packs.",
+    "pad_share": "Padding / all token slots of the packs.",
     "rewards/chosen": "Mean reward of the chosen answers, nats: beta x log-ratio to the reference, a token's mean for "
     "dpo_norm and ipo; beta x mean log-prob of a token for simpo.",
     "rewards/rejected": "The same for the rejected answers.",
