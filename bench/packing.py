@@ -5,7 +5,7 @@ Examples have the lengths of real preference data (`bench/lengths.py`), or are d
     way         set: all examples at once, best-fit decreasing. stream: each pack chosen from a window of examples
     seconds     from examples to packs, in one process; tensors are not built
     cpu_seconds the processor's time for it: less than `seconds` on a machine that others use
-    fill        rows with content / (packs x rows of a full pack), the last packs included
+    fill        slots with content / (packs x slots of a full pack), the last packs included
     left_out    examples that are larger than a pack
 
     pairs_per_rank, ranks   a step has pairs_per_rank x ranks examples; several steps are drawn
@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--tokenizer", help="a folder with the tokenizer for --data")
     options.add_argument("--examples", type=int, nargs="*", default=[10_000, 100_000, 1_000_000])
     options.add_argument(
-        "--tokens", type=int, nargs="*", default=[4096, 8192, 16384, 32768], help="rows of a full pack"
+        "--tokens", type=int, nargs="*", default=[4096, 8192, 16384, 32768], help="tokens of a full pack"
     )
     options.add_argument("--window", type=int, default=1024, help="of a stream")
     options.add_argument("--ranks", type=int, nargs="*", default=[2**n for n in range(1, 11)])

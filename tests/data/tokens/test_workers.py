@@ -169,12 +169,13 @@ from concurrent.futures import wait
 from pathlib import Path
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
 from tuningfork.data.tokens import workers
-from tuningfork.data.prepare import prepare
+from tuningfork.data.prepare import prepare_examples
 from tuningfork.data.config import DataConfig
 
 workers.ROWS_A_PROCESS = 1
 workers.Workers._begun = lambda pool: not wait(pool._ready, 120).not_done
-{guard}prepare(sys.argv[1], byte_bpe(chat_template=CHATML), DataConfig(workers=2), 300, cache=Path(sys.argv[2]))
+tokenizer = byte_bpe(chat_template=CHATML)
+{guard}prepare_examples(sys.argv[1], tokenizer, DataConfig(workers=2), 300, cache=Path(sys.argv[2]))
 """
 
 
