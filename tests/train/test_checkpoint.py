@@ -121,10 +121,15 @@ def test_a_flipped_bit_is_noticed_before_anything_is_loaded(saved):
         ('"examples": 12', '"examples": -1', "progress.json: examples: Input should be greater"),
         ('"loss": 0.1', '"loss": "low"', "progress.json: before.loss: Input should be a valid number"),
         ('"loss": 0.1', '"loss": 1e999', "cannot be loaded"),
-        ('"margin": 0.0', '"margin": []', "progress.json: before.sums.margin: Input should be a valid number"),
-        ('"margin": 0.0, ', "", "before has other fields than an evaluation"),
-        ('"margin": 0.0', '"margin": 0.0, "more": 1', "before has other fields than an evaluation"),
-        ('"loss": 0.1', '"losses": 0.1', "progress.json: before.loss: Field required"),
+        (
+            '"rewards/chosen": 0.5',
+            '"rewards/chosen": []',
+            "progress.json: before.means.sums.rewards/chosen: Input should",
+        ),
+        ('"rewards/chosen": 2', '"rewards/chosen": 2.5', "progress.json: before.means.counts.rewards/chosen: Input"),
+        ('"counts": {"rewards/chosen": 2}', '"counts": {}', "before.means: counts other statistics than it sums"),
+        ('"counts"', '"more": 1, "counts"', "is not as it was written"),
+        ('"loss": 0.1', '"losses": 0.1', "differs in before.loss, before.losses"),
     ],
 )
 def test_a_checkpoint_that_was_made_up_is_refused_in_words(saved, old, new, said):

@@ -163,6 +163,8 @@ def progress(path: Path) -> Progress:
         raise _damaged(path, error) from error
     if asdict(found) != saved:  # which has names beside these
         raise _damaged(path, ValueError(f"{_PROGRESS} is not as it was written"))
+    if found.before is not None and found.before.means.sums.keys() != found.before.means.counts.keys():
+        raise _damaged(path, ValueError(f"{_PROGRESS}: before.means: counts other statistics than it sums"))
     if found.activation_memory == "auto":
         raise _damaged(path, ValueError(f"{_PROGRESS}: activation_memory: auto is none that a run can have had"))
     if path.name != at(path.parent, found.step).name:
