@@ -52,6 +52,13 @@ def test_it_goes_by_the_measure_that_is_named(tmp_path: Path) -> None:
     assert not any(NO_GAIN in line for line in lines)
 
 
+@pytest.mark.parametrize(("by", "scores"), [("loss", {"loss": 0.6}), ("accuracy", {"loss": 0.6, "correct": 70})])
+def test_of_equals_the_earliest_is_the_best(tmp_path: Path, by: str, scores: dict[str, float]) -> None:
+    held, lines = said(tmp_path, TrainConfig(eval_every=1, best_by=by), found(0.7), found(**scores), found(**scores))
+    assert held.best is not None and held.best.step == 1
+    assert [line for line in lines if "the best so far" in line] == lines[1:2]
+
+
 def test_the_last_step_alone_is_compared_where_no_best_is_kept(tmp_path: Path) -> None:
     held, lines = said(tmp_path, TrainConfig(), found(0.7), found(0.7, 60))
     assert lines[-1].endswith(f"; {NO_GAIN}") and held.no_gain(found(0.7).as_dict())
