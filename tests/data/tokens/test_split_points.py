@@ -103,7 +103,9 @@ def test_where_a_text_is_cut_by_hand() -> None:
     points = SplitPoints(byte_bpe(chat_template=CHATML))
     text = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na"
     assert points.last(text, len(text) - 1) == text.rindex("<|im_start|>") == 29
-    assert points.last(text, 29 + len("<|im_start|>") - 1) == 12 + 6  # the border is within the last one: the one before
+    assert (
+        points.last(text, 29 + len("<|im_start|>") - 1) == 12 + 6
+    )  # the border is within the last one: the one before
     assert points.last(text, 5) == points.last("no token", 8) == points.last(text, 0) == 0
     assert "[INST]" not in SplitPoints(byte_bpe(chat_template=INST)).tokens  # text like any other
     assert set(SplitPoints(sentence_piece(letters="a")).tokens) == {"<s>", "</s>", "<|im_start|>", "<|im_end|>"}

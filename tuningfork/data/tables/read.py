@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,11 +17,13 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 
+from tuningfork.data.tables.arrow_checks import check_buffers, check_uncompressed, of_bounded_size
 from tuningfork.data.tables.arrow_rows import arrow_rows, cause
 from tuningfork.data.tables.delimited import DELIMITERS, delimited_rows
-from tuningfork.data.tables.file_kinds import check_kind
+from tuningfork.data.tables.file_kinds import PARQUET, check_kind
 from tuningfork.data.tables.json_rows import RATIO, UNZIPPED, array_rows, is_array, is_zipped, line_rows, pieces
-from tuningfork.data.tables.rows import Row
+from tuningfork.data.tables.parquet_pages import part_sizes
+from tuningfork.data.tables.rows import MOST_VALUES, ROWS, Row
 from tuningfork.errors import DataError, TuningforkError, counted, first_line, from_here
 from tuningfork.files import SCRATCH_CURE, checksum, explained, opened, scratch
 from tuningfork.json_files import read_object
@@ -29,7 +32,7 @@ SUFFIXES = (".jsonl", ".json", ".parquet", *DELIMITERS)
 HUB = "hub:"  # in front of owner/name
 HUB_NAME = r"\w[\w.-]*/\w[\w.-]*(?:@(?!.*\.\.)\w[\w.+/-]*)?"  # owner/name@revision
 BATCH = 64  # rows of a table that are made at once: a text of megabytes may be there once, and stand in every row
-ROWS = 1_000_000  # more than these, in a file with fewer bytes than rows, are the same row again and again
+PAGES = 1 << 30  # bytes that rows made at once may have: a page may be one text, which stands in all of them
 
 
 class Rows:
@@ -56,7 +59,7 @@ def read_rows(path: str | Path) -> Rows:
     path = Path(path)
     if is_saved_dataset(path):
         _check_saved(path)
-        return _of_dataset(str(path), lambda: datasets.load_from_disk(str(path)))
+        return _of_dataset(str(path), lambda: _from_disk(path))
     suffix = _checked_suffix(path)
     check_kind(path, suffix)
     if suffix == ".parquet":
@@ -183,7 +186,7 @@ def _loading(name: str) -> Iterator[None]:
     try:
         with _quiet_library():
             yield
-    except MemoryError:
+    except (TuningforkError, MemoryError):
         raise
     except Exception as error:  # the library raises whatever its own libraries raise
         hint = (
@@ -202,6 +205,17 @@ def _of_dataset(name: str, load: Callable[[], datasets.Dataset]) -> Rows:
         raise DataError(f"{name}: has no rows.")
     arrow = table.with_format("arrow")
     return Rows(lambda: _readable_rows(name, arrow.iter(BATCH)))
+
+
+def _from_disk(folder: Path) -> datasets.Dataset:
+    """A saved data set whose buffers hold together."""
+    files = [folder / str(part["filename"]) for part in read_object(folder / "state.json")["_data_files"]]
+    for file in files:
+        check_uncompressed(file)
+    table = datasets.load_from_disk(str(folder))
+    _check_rows(folder, len(table), sum(file.stat().st_size for file in files))
+    check_buffers(str(folder), table.data.table)
+    return table
 
 
 def _checked_suffix(path: Path) -> str:
@@ -249,43 +263,59 @@ def _of_parquet(path: Path) -> Rows:
                 plain = folder / "rows.parquet"
                 with explained(plain, SCRATCH_CURE), open(plain, "wb") as out:
                     out.writelines(pieces(path))
-                table = pyarrow.parquet.ParquetFile(pyarrow.memory_map(str(plain)))
+                table, at_once = _opened_parquet(path, plain)
         else:
-            table = pyarrow.parquet.ParquetFile(pyarrow.memory_map(str(path)))
-    _check_not_blown_up(path, table.metadata)
+            table, at_once = _opened_parquet(path, path)
     names = table.schema_arrow.names
-    if twice := [name for name in names if names.count(name) > 1]:
+    if twice := [name for name, times in Counter(names).items() if times > 1]:
         raise DataError(
             f"{path}: its rows cannot be read: two columns are named {twice[0]!r}. Write it with plain columns, each "
             "with a name of its own."
         )
-    return Rows(lambda: _readable_rows(str(path), _batches(table)) if names else ())
+    return Rows(lambda: _readable_rows(str(path), _batches(table, at_once)) if names else ())
 
 
-def _check_not_blown_up(path: Path, found: pyarrow.parquet.FileMetaData) -> None:
-    """Raise DataError where a small file says that it holds very much, which can only be the same again and again."""
-    size = path.stat().st_size
-    if found.num_rows > max(ROWS, size):
+def _opened_parquet(path: Path, plain: Path) -> tuple[pyarrow.parquet.ParquetFile, int]:
+    """A Parquet file, `plain` where it lies unzipped, and how many rows to make at once: fewer where its pages have
+    room for texts that are very long.
+
+    Raises DataError where it is small and holds very much, which can only be the same again and again.
+    """
+    size, largest = path.stat().st_size, 1
+    with open(plain, "rb") as file:
+        whole = file.read(len(PARQUET)) == PARQUET
+    for part in part_sizes(plain) if whole else ():
+        _check_rows(path, part.rows, size)
+        if part.bytes > max(UNZIPPED, RATIO * size):
+            what = f"{part.bytes:,} bytes, more than {RATIO} times the whole file"
+        elif part.values > max(MOST_VALUES, size):
+            what = f"{part.values:,} values of one column, more than the whole file has bytes"
+        else:
+            largest = max(largest, part.page)
+            continue
         raise DataError(
-            f"{path}: {found.num_rows:,} rows in {size:,} bytes are the same row again and again. Look at them."
+            f"{path}: a part of it with {counted(part.rows, 'row')} unpacks to {what}: it says the same again and "
+            "again. Look at it."
         )
-    # Of whole row groups: asked for a damaged column, pyarrow ends the process.
-    for group in map(found.row_group, range(found.num_row_groups)):
-        if group.total_byte_size > max(UNZIPPED, RATIO * size):
-            raise DataError(
-                f"{path}: a part of it with {counted(group.num_rows, 'row')} unpacks to {group.total_byte_size:,} "
-                f"bytes, more than {RATIO} times the whole file: it says the same again and again. Look at it."
-            )
+    table = pyarrow.parquet.ParquetFile(pyarrow.memory_map(str(plain)))
+    _check_rows(path, table.metadata.num_rows, size)
+    return table, max(1, min(BATCH, PAGES // largest))
 
 
-def _batches(table: pyarrow.parquet.ParquetFile) -> Iterator[pyarrow.Table]:
-    for batch in table.iter_batches(BATCH):
+def _check_rows(name: object, rows: int, size: int) -> None:
+    """Raise DataError where a table of so many bytes has more rows than it can have that differ."""
+    if rows > max(ROWS, size):
+        raise DataError(f"{name}: {rows:,} rows in {size:,} bytes are the same row again and again. Look at them.")
+
+
+def _batches(table: pyarrow.parquet.ParquetFile, at_once: int) -> Iterator[pyarrow.Table]:
+    for batch in table.iter_batches(at_once):
         yield pyarrow.Table.from_batches([batch])
 
 
 def _readable_rows(name: str, batches: Iterable[pyarrow.Table]) -> Iterator[tuple[int, Row]]:
     with _readable(name, "its rows cannot be read", "Copy it again, or write it with plain columns."):
-        yield from arrow_rows(batches)
+        yield from arrow_rows(of_bounded_size(name, batches))
 
 
 @contextmanager
