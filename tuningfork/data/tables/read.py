@@ -21,7 +21,16 @@ from tuningfork.data.tables.arrow_checks import check_buffers, check_uncompresse
 from tuningfork.data.tables.arrow_rows import arrow_rows, cause
 from tuningfork.data.tables.delimited import DELIMITERS, delimited_rows
 from tuningfork.data.tables.file_kinds import PARQUET, check_kind
-from tuningfork.data.tables.json_rows import RATIO, UNZIPPED, array_rows, is_array, is_zipped, line_rows, pieces
+from tuningfork.data.tables.json_rows import (
+    RATIO,
+    UNZIPPED,
+    array_rows,
+    array_text,
+    is_array,
+    is_zipped,
+    line_rows,
+    pieces,
+)
 from tuningfork.data.tables.parquet_pages import part_sizes
 from tuningfork.data.tables.rows import MOST_VALUES, ROWS, Row
 from tuningfork.errors import DataError, TuningforkError, counted, first_line, from_here
@@ -38,10 +47,10 @@ PAGES = 1 << 30  # bytes that rows made at once may have: a page may be one text
 class Rows:
     """A table's rows with their numbers from 1: the line of a JSONL file, else the place in the table.
 
-    Each iteration reads them anew, so that a table may be larger than memory; only an array of JSON is held as a whole.
-    Values are exactly the table's, but for nulls in the objects of a column: they all have the same fields there, and
-    one that an object did not have is null. These go; a table cannot tell them from nulls that were meant. Raises
-    DataError, naming file, line and column, where something is wrong.
+    Each iteration reads them anew, so that a table may be larger than memory; only the text of a JSON array is held as
+    a whole. Values are exactly the table's, but for nulls in the objects of a column: they all have the same fields
+    there, and one that an object did not have is null. These go; a table cannot tell them from nulls that were meant.
+    Raises DataError, naming file, line and column, where something is wrong.
     """
 
     def __init__(self, read: Callable[[], Iterable[tuple[int, Row]]]) -> None:
@@ -65,12 +74,12 @@ def read_rows(path: str | Path) -> Rows:
     if suffix == ".parquet":
         rows = _of_parquet(path)
     elif suffix in DELIMITERS:
-        rows = Rows(lambda: delimited_rows(path, DELIMITERS[suffix]))
+        rows = _of_file(path, lambda: delimited_rows(path, DELIMITERS[suffix]))
     elif suffix == ".json" and is_array(path):
-        whole = array_rows(path)
-        rows = Rows(lambda: whole)
+        text = array_text(path)
+        rows = _of_file(path, lambda: array_rows(path, text))
     else:
-        rows = Rows(lambda: line_rows(path))
+        rows = _of_file(path, lambda: line_rows(path))
     if next(iter(rows), None) is None:
         raise DataError(f"{path}: the file has no rows. Give a file with preference pairs.")
     return rows
@@ -196,6 +205,18 @@ def _loading(name: str) -> Iterator[None]:
             else "Save it again"
         )
         raise DataError(f"{name}: cannot be loaded ({cause(error)[:300]}). {hint}.") from error
+
+
+def _of_file(path: Path, read: Callable[[], Iterator[tuple[int, Row]]]) -> Rows:
+    """The rows of a text file. A gzipped one is small, and may have very many."""
+
+    def counted_rows() -> Iterator[tuple[int, Row]]:
+        size = path.stat().st_size
+        for count, row in enumerate(read(), 1):
+            _check_rows(path, count, size)
+            yield row
+
+    return Rows(counted_rows if is_zipped(path) else read)
 
 
 def _of_dataset(name: str, load: Callable[[], datasets.Dataset]) -> Rows:

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tuningfork.data.examples.conversations import says_something
 from tuningfork.data.examples.values import Unusable
+from tuningfork.data.tables.json_values import loads
 from tuningfork.data.tokens.printing import Printer, at_work
 from tuningfork.records import Example, Message, Turns
 
@@ -225,7 +226,7 @@ def _changed_entry(key: Any, value: Any, change: Callable[[str], str]) -> Any:
 def _object(text: str) -> dict[str, Any] | None:
     """The object that a text is the JSON of."""
     try:
-        found = json.loads(text)
+        found = loads(text)
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
