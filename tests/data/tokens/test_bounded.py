@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,39 @@ def test_many_spaces_in_a_template_are_looked_through_at_once() -> None:
     render(EXAMPLE, byte_bpe(chat_template=template))
     with within(20):
         assert "content" in message_fields(byte_bpe(chat_template=template))
+
+
+def test_a_row_may_take_so_long_over_all_of_its_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversation of very many turns is printed up to each of them, and each print takes longer."""
+    monkeypatch.setattr(bounds, "WHOLE", 0.5)
+    said = tuple(Message(("assistant", "user")[place % 2], "a") for place in range(3001))
+    with pytest.raises(
+        DataError, match=r"^pairs.jsonl:7: the chat template does not come .* within 0.5 s of processor"
+    ):
+        render(replace(EXAMPLE, answers=(said, EXAMPLE.answers[1])), byte_bpe(chat_template=CHATML))
+    render(EXAMPLE, byte_bpe(chat_template=CHATML))
+
+
+def test_renewed_time_is_bounded_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "WHOLE", 0.4)
+
+    def work() -> None:
+        for _ in range(100):
+            _work(0.05)
+            renew()
+
+    with pytest.raises(OutOfTime, match=r"0\.4 s"):
+        bounded(work)
+
+
+def test_a_row_whose_words_take_too_long_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "SECONDS", 0.3)
+    rows = [{"prompt": "q", "chosen": said, "rejected": "no"} for said in ("yes", "<" * 200_000)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = byte_bpe(chat_template=CHATML)
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<<{'<' * place}|" for place in range(300)]})
+    with pytest.raises(DataError, match=r"rows.jsonl:2: the row is not read within 0.3 s of processor time\. Look"):
+        prepare_examples(tmp_path / "rows.jsonl", tokenizer, DataConfig(), 1000)
 
 
 def test_renewed_time_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,13 +71,13 @@ class AsText:
                 encoding = twin.encode(exchanged, add_special_tokens=False)
         except DataError as error:
             raise Unusable(FAILS, str(error)) from error
-        ids, starts, stops = np.array(encoding.ids), *np.array(encoding.offsets).reshape(-1, 2).T
+        ids, offsets = np.array(encoding.ids), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        covered = _covered(offsets, len(named))
+        unfit = _covered(offsets[np.isin(ids, self.unfit)], len(named))
         for found in self.name.finditer(named):
-            within = (starts < found.end()) & (stops > found.start())
-            covered = {place for a, b in zip(starts[within], stops[within], strict=True) for place in range(a, b)}
-            token = self.tokens[found[0]]
-            written = all(found.start() + i in covered for i, letter in enumerate(token) if not letter.isspace())
-            if not written or np.isin(ids[within], self.unfit).any():
+            token, (start, stop) = self.tokens[found[0]], found.span()
+            written = all(covered[start + i] for i, letter in enumerate(token) if not letter.isspace())
+            if not written or unfit[start:stop].any():
                 raise Unusable(WRITTEN, f"and the tokenizer has no plain characters for {token}")
         return encoding.ids, encoding.offsets
 
@@ -125,3 +125,11 @@ class AsText:
 
     def _renamed(self, token: str) -> str:
         return self.names.get(token, token)
+
+
+def _covered(offsets: np.ndarray, characters: int) -> np.ndarray:
+    """bool [characters]: which of a text's characters lie in tokens, of whose offsets, int64 [n, 2], each is one. A
+    token that covers nothing stands for the character behind it."""
+    begins = np.bincount(offsets[:, 0], minlength=characters + 2)
+    ends = np.bincount(np.maximum(offsets[:, 1], offsets[:, 0] + 1), minlength=characters + 2)
+    return (np.cumsum(begins - ends) > 0)[:characters]

@@ -145,10 +145,16 @@ def _expression(token: Any) -> str:
 def _without_ends(text: str, ends: list[str]) -> tuple[str, list[str]]:
     """A text without the markers at its end, and which they were."""
     found: list[str] = []
-    while end := next((end for end in ends if text.rstrip().endswith(end)), None):
-        text = text.rstrip().removesuffix(end)
+    stop = len(text)
+    while True:
+        bare = stop
+        while bare and text[bare - 1].isspace():
+            bare -= 1
+        end = next((end for end in ends if text.endswith(end, 0, bare)), None)
+        if end is None:
+            return text[:stop], found
+        stop = bare - len(end)
         found.append(end)
-    return text, found
 
 
 def _turns(example: Example) -> tuple[Turns, ...]:

@@ -29,6 +29,8 @@ MEND = "Mend the template, or set data.template: none to train on plain strings 
 TOO_LONG = "too long to be encoded"
 LONGEST = 10_000_000
 """Characters of one text. The tokenizer takes up to 300 bytes of memory for each, so more could end the whole run."""
+LONGEST_ROW = 4 * LONGEST
+"""Characters of all texts of a row, each of which is its prompt with one of its answers."""
 # What the functions that print take themselves, and do not hand to the template; the messages they hand to it.
 _HOW_TO_PRINT = {
     *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
