@@ -191,6 +191,26 @@ def test_a_row_whose_words_take_too_long_is_named(tmp_path: Path, monkeypatch: p
         prepare_examples(tmp_path / "rows.jsonl", tokenizer, DataConfig(), 1000)
 
 
+@pytest.mark.parametrize(
+    "again", ["{%set a=", "role in [", "{%set a%d=tools%}", "{%for a in b%}", "a[", "'a' in ", "role'] == ", "message."]
+)
+def test_what_a_template_says_again_and_again_is_looked_through_once(again: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "hello", "chosen": "a", "rejected": "b"}))
+    said = "".join(again.replace("%d", str(place)) for place in range(600_000 // len(again)))
+    with within(20):
+        used, _ = prepare_examples(
+            tmp_path / "rows.jsonl", byte_bpe(chat_template=f"{{# {said} #}}{CHATML}"), DataConfig(), 260
+        )
+    assert len(used) == 1
+
+
+def test_a_template_longer_than_any_is_not_looked_through(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "hello", "chosen": "a", "rejected": "b"}))
+    tokenizer = byte_bpe(chat_template=CHATML + "{# " + "a" * (1 << 20) + " #}")
+    with pytest.raises(DataError, match=r"the chat template has 1,048,\d+ characters, 1,048,576 at most\. Mend"):
+        prepare_examples(tmp_path / "rows.jsonl", tokenizer, DataConfig(), 260)
+
+
 def test_renewed_time_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "SECONDS", 0.2)
 

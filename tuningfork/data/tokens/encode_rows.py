@@ -18,7 +18,7 @@ from tuningfork.data.token_table import Columns, columns_of
 from tuningfork.data.tokens.as_text import AsText
 from tuningfork.data.tokens.bounded import OutOfTime, bounded
 from tuningfork.data.tokens.control_tokens import AS_TEXT, KEPT, RENDERED, WRITTEN, ControlTokens
-from tuningfork.data.tokens.printing import message_fields
+from tuningfork.data.tokens.printing import Printer, at_work, message_fields
 from tuningfork.data.tokens.template import RenderedExample, render
 from tuningfork.data.tokens.tokenize import Encoded, Encoder
 from tuningfork.data.tokens.truncate import size_of, truncate
@@ -59,8 +59,10 @@ class RowEncoder:
         self.control = ControlTokens(tokenizer, chat=config.template == "chat")
         self.as_text = AsText(tokenizer, self.control)
         self.config = config
-        roles = roles_for(tokenizer.chat_template, config.roles or {})
-        self.names = MessageNames(roles, message_fields(tokenizer))
+        roles, given = config.roles or {}, tokenizer.chat_template
+        self.names = at_work(
+            Printer(tokenizer, {}), lambda: MessageNames(roles_for(given, roles), message_fields(tokenizer))
+        )
 
     def __call__(self, rows: RowBatch, reader: RowReader) -> EncodedBatch:
         """What becomes of the rows. Raises DataError where none of the table can be used."""

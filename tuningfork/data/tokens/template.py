@@ -16,7 +16,17 @@ from transformers import PreTrainedTokenizerBase
 
 from tuningfork.data.examples.values import Unusable
 from tuningfork.data.tokens.left_out import LEAVES_OUT, check_left_out
-from tuningfork.data.tokens.printing import LONGEST, LONGEST_ROW, MEND, REFUSES, TOO_LONG, Printer, at_work, common
+from tuningfork.data.tokens.printing import (
+    LONGEST,
+    LONGEST_ROW,
+    LONGEST_TEMPLATE,
+    MEND,
+    REFUSES,
+    TOO_LONG,
+    Printer,
+    at_work,
+    common,
+)
 from tuningfork.data.tokens.spans import REOPENS, REWRITES, Finder, Located, Span, evened
 from tuningfork.errors import DataError
 from tuningfork.records import Example, Message, Source, Turns
@@ -140,6 +150,17 @@ def _check_whole(characters: int) -> None:
     if characters > LONGEST_ROW:
         raise Unusable(
             TOO_LONG, f"the prompt with each of its answers has {characters:,} characters, {LONGEST_ROW:,} at most"
+        )
+
+
+def check_size(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise DataError where a chat template is longer than any is: it is looked through before it is run."""
+    given = tokenizer.chat_template
+    longest = max(map(len, map(str, given.values() if isinstance(given, dict) else [given])), default=0)
+    if longest > LONGEST_TEMPLATE:
+        raise DataError(
+            f"{tokenizer.name_or_path or 'the tokenizer'}: the chat template has {longest:,} characters, "
+            f"{LONGEST_TEMPLATE:,} at most. {MEND}"
         )
 
 
