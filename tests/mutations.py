@@ -225,8 +225,8 @@ MUTATIONS = (
     ),
     Mutation(
         "padding-counted",
-        "unique_rows=unique_rows,",
-        "unique_rows=laid.count,",
+        "used_slots=used_slots,",
+        "used_slots=laid.count,",
         ("test_content_equals_the_obvious_construction", "test_tokens_are_those_counted_by_hand"),
     ),
     Mutation(

@@ -581,3 +581,13 @@ def test_a_field_of_the_files_may_be_left_out() -> None:
         load("data: {roles: {x: null}}")
     with pytest.raises(ConfigError, match="a mapping of names to names, or to null, such as"):
         load("data: {columns: {x: 3}}")
+
+
+@pytest.mark.parametrize("written", ["output.dir", "data.cache", "reference.cache"])
+def test_nothing_is_written_where_all_files_are_data(written: str, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    given = {"model.path": "m", "data.train": str(tmp_path / "data"), "output.dir": "run", "data.cache": None}
+    given[written] = str(tmp_path / "data" / "ours")
+    flags = [text for key, value in given.items() for text in (f"--{key}", "null" if value is None else value)]
+    with pytest.raises(ConfigError, match=rf"^{written} .*/data/ours lies in data.train .* would be read as data the"):
+        load_run_config(None, flags, "train")

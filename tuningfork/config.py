@@ -18,6 +18,7 @@ from tuningfork import recipe as recipes
 from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.examples.field_names import check_columns
 from tuningfork.data.examples.roles import check_roles
+from tuningfork.data.sources.apart import would_read
 from tuningfork.data.template_file import read_template
 from tuningfork.errors import ConfigError
 from tuningfork.report import sinks
@@ -96,6 +97,7 @@ def check(config: RunConfig, required: Mapping[str, str] = REQUIRED) -> None:
             f"data.cache {cache} lies in output.dir {config.output.dir}. Give it a folder elsewhere: a run keeps its "
             "folder to itself, and a cache is shared."
         )
+    _check_apart(config.values())
     for setting, readers in config.objective.unread().items():
         raise ConfigError(
             f"objective.{setting} is {getattr(config.objective, setting)}, but objective.name {name} "
@@ -175,6 +177,19 @@ def _check_paths(values: Mapping[str, Any]) -> None:
             except (OSError, ValueError) as error:  # the latter of a NUL, or of text that has no bytes
                 why = getattr(error, "strerror", None) or error
                 raise ConfigError(f"{key} is {recipes.found(path)}, which cannot be used as a path: {why}.") from None
+
+
+def _check_apart(values: Mapping[str, Any]) -> None:
+    """Refuse to write into a folder of which all files are data: the next command would take ours for data, too."""
+    for key in ("data.train", "data.eval"):
+        given = values[key]
+        for source in [given] if isinstance(given, str) else given or []:
+            for written in WRITTEN:
+                if (folder := values[written]) is not None and would_read(source, Path(folder)):
+                    raise ConfigError(
+                        f"{written} {folder} lies in {key} {source}, so that what is written there would be read as "
+                        f"data the next time. Give it a folder elsewhere, or name the files of {key}."
+                    )
 
 
 def _check_mix(data: DataConfig) -> None:

@@ -49,7 +49,7 @@ DECIDE_NO_BIT = {
     "models.hf.tokenizer_file": "refuses tokenizers that ask for too much",
     "models.hf.trust": "refuses folders that ask for code of others",
     "models.hf.safetensors_reader": "brings weights into memory, where they are digested",
-    "data.packing.bin_packing": "which pack an example lies in; every start checks that this is the same to its log-prob",
+    "data.packing.bin_packing": "which pack an example lies in; no start lets this change its log-prob",
 }
 
 

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
+from tests.bounds import within
 from tests.data.rows import HH, PAIR, assistant, drop, one, read_examples, turns, user, write
-from tuningfork.data.examples.conversations import read_turns
+from tuningfork.data.examples.conversations import before_last_said, read_turns
+from tuningfork.data.examples.conversations import read_turns as message_turns
 from tuningfork.data.examples.roles import MessageNames, roles_for
 from tuningfork.data.examples.row_reader import BEGIN_ALIKE, CUT_REPEATED
 from tuningfork.data.examples.unpack import ANSWERS_AS_JSON, JSON_AS_TEXT, PROMPT_AS_JSON, SOME_AS_JSON
+from tuningfork.data.examples.values import Unusable
 from tuningfork.records import Message
 
 SYSTEM = {"role": "system", "content": "s"}
@@ -502,3 +505,24 @@ def test_what_an_object_holds_beside_messages_is_used_or_named(tmp_path: Path) -
     ):
         reason, detail = drop(tmp_path, {"chosen": side("a"), "rejected": side("b", **beside)})
         assert reason == "unsupported field" and detail.startswith(words)
+
+
+def test_very_many_messages_are_gone_through_once(tmp_path: Path) -> None:
+    call = json.dumps({"name": "f", "arguments": {}})
+    calls = [{"from": "function_call", "value": call}] * 20_000
+    roles = roles_for(None, {})
+    with within(30):
+        [turn] = message_turns(calls, "chosen", "assistant")
+        assert len(turn.extra["tool_calls"]) == 20_000
+        assert before_last_said([{"role": "assistant"}] * 100_000, roles) == 0
+        assert before_last_said([{"role": "user"}, *[{"role": "assistant"}] * 50_000], roles) == 1
+        with pytest.raises(Unusable, match="unknown role"):
+            message_turns([{"role": "x" * 3_000_000, "content": "q"}], "prompt", "user")
+
+
+def test_more_answers_than_are_compared(tmp_path: Path) -> None:
+    rows = [{"prompt": "q", "answers": [str(place) for place in range(count)]} for count in (1000, 1001)]
+    found = read_examples(write(tmp_path, rows), as_text=True)
+    assert [len(example.answers) for example in found.examples] == [1000]
+    [dropped] = found.dropped
+    assert (dropped.reason, dropped.detail) == ("too many answers", "answers is a list of 1,001, 1,000 at most")

@@ -9,6 +9,7 @@ import datasets
 import pytest
 
 from tests.data.rows import PAIR, read_examples, read_rows, write
+from tuningfork.data.sources.apart import would_read
 from tuningfork.data.sources.expand import Tables, expand_source, expand_sources
 from tuningfork.data.tables.read import digest_of
 from tuningfork.errors import DataError
@@ -235,3 +236,14 @@ def test_no_table_is_read_twice(tmp_path: Path) -> None:
     for sources in ([str(path), str(tmp_path)], [f"{tmp_path}/*.jsonl", str(tmp_path / "." / "a.jsonl")]):
         with pytest.raises(DataError, match=r"a\.jsonl: is named twice"):
             expand_sources(sources)
+
+
+def test_a_folder_that_a_source_would_read_from(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    (data / "more").mkdir(parents=True)
+    (data / "a.jsonl").write_text("{}")
+    for source in (str(data), f"{data}/", f"{data}/**", f"{data}/**/*.json*", f"{data}/*/*.jsonl", f"{tmp_path}/data"):
+        assert would_read(source, data / "run"), source
+    for source in (str(data / "a.jsonl"), f"{data}/*", f"{data}/*.jsonl", str(data / "more"), "hub:owner/name"):
+        assert not would_read(source, data / "run"), source
+    assert not would_read(str(data), data / ".runs" / "first") and not would_read(str(data), tmp_path / "run")

@@ -12,7 +12,8 @@ import pyarrow.parquet
 import pytest
 
 from tests.bounds import within, without_much_memory
-from tuningfork.data.tables import json_rows, read
+from tuningfork.data.tables import delimited, json_rows, json_values, read
+from tuningfork.data.tables.json_values import loads, values_of
 from tuningfork.data.tables.read import read_rows
 from tuningfork.errors import DataError
 
@@ -121,3 +122,73 @@ def test_a_table_that_says_it_holds_very_much(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(read, "UNZIPPED", 1 << 20)
     with pytest.raises(DataError, match=r"a.parquet: a part of it with 1 row unpacks to 4,0[\d,]+ bytes, more"):
         read_rows(file)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.csv.gz"])
+def test_very_many_small_rows_of_a_zipped_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {"a.jsonl.gz": b"{}\n" * 30_000, "a.json.gz": b"[" + b"{}," * 30_000 + b"{}]", "a.csv.gz": b"a\n" * 30_001}
+    file = write(tmp_path / name, rows[name])
+    assert sum(1 for _ in read_rows(file)) >= 30_000
+    monkeypatch.setattr(read, "ROWS", 20_000)
+    with pytest.raises(DataError, match=rf"{name}: 20,001 rows in [\d,]+ bytes are the same row again and again"):
+        list(read_rows(file))
+
+
+def test_an_array_is_read_row_by_row(tmp_path: Path) -> None:
+    """Its rows, made all at once, would take several times the memory that is there."""
+    file = write(tmp_path / "a.json.gz", b" [ " + b"{}, " * 5_000_000 + b"{}]\n")
+    rows = read_rows(file)
+    with without_much_memory(50 << 20), pytest.raises(DataError, match="are the same row again and again"):
+        for _ in rows:
+            pass
+
+
+VALUES = [
+    ("[1, 2, 3]", 4),
+    ('{"a": [{}, []], "b": ",,,[[[", "c\\\\": "\\",,", "d": "[[', 7),
+    ("[[[[]]]]", 4),
+    ('["a,b", "{", "\\\\"]', 4),
+]
+
+
+@pytest.mark.parametrize(("text", "values"), VALUES)
+def test_values_of_a_json_text_are_counted_before_they_are_made(
+    text: str, values: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert list(values_of(text)) == []
+    monkeypatch.setattr(json_values, "MOST_VALUES", 1)
+    assert list(values_of(text)) == [values]
+
+
+def test_a_row_of_very_many_values_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (json_rows, json_values):
+        monkeypatch.setattr(module, "MOST_VALUES", 1000)
+    many, texts = {**ROW, "x": [[]] * 1000}, {**ROW, "x": ",[{" * 4000}
+    lines = write(tmp_path / "a.jsonl", b"\n".join(json.dumps(row).encode() for row in (ROW, texts, many)))
+    with pytest.raises(DataError, match=r"a.jsonl: line 3 is not JSON \(it holds 1,005 values, 1,000 at most\)"):
+        list(read_rows(lines))
+    fine = [{**ROW, "x": [1] * 900}, texts] * 5
+    array = write(tmp_path / "a.json", json.dumps(fine).encode())
+    assert [row for _, row in read_rows(array)] == fine
+    write(array, json.dumps([*fine, many]).encode())
+    with pytest.raises(DataError, match=r"a.json: line 1 is not JSON \(row 11 holds 1,005 values, 1,000 at most"):
+        list(read_rows(array))
+    with pytest.raises(ValueError, match=r"it holds 1,00\d values, 1,000 at most"):
+        loads(json.dumps([[[]] * 1000]))
+
+
+def test_a_quote_that_never_ends_makes_no_endless_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delimited, "LONGEST_LINE", 100_000)
+    row = b'"' + b"x\n" * 40_000 + b'",b,c\n'
+    file = write(tmp_path / "a.csv", b"prompt,chosen,rejected\n" + row * 3)
+    assert len(list(read_rows(file))) == 3
+    write(file, b"prompt,chosen,rejected\np,a,b\n" + b'"\n",' * 40_000)
+    with pytest.raises(DataError, match=r"a.csv: row 2, at line \d+, cannot be read \(a row of more than 0 MiB"):
+        list(read_rows(file))
+
+
+def test_more_columns_than_any_table_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delimited, "MOST_COLUMNS", 1000)
+    names = b",".join(b"c%d" % place for place in range(1001))
+    with pytest.raises(DataError, match=r"a.csv: its header names 1,001 columns, 1,000 at most"):
+        list(read_rows(write(tmp_path / "a.csv", names + b"\n" + names + b"\n")))

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,59 @@ def test_many_spaces_in_a_template_are_looked_through_at_once() -> None:
     render(EXAMPLE, byte_bpe(chat_template=template))
     with within(20):
         assert "content" in message_fields(byte_bpe(chat_template=template))
+
+
+def test_a_row_may_take_so_long_over_all_of_its_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversation of very many turns is printed up to each of them, and each print takes longer."""
+    monkeypatch.setattr(bounds, "WHOLE", 0.5)
+    said = tuple(Message(("assistant", "user")[place % 2], "a") for place in range(3001))
+    with pytest.raises(
+        DataError, match=r"^pairs.jsonl:7: the chat template does not come .* within 0.5 s of processor"
+    ):
+        render(replace(EXAMPLE, answers=(said, EXAMPLE.answers[1])), byte_bpe(chat_template=CHATML))
+    render(EXAMPLE, byte_bpe(chat_template=CHATML))
+
+
+def test_renewed_time_is_bounded_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "WHOLE", 0.4)
+
+    def work() -> None:
+        for _ in range(100):
+            _work(0.05)
+            renew()
+
+    with pytest.raises(OutOfTime, match=r"0\.4 s"):
+        bounded(work)
+
+
+def test_a_row_whose_words_take_too_long_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "SECONDS", 0.3)
+    rows = [{"prompt": "q", "chosen": said, "rejected": "no"} for said in ("yes", "<" * 200_000)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = byte_bpe(chat_template=CHATML)
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<<{'<' * place}|" for place in range(300)]})
+    with pytest.raises(DataError, match=r"rows.jsonl:2: the row is not read within 0.3 s of processor time\. Look"):
+        prepare_examples(tmp_path / "rows.jsonl", tokenizer, DataConfig(), 1000)
+
+
+@pytest.mark.parametrize(
+    "again", ["{%set a=", "role in [", "{%set a%d=tools%}", "{%for a in b%}", "a[", "'a' in ", "role'] == ", "message."]
+)
+def test_what_a_template_says_again_and_again_is_looked_through_once(again: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "hello", "chosen": "a", "rejected": "b"}))
+    said = "".join(again.replace("%d", str(place)) for place in range(600_000 // len(again)))
+    with within(20):
+        used, _ = prepare_examples(
+            tmp_path / "rows.jsonl", byte_bpe(chat_template=f"{{# {said} #}}{CHATML}"), DataConfig(), 260
+        )
+    assert len(used) == 1
+
+
+def test_a_template_longer_than_any_is_not_looked_through(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "hello", "chosen": "a", "rejected": "b"}))
+    tokenizer = byte_bpe(chat_template=CHATML + "{# " + "a" * (1 << 20) + " #}")
+    with pytest.raises(DataError, match=r"the chat template has 1,048,\d+ characters, 1,048,576 at most\. Mend"):
+        prepare_examples(tmp_path / "rows.jsonl", tokenizer, DataConfig(), 260)
 
 
 def test_renewed_time_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:

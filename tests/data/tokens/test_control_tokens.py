@@ -10,6 +10,7 @@ import pytest
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
+from tests.bounds import within
 from tests.data.summary.workbench import write
 from tests.data.tiny_tokenizers import CHATML, INST, byte_bpe, word_level
 from tests.real_tokenizers import Unavailable, real_tokenizer
@@ -279,3 +280,13 @@ def test_what_the_setting_says_of_plain_text(tmp_path: Any) -> None:
     left, report = prepared(tmp_path, rows, template="none", control_tokens="drop")
     assert [one.source.row for one in left] == [2]
     assert report.dropped_rows[0].detail == f"{END} in prompt, {START} in chosen"
+
+
+def test_very_many_end_markers_are_gone_through_once(tmp_path: Any) -> None:
+    said = "yes" + f" \n{END}" * 200_000
+    with within(60):
+        examples, _ = prepared(tmp_path, [pair("hi", said)], max_length=50)
+        assert texts(examples[0])[1] == f"yes \n{END}"
+        kept = pair("hi", f"{END * 20_000}a")
+        examples, _ = prepared(tmp_path, [kept], max_length=10**6, control_tokens="as_text")
+    assert len(examples) == 1

@@ -122,6 +122,17 @@ def test_tokens_that_are_left_to_chance(folder: Path) -> None:
     check_tokenizer_file(str(folder))
 
 
+def test_words_of_any_length_where_they_are_looked_through_again_and_again(folder: Path) -> None:
+    model = {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##", "vocab": {"[UNK]": 0}}
+    change(folder, model={**model, "max_input_chars_per_word": 1001})
+    assert (
+        "tokenizer.json: its model looks into words of 1,001 letters (max_input_chars_per_word), 1,000 at"
+        in refused(folder)
+    )
+    change(folder, model={**model, "max_input_chars_per_word": 1000})
+    check_tokenizer_file(str(folder))
+
+
 def test_two_tokens_of_one_id(folder: Path) -> None:
     model = json.loads((folder / "tokenizer.json").read_text())["model"]
     vocabulary = model["vocab"]

@@ -57,8 +57,10 @@ def _with_call(turn: Message, call: Message, field: str) -> Message:
     """An assistant's turn with the calls of the turn behind it."""
     if turn.counts != call.counts or (THOUGHTS[0] in turn.extra and THOUGHTS[0] in call.extra):
         raise Unusable("unsupported field", f"{field} goes on with the turn before it, with other thoughts or weight")
-    calls = [*turn.extra.get("tool_calls", []), *call.extra["tool_calls"]]
-    return Message(turn.role, turn.content, {**turn.extra, **call.extra, "tool_calls": calls}, turn.counts)
+    extra = dict(turn.extra)  # of its own: there may be very many calls, each of which is put behind the others
+    calls = extra.get("tool_calls", [])
+    calls += call.extra["tool_calls"]
+    return Message(turn.role, turn.content, {**extra, **call.extra, "tool_calls": calls}, turn.counts)
 
 
 def _message(message: Any, field: str, names: MessageNames) -> Message:
@@ -97,7 +99,7 @@ def _message(message: Any, field: str, names: MessageNames) -> Message:
 
 
 def _unknown_role(field: str, given: str, roles: Roles) -> str:
-    near = difflib.get_close_matches(given.lower(), roles, n=1)
+    near = difflib.get_close_matches(given[:SHOWN].lower(), roles, n=1)
     ours = roles[near[0]] if near else "user"
     name = given[:SHOWN]
     return (
@@ -132,7 +134,7 @@ def unread_fields(value: Any, names: MessageNames = PLAIN) -> list[str]:
 
 def before_last_said(messages: Sequence[Any], roles: Roles) -> int:
     """How many messages stand before the assistant's turns that end a conversation: all up to the last other turn."""
-    said = [i for i, m in enumerate(messages) if isinstance(m, dict) and is_assistant(roles.get(str(named_role(m))))]
+    said = {i for i, m in enumerate(messages) if isinstance(m, dict) and is_assistant(roles.get(str(named_role(m))))}
     return next((n for n in range(len(messages), 0, -1) if n - 1 not in said), 0)
 
 

@@ -15,6 +15,8 @@ from typing import Any
 from tuningfork.data.examples.values import Unusable, filled, number, parsed_json, required_fields, string
 from tuningfork.data.tables.rows import Row, kind_of
 
+MOST_ANSWERS = 1000  # of a row: each is compared with every other
+
 Named = tuple[str, Any]
 """A field's name, as messages call it, and its value."""
 
@@ -207,6 +209,8 @@ def _at_least_two(value: Any, field: str, how: str) -> list[Named]:
     if not isinstance(value, list) or len(value) < 2:
         found = f"a list of {len(value)}" if isinstance(value, list) else kind_of(value)
         raise Unusable("wrong type", f"{field} is {found}, expected a list of at least two, {how}")
+    if len(value) > MOST_ANSWERS:
+        raise Unusable("too many answers", f"{field} is a list of {len(value):,}, {MOST_ANSWERS:,} at most")
     return [(f"{field}[{i}]", item) for i, item in enumerate(value)]
 
 

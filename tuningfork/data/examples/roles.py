@@ -54,7 +54,7 @@ def roles_for(template: Any, given: Roles) -> Roles:
 def _asks_for(template: str, role: str) -> bool:
     """Whether a template compares roles with this one: role == "x", message['role'] in ["x", ...]."""
     quoted = rf"['\"]{role}['\"]"
-    return re.search(rf"role['\"\])]*\s*(==\s*{quoted}|in\s*[\[(][^\])]*{quoted})", template) is not None
+    return re.search(rf"role['\"\])]*\s*(==\s*{quoted}|in\s*[\[(][^\[\]()]*{quoted})", template) is not None
 
 
 def check_roles(given: Roles) -> None:

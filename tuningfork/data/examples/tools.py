@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tuningfork.data.examples.values import Unusable, filled, optional_json, parsed_json, string
+from tuningfork.data.tables.json_values import loads
 from tuningfork.data.tables.rows import Row, kind_of
 from tuningfork.records import same
 
@@ -74,7 +75,7 @@ def _with_sound_arguments(call: dict[str, Any], field: str) -> dict[str, Any]:
         return {**call, "arguments": {}}
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(string(arguments, place))
+            arguments = loads(string(arguments, place))
         except (ValueError, RecursionError) as error:
             raise Unusable("broken arguments of a call", f"{place} is not JSON ({error})") from None
     if not isinstance(arguments, dict | None):
@@ -173,7 +174,7 @@ def _as_object(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        found = json.loads(arguments)
+        found = loads(arguments)
     except (ValueError, RecursionError):
         return arguments
     return found if isinstance(found, dict) else arguments

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +10,7 @@ from tuningfork.data.examples.conversations import NAMED_BY, before_last_said
 from tuningfork.data.examples.formats import Named, Parts
 from tuningfork.data.examples.roles import ROLES, Roles
 from tuningfork.data.examples.values import Unusable, filled, optional_json, required_fields
+from tuningfork.data.tables.json_values import loads
 from tuningfork.data.tables.rows import kind_of
 from tuningfork.records import same
 
@@ -84,7 +84,7 @@ def unpacked(value: Any, field: str, roles: Roles = ROLES) -> Any:
     if not isinstance(value, str) or not (text := value.strip()).startswith(("[", "{")):
         return value
     try:
-        found = json.loads(text)
+        found = loads(text)
     except (ValueError, RecursionError) as error:
         listed = re.match(r"\[\s*\{", text) and re.search(r"\}\s*\]$", text)
         inside = re.match(rf"\{{\s*'({'|'.join(LISTS)})'\s*:", text)
@@ -104,7 +104,7 @@ def is_object(value: Any) -> bool:
     if not isinstance(value, str) or not value.strip().startswith("{"):
         return False
     try:
-        json.loads(value)
+        loads(value)
     except (ValueError, RecursionError):
         return False
     return True

@@ -5,12 +5,12 @@ Whatever is wrong with a value raises Unusable, which costs its row and no other
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from decimal import Decimal
 from typing import Any
 
+from tuningfork.data.tables.json_values import loads
 from tuningfork.data.tables.rows import Broken, Row, kind_of
 
 # Fields that change what is trained on and that no part of this house knows. Ignoring one would train on something else
@@ -91,7 +91,7 @@ def parsed_json(value: Any, field: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(string(value, field))
+        return loads(string(value, field))
     except (ValueError, RecursionError) as error:
         raise Unusable("wrong type", f"{field} is a string that is not JSON ({error})") from None
 

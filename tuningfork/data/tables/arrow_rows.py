@@ -13,6 +13,7 @@ from typing import Any
 import datasets
 import pyarrow as pa
 
+from tuningfork.data.tables.json_values import check_values
 from tuningfork.data.tables.rows import Broken, Row
 
 # private: datasets.Json
@@ -73,12 +74,18 @@ def _one(name: str, value: pa.Scalar, read: Callable[[Any], Any]) -> Any:
         return Broken(UNREADABLE, f"{name} cannot be read ({cause_line(error)[:300]}); write it anew with plain values")
 
 
-def _reader(name: str, kind: pa.DataType, decoded: Any) -> Callable[[Any], Any]:
+def _reader(name: str, kind: pa.DataType, found: Any) -> Callable[[Any], Any]:
     """What makes a column's values of those that pyarrow gives."""
-    whole = datasets.Features({name: decoded}) if decoded is not None and _decodes(decoded) else None
+    whole = datasets.Features({name: found}) if found is not None and _decodes(found) else None
     if whole is None:
         return (lambda value: _plain(value, kind)) if _is_nested(kind) or _is_binary(kind) else lambda value: value
-    return lambda value: _plain(whole.decode_example({name: value})[name], kind)
+
+    def decoded(value: Any) -> Any:
+        if isinstance(value, str):
+            check_values(value)
+        return _plain(whole.decode_example({name: value})[name], kind)
+
+    return decoded
 
 
 def _decodes(kind: Any) -> bool:

@@ -8,14 +8,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tuningfork.data.tables.json_rows import text_lines
-from tuningfork.data.tables.rows import Row
+from tuningfork.data.tables.json_rows import LONGEST_LINE, text_lines
+from tuningfork.data.tables.rows import MOST_COLUMNS, Row
 from tuningfork.errors import DataError
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 """Suffix -> what stands between the cells."""
 
-LONGEST = 1 << 27  # characters of a cell; Python's own limit is shorter than many an answer
+LONGEST = LONGEST_LINE  # characters of a cell; Python's own limit is shorter than many an answer
 QUOTING = 'A cell that holds {delimiter}, a quote or a line break stands in quotes ("), with quotes in it doubled.'
 
 
@@ -23,12 +23,14 @@ def delimited_rows(path: Path, delimiter: str) -> Iterator[tuple[int, Row]]:
     """The rows with their numbers from 1, the header not counted; empty lines are none. Raises DataError, naming row
     and line."""
     csv.field_size_limit(LONGEST)
-    reader = csv.reader(text_lines(path), delimiter=delimiter, strict=True)
+    lines = _Lines(path)
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
     cure = QUOTING.format(delimiter="a tab" if delimiter == "\t" else "a comma")
     names: list[str] = []
     number = 0
     try:
         for cells in reader:
+            lines.of_row = 0
             if not cells:
                 continue
             if not names:
@@ -47,6 +49,21 @@ def delimited_rows(path: Path, delimiter: str) -> Iterator[tuple[int, Row]]:
         ) from error
 
 
+class _Lines:
+    """The lines of a file, as many as one row may have: a quote that never ends makes one row of all of them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.lines = path, text_lines(path)
+        self.of_row = 0  # characters
+
+    def __iter__(self) -> Iterator[str]:
+        for line in self.lines:
+            self.of_row += len(line)
+            if self.of_row > LONGEST_LINE:
+                raise csv.Error(f"a row of more than {LONGEST_LINE >> 20:,} MiB, more than is read at once")
+            yield line
+
+
 def _header(path: Path, names: list[str], delimiter: str) -> list[str]:
     if len(names) == 1 and (other := next((mark for mark in ",;\t" if mark in names[0]), "")):
         called = {",": "commas", ";": "semicolons", "\t": "tabs"}
@@ -54,6 +71,8 @@ def _header(path: Path, names: list[str], delimiter: str) -> list[str]:
             f"{path}: the cells of its header stand between {called[other]}: {names[0][:80]!r}. Save it with "
             f"{called[delimiter]}{', or call it ' + '.tsv' if other == chr(9) else ''}."
         )
+    if len(names) > MOST_COLUMNS:
+        raise DataError(f"{path}: its header names {len(names):,} columns, {MOST_COLUMNS:,} at most. Remove some.")
     seen: set[str] = set()
     for place, name in enumerate(names, 1):
         if not name.strip():

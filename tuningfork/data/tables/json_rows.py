@@ -1,15 +1,16 @@
 """A JSON Lines file, or a .json file that is one array -> its rows, with the values exactly as the file has them.
 
-Lines are read as they are drawn, so a file may be larger than memory; an array is parsed as a whole. What is read at
-once has a bound, and so has what a gzipped file may grow to: a megabyte of it can be a gigabyte. Values are those
-of Python's json: `datasets` would guess types for whole columns, so that answers that look like dates become
-timestamps, a missing field becomes null, and numbers change.
+Lines are read as they are drawn, so a file may be larger than memory; of an array the text is held as a whole. What is
+read at once has a bound, the values of a row have one, and so has what a gzipped file may grow to: a megabyte of it can
+be a gigabyte. Values are those of Python's json: `datasets` would guess types for whole columns, so that answers that
+look like dates become timestamps, a missing field becomes null, and numbers change.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -18,17 +19,19 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any, cast
 
-from tuningfork.data.tables.rows import Row, kind_of
+from tuningfork.data.tables.json_values import check_values, values_of
+from tuningfork.data.tables.rows import MOST_VALUES, Row, kind_of
 from tuningfork.errors import DataError
 from tuningfork.files import opened
 
 LONGEST_LINE = 64 << 20  # bytes of one row: texts of ten million characters, and their escapes
-LONGEST_ARRAY = 1 << 30  # bytes of an array, which takes several times as much memory
+LONGEST_ARRAY = 1 << 30  # bytes of an array, which is held
 BLANK = 1_000_000  # lines in a row that say nothing
 RATIO, UNZIPPED = 200, 1 << 30  # how many times its size a gzipped file may have, if it has more than so many bytes
 _AS_LINES = "Write it as .jsonl, an object a line: that is read line by line."
 _GZIP = b"\x1f\x8b"  # what a gzipped file begins with
 _BOM = b"\xef\xbb\xbf"
+_SPACE = re.compile(r"[ \t\n\r]*")
 
 
 def is_array(path: Path) -> bool:
@@ -38,21 +41,42 @@ def is_array(path: Path) -> bool:
     return next((head.lstrip() for head in chain([first], heads) if not head.isspace()), b"").startswith(b"[")
 
 
-def array_rows(path: Path) -> list[tuple[int, Row]]:
-    """The rows of a file that is one array, with their places in it from 1. Raises DataError."""
+def array_text(path: Path) -> str:
+    """The text of a file that is one array. Raises DataError."""
     text, size = [], 0
-    for _, line in _lines(path, LONGEST_ARRAY):
-        size += len(line)
-        text.append(line)
-        if size > LONGEST_ARRAY:
-            raise DataError(f"{path}: {_too_long('this array', LONGEST_ARRAY)} {_AS_LINES}")
     try:
-        rows = _parsed(path, 1, "".join(text))
+        for _, line in _lines(path, LONGEST_ARRAY):
+            size += len(line)
+            text.append(line)
+            if size > LONGEST_ARRAY:
+                raise DataError(f"{path}: {_too_long('this array', LONGEST_ARRAY)} {_AS_LINES}")
+        return "".join(text)
     except MemoryError as error:
         raise DataError(
             f"{path}: one array of {size:,} characters takes more memory than there is. {_AS_LINES}"
         ) from error
-    return [(number, _checked(path, f"row {number}", row)) for number, row in enumerate(rows, 1)]
+
+
+def array_rows(path: Path, text: str) -> Iterator[tuple[int, Row]]:
+    """The rows of a text that is one array, with their places in it from 1. Raises DataError."""
+    with _naming(path, 1):
+        values = values_of(text, depth_of_rows=1)
+        at = _behind_space(text, _behind_space(text, 0) + 1)
+        number = 0
+        while number or not text.startswith("]", at):
+            number += 1
+            if (held := next(values, 0)) > MOST_VALUES:
+                raise ValueError(f"row {number} holds {held:,} values, {MOST_VALUES:,} at most")
+            row, at = _decoded(text, at)
+            yield number, _checked(path, f"row {number}", row)
+            at = _behind_space(text, at)
+            if text.startswith("]", at):
+                break
+            if not text.startswith(",", at):
+                raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
+            at = _behind_space(text, at + 1)
+        if (at := _behind_space(text, at + 1)) < len(text):
+            raise json.JSONDecodeError("Extra data", text, at)
 
 
 def line_rows(path: Path) -> Iterator[tuple[int, Row]]:
@@ -145,8 +169,22 @@ def _bomb(path: Path, most: int) -> str:
 
 
 def _parsed(path: Path, line: int, text: str) -> Any:
-    try:
+    with _naming(path, line):
+        check_values(text)
         return json.loads(text, object_pairs_hook=_object)
+
+
+def _decoded(text: str, at: int) -> tuple[Any, int]:
+    """The value that begins at a place, and where it ends."""
+    return _DECODER.raw_decode(text, at)
+
+
+@contextmanager
+def _naming(path: Path, line: int) -> Iterator[None]:
+    """Turn whatever is wrong with JSON that begins in a line into a DataError that names file and line."""
+    try:
+        yield
+        return
     except json.JSONDecodeError as error:
         line += error.lineno - 1
         place, what = f"line {line}", f"{error.msg}, column {error.colno}"
@@ -164,6 +202,15 @@ def _object(pairs: list[tuple[str, Any]]) -> Row:
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"field {twice[:80]!r} is given twice")
     return row
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
+
+
+def _behind_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    assert found is not None, "it may be empty"
+    return found.end()
 
 
 def _checked(path: Path, place: str, row: Any) -> Row:

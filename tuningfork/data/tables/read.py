@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,19 +17,22 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 
+from tuningfork.data.tables.arrow_checks import check_buffers, check_uncompressed, of_bounded_size
 from tuningfork.data.tables.arrow_rows import arrow_rows, cause_line
 from tuningfork.data.tables.delimited import DELIMITERS, delimited_rows
-from tuningfork.data.tables.file_kinds import check_kind
+from tuningfork.data.tables.file_kinds import PARQUET, check_kind
 from tuningfork.data.tables.json_rows import (
     RATIO,
     UNZIPPED,
     array_rows,
+    array_text,
     is_array,
     is_zipped,
     line_rows,
     unzipped_pieces,
 )
-from tuningfork.data.tables.rows import Row
+from tuningfork.data.tables.parquet_pages import part_sizes
+from tuningfork.data.tables.rows import MOST_VALUES, ROWS, Row
 from tuningfork.errors import DataError, TuningforkError
 from tuningfork.files import SCRATCH_CURE, checksum, explained, opened, scratch
 from tuningfork.json_files import read_object
@@ -38,16 +42,16 @@ SUFFIXES = (".jsonl", ".json", ".parquet", *DELIMITERS)
 HUB = "hub:"  # in front of owner/name
 HUB_NAME = r"\w[\w.-]*/\w[\w.-]*(?:@(?!.*\.\.)\w[\w.+/-]*)?"  # owner/name@revision
 BATCH = 64  # rows of a table that are made at once: a text of megabytes may be there once, and stand in every row
-ROWS = 1_000_000  # more than these, in a file with fewer bytes than rows, are the same row again and again
+PAGES = 1 << 30  # bytes that rows made at once may have: a page may be one text, which stands in all of them
 
 
 class Rows:
     """A table's rows with their numbers from 1: the line of a JSONL file, else the place in the table.
 
-    Each iteration reads them anew, so that a table may be larger than memory; only an array of JSON is held as a whole.
-    Values are exactly the table's, but for nulls in the objects of a column: they all have the same fields there, and
-    one that an object did not have is null. These go; a table cannot tell them from nulls that were meant. Raises
-    DataError, naming file, line and column, where something is wrong.
+    Each iteration reads them anew, so that a table may be larger than memory; only the text of a JSON array is held as
+    a whole. Values are exactly the table's, but for nulls in the objects of a column: they all have the same fields
+    there, and one that an object did not have is null. These go; a table cannot tell them from nulls that were meant.
+    Raises DataError, naming file, line and column, where something is wrong.
     """
 
     def __init__(self, read: Callable[[], Iterable[tuple[int, Row]]]) -> None:
@@ -65,18 +69,18 @@ def read_rows(path: str | Path) -> Rows:
     path = Path(path)
     if is_saved_dataset(path):
         _check_saved(path)
-        return _of_dataset(str(path), lambda: datasets.load_from_disk(str(path)))
+        return _of_dataset(str(path), lambda: _from_disk(path))
     suffix = _checked_suffix(path)
     check_kind(path, suffix)
     if suffix == ".parquet":
         rows = _of_parquet(path)
     elif suffix in DELIMITERS:
-        rows = Rows(lambda: delimited_rows(path, DELIMITERS[suffix]))
+        rows = _of_file(path, lambda: delimited_rows(path, DELIMITERS[suffix]))
     elif suffix == ".json" and is_array(path):
-        whole = array_rows(path)
-        rows = Rows(lambda: whole)
+        text = array_text(path)
+        rows = _of_file(path, lambda: array_rows(path, text))
     else:
-        rows = Rows(lambda: line_rows(path))
+        rows = _of_file(path, lambda: line_rows(path))
     if next(iter(rows), None) is None:
         raise DataError(f"{path}: the file has no rows. Give a file with preference pairs.")
     return rows
@@ -193,7 +197,7 @@ def _loading(name: str) -> Iterator[None]:
     try:
         with _quiet_library():
             yield
-    except MemoryError:
+    except (TuningforkError, MemoryError):
         raise
     except Exception as error:  # the library raises whatever its own libraries raise
         hint = (
@@ -205,6 +209,18 @@ def _loading(name: str) -> Iterator[None]:
         raise DataError(f"{name}: cannot be loaded ({cause_line(error)[:300]}). {hint}.") from error
 
 
+def _of_file(path: Path, read: Callable[[], Iterator[tuple[int, Row]]]) -> Rows:
+    """The rows of a text file. A gzipped one is small, and may have very many."""
+
+    def counted_rows() -> Iterator[tuple[int, Row]]:
+        size = path.stat().st_size
+        for count, row in enumerate(read(), 1):
+            _check_rows(path, count, size)
+            yield row
+
+    return Rows(counted_rows if is_zipped(path) else read)
+
+
 def _of_dataset(name: str, load: Callable[[], datasets.Dataset]) -> Rows:
     with _loading(name):
         table = load()
@@ -212,6 +228,17 @@ def _of_dataset(name: str, load: Callable[[], datasets.Dataset]) -> Rows:
         raise DataError(f"{name}: has no rows.")
     arrow = table.with_format("arrow")
     return Rows(lambda: _readable_rows(name, arrow.iter(BATCH)))
+
+
+def _from_disk(folder: Path) -> datasets.Dataset:
+    """A saved data set whose buffers hold together."""
+    files = [folder / str(part["filename"]) for part in read_object(folder / "state.json")["_data_files"]]
+    for file in files:
+        check_uncompressed(file)
+    table = datasets.load_from_disk(str(folder))
+    _check_rows(folder, len(table), sum(file.stat().st_size for file in files))
+    check_buffers(str(folder), table.data.table)
+    return table
 
 
 def _checked_suffix(path: Path) -> str:
@@ -259,43 +286,59 @@ def _of_parquet(path: Path) -> Rows:
                 plain = folder / "rows.parquet"
                 with explained(plain, SCRATCH_CURE), open(plain, "wb") as out:
                     out.writelines(unzipped_pieces(path))
-                table = pyarrow.parquet.ParquetFile(pyarrow.memory_map(str(plain)))
+                table, at_once = _opened_parquet(path, plain)
         else:
-            table = pyarrow.parquet.ParquetFile(pyarrow.memory_map(str(path)))
-    _check_not_blown_up(path, table.metadata)
+            table, at_once = _opened_parquet(path, path)
     names = table.schema_arrow.names
-    if twice := [name for name in names if names.count(name) > 1]:
+    if twice := [name for name, times in Counter(names).items() if times > 1]:
         raise DataError(
             f"{path}: its rows cannot be read: two columns are named {twice[0]!r}. Write it with plain columns, each "
             "with a name of its own."
         )
-    return Rows(lambda: _readable_rows(str(path), _batches(table)) if names else ())
+    return Rows(lambda: _readable_rows(str(path), _batches(table, at_once)) if names else ())
 
 
-def _check_not_blown_up(path: Path, found: pyarrow.parquet.FileMetaData) -> None:
-    """Raise DataError where a small file says that it holds very much, which can only be the same again and again."""
-    size = path.stat().st_size
-    if found.num_rows > max(ROWS, size):
+def _opened_parquet(path: Path, plain: Path) -> tuple[pyarrow.parquet.ParquetFile, int]:
+    """A Parquet file, `plain` where it lies unzipped, and how many rows to make at once: fewer where its pages have
+    room for texts that are very long.
+
+    Raises DataError where it is small and holds very much, which can only be the same again and again.
+    """
+    size, largest = path.stat().st_size, 1
+    with open(plain, "rb") as file:
+        whole = file.read(len(PARQUET)) == PARQUET
+    for part in part_sizes(plain) if whole else ():
+        _check_rows(path, part.rows, size)
+        if part.bytes > max(UNZIPPED, RATIO * size):
+            what = f"{part.bytes:,} bytes, more than {RATIO} times the whole file"
+        elif part.values > max(MOST_VALUES, size):
+            what = f"{part.values:,} values of one column, more than the whole file has bytes"
+        else:
+            largest = max(largest, part.page)
+            continue
         raise DataError(
-            f"{path}: {found.num_rows:,} rows in {size:,} bytes are the same row again and again. Look at them."
+            f"{path}: a part of it with {counted(part.rows, 'row')} unpacks to {what}: it says the same again and "
+            "again. Look at it."
         )
-    # Of whole row groups: asked for a damaged column, pyarrow ends the process.
-    for group in map(found.row_group, range(found.num_row_groups)):
-        if group.total_byte_size > max(UNZIPPED, RATIO * size):
-            raise DataError(
-                f"{path}: a part of it with {counted(group.num_rows, 'row')} unpacks to {group.total_byte_size:,} "
-                f"bytes, more than {RATIO} times the whole file: it says the same again and again. Look at it."
-            )
+    table = pyarrow.parquet.ParquetFile(pyarrow.memory_map(str(plain)))
+    _check_rows(path, table.metadata.num_rows, size)
+    return table, max(1, min(BATCH, PAGES // largest))
 
 
-def _batches(table: pyarrow.parquet.ParquetFile) -> Iterator[pyarrow.Table]:
-    for batch in table.iter_batches(BATCH):
+def _check_rows(name: object, rows: int, size: int) -> None:
+    """Raise DataError where a table of so many bytes has more rows than it can have that differ."""
+    if rows > max(ROWS, size):
+        raise DataError(f"{name}: {rows:,} rows in {size:,} bytes are the same row again and again. Look at them.")
+
+
+def _batches(table: pyarrow.parquet.ParquetFile, at_once: int) -> Iterator[pyarrow.Table]:
+    for batch in table.iter_batches(at_once):
         yield pyarrow.Table.from_batches([batch])
 
 
 def _readable_rows(name: str, batches: Iterable[pyarrow.Table]) -> Iterator[tuple[int, Row]]:
     with _readable(name, "its rows cannot be read", "Copy it again, or write it with plain columns."):
-        yield from arrow_rows(batches)
+        yield from arrow_rows(of_bounded_size(name, batches))
 
 
 @contextmanager

@@ -8,6 +8,11 @@ from typing import Any
 
 Row = dict[str, Any]
 
+MOST_VALUES = 4_000_000  # of one row, those within its lists and objects among them: each takes some 70 bytes
+MOST_BYTES = 1 << 28  # of one row, for texts and the like
+MOST_COLUMNS = 100_000  # of a table, or fields within fields of one
+ROWS = 1_000_000  # more than these, in a file with fewer bytes than rows, are the same row again and again
+
 
 @dataclass(frozen=True, slots=True)
 class Broken:

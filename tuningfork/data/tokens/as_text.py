@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,11 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from tuningfork.data.examples.values import Unusable
+from tuningfork.data.tokens.bounded import OutOfTime
 from tuningfork.data.tokens.control_tokens import WRITTEN, ControlTokens, with_changed_strings
+from tuningfork.data.tokens.in_time import in_time
 from tuningfork.data.tokens.template import RenderedExample, Span
-from tuningfork.data.tokens.tokenize import FAILS, naming
+from tuningfork.data.tokens.tokenize import FAILS, allowed, naming, too_slow
 from tuningfork.errors import DataError, is_panic
 from tuningfork.records import Example
 
@@ -47,14 +49,17 @@ class AsText:
         """The example as `render` prints it, with the tokens of its texts.
 
         Raises Unusable where the template looks into the words that it prints, or where the tokenizer cannot write
-        them as plain characters.
+        them as plain characters; DataError where it does not come to an end.
         """
         shown, named = render(example), render(with_changed_strings(example, self._named))
         if any(map(_NAMED.search, shown.texts)):
             raise Unusable(WRITTEN, "and the row has private characters (U+F0000 and on), which stand for it here")
         if tuple(map(self._spelled, named.texts)) != shown.texts:
             raise Unusable(WRITTEN, "and the chat template prints other words in its place otherwise")
-        return replace(named, texts=shown.texts, tokens=tuple(map(self._read, named.texts)))
+        try:
+            return replace(named, texts=shown.texts, tokens=tuple(map(self._read, named.texts)))
+        except OutOfTime as error:
+            raise too_slow(self.tokenizer, example.source, error) from None
 
     def _named(self, text: str) -> str:
         return self.control.pattern.sub(lambda found: self.names[found[0]], text)
@@ -68,16 +73,18 @@ class AsText:
         twin = self.twin
         try:
             with naming(self.tokenizer):
-                encoding = twin.encode(exchanged, add_special_tokens=False)
+                # As a batch of one, for alone it would let no other thread run.
+                encode = partial(twin.encode_batch, [exchanged], add_special_tokens=False)
+                [encoding] = in_time(encode, allowed([exchanged]))
         except DataError as error:
             raise Unusable(FAILS, str(error)) from error
-        ids, starts, stops = np.array(encoding.ids), *np.array(encoding.offsets).reshape(-1, 2).T
+        ids, offsets = np.array(encoding.ids), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        covered = _covered(offsets, len(named))
+        unfit = _covered(offsets[np.isin(ids, self.unfit)], len(named))
         for found in self.name.finditer(named):
-            within = (starts < found.end()) & (stops > found.start())
-            covered = {place for a, b in zip(starts[within], stops[within], strict=True) for place in range(a, b)}
-            token = self.tokens[found[0]]
-            written = all(found.start() + i in covered for i, letter in enumerate(token) if not letter.isspace())
-            if not written or np.isin(ids[within], self.unfit).any():
+            token, (start, stop) = self.tokens[found[0]], found.span()
+            written = all(covered[start + i] for i, letter in enumerate(token) if not letter.isspace())
+            if not written or unfit[start:stop].any():
                 raise Unusable(WRITTEN, f"and the tokenizer has no plain characters for {token}")
         return encoding.ids, encoding.offsets
 
@@ -126,3 +133,11 @@ class AsText:
 
     def _renamed(self, token: str) -> str:
         return self.names.get(token, token)
+
+
+def _covered(offsets: np.ndarray, characters: int) -> np.ndarray:
+    """bool [characters]: which of a text's characters lie in tokens, of whose offsets, int64 [n, 2], each is one. A
+    token that covers nothing stands for the character behind it."""
+    begins = np.bincount(offsets[:, 0], minlength=characters + 2)
+    ends = np.bincount(np.maximum(offsets[:, 1], offsets[:, 0] + 1), minlength=characters + 2)
+    return (np.cumsum(begins - ends) > 0)[:characters]

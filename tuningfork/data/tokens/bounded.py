@@ -11,25 +11,28 @@ import faulthandler
 import resource
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
 SECONDS = 10.0  # of processor time: a text of ten million characters is printed in a tenth of one
+WHOLE = 60.0  # seconds, for all that is printed of a row: of a conversation of thousands of turns that takes minutes
 MEMORY = 1 << 30  # bytes: three times what a row with such texts takes
 LAST = 40.0  # seconds, the kernel's for the process among them: the process ends if no exception has ended the work
 _AGAIN = 1.0  # seconds; a library may take the first interruption for some failure of its own
 
 Result = TypeVar("Result")
 _running = False  # whether time is counted
+_begun = 0.0  # by the process's clock of processor time
 
 
 class OutOfTime(BaseException):
     """The time is over. It is no Exception, for code of others goes on after those."""
 
 
-def bounded(work: Callable[[], Result]) -> Result:
-    """What `work` returns, with a bound on the memory that it takes beyond what the process has, and on its processor
-    time up to each `renew`.
+def bounded(work: Callable[[], Result], memory_too: bool = True) -> Result:
+    """What `work` returns, with a bound on the memory that it takes beyond what the process has, where that is asked
+    for; and on its processor time, up to each `renew` and as a whole.
 
     The limits are the process's, and Python hears of time in its main thread alone: work in another one has no bound.
     Nor has it one of memory where the kernel is not Linux.
@@ -39,19 +42,19 @@ def bounded(work: Callable[[], Result]) -> Result:
     stderr, those of the template or of jinja2 first.
 
     Raises:
-        OutOfTime: the work took SECONDS.
+        OutOfTime: the work took SECONDS up to a `renew` or to its end, or WHOLE.
         MemoryError: it asked for MEMORY bytes.
     """
-    global _running
+    global _running, _begun
     if threading.current_thread() is not threading.main_thread():
         return work()
     before = signal.signal(signal.SIGVTALRM, _end)
     before_last = signal.signal(signal.SIGPROF, signal.SIG_DFL)
     # A handler in C, which waits for nothing; then comes the default, the end of the process.
     faulthandler.register(signal.SIGPROF, file=2, all_threads=False, chain=True)
-    memory = _limit_memory()
+    memory = _limit_memory() if memory_too else None
     try:
-        _running = True
+        _running, _begun = True, time.process_time()
         _start()
         return work()
     finally:
@@ -75,13 +78,15 @@ def renew() -> None:
 
 
 def _start() -> None:
-    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS, _AGAIN)
+    left = WHOLE - (time.process_time() - _begun)
+    signal.setitimer(signal.ITIMER_VIRTUAL, max(0.001, min(SECONDS, left)), _AGAIN)  # 0 would be no bound
     signal.setitimer(signal.ITIMER_PROF, LAST)
 
 
 def _end(*_: object) -> None:
     if _running:
-        raise OutOfTime(f"{SECONDS:g} s of processor time")
+        taken = time.process_time() - _begun
+        raise OutOfTime(f"{WHOLE if taken >= WHOLE else SECONDS:g} s of processor time")
 
 
 def _limit_memory() -> tuple[int, int] | None:

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tuningfork.data.examples.conversations import says_something
 from tuningfork.data.examples.values import Unusable
+from tuningfork.data.tables.json_values import loads
 from tuningfork.data.tokens.printing import Printer, at_work
 from tuningfork.records import Example, Message, Turns
 
@@ -144,10 +145,16 @@ def _expression(token: Any) -> str:
 def _without_ends(text: str, ends: list[str]) -> tuple[str, list[str]]:
     """A text without the markers at its end, and which they were."""
     found: list[str] = []
-    while end := next((end for end in ends if text.rstrip().endswith(end)), None):
-        text = text.rstrip().removesuffix(end)
+    stop = len(text)
+    while True:
+        bare = stop
+        while bare and text[bare - 1].isspace():
+            bare -= 1
+        end = next((end for end in ends if text.endswith(end, 0, bare)), None)
+        if end is None:
+            return text[:stop], found
+        stop = bare - len(end)
         found.append(end)
-    return text, found
 
 
 def _turns(example: Example) -> tuple[Turns, ...]:
@@ -225,7 +232,7 @@ def _changed_entry(key: Any, value: Any, change: Callable[[str], str]) -> Any:
 def _object(text: str) -> dict[str, Any] | None:
     """The object that a text is the JSON of."""
     try:
-        found = json.loads(text)
+        found = loads(text)
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

@@ -4,26 +4,38 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tuningfork.data.config import DataConfig
 from tuningfork.data.examples.roles import MessageNames, roles_for
-from tuningfork.data.examples.row_reader import RowReader
+from tuningfork.data.examples.row_reader import ReadRow, RowReader
 from tuningfork.data.examples.values import Unusable
 from tuningfork.data.tables.rows import Row
 from tuningfork.data.token_table import Columns, columns_of
 from tuningfork.data.tokens.as_text import AsText
+from tuningfork.data.tokens.bounded import OutOfTime, bounded
 from tuningfork.data.tokens.control_tokens import AS_TEXT, KEPT, RENDERED, WRITTEN, ControlTokens
-from tuningfork.data.tokens.printing import message_fields
+from tuningfork.data.tokens.printing import Printer, at_work, message_fields
 from tuningfork.data.tokens.template import RenderedExample, render
 from tuningfork.data.tokens.tokenize import Encoded, Encoder
 from tuningfork.data.tokens.truncate import size_of, truncate
-from tuningfork.records import Example, Size, TokenExample
+from tuningfork.errors import DataError
+from tuningfork.records import Example, Size, Source, TokenExample
 
 RowBatch = list[tuple[int, Row]]
 """Rows with their numbers."""
+
+
+class _Words(NamedTuple):
+    """An example, without end markers that the template writes again; notes of these; and each control token that its
+    words spell with where they do, which are not looked for where text is taken as it is."""
+
+    example: Example
+    notes: list[str]
+    found: list[tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +59,10 @@ class RowEncoder:
         self.control = ControlTokens(tokenizer, chat=config.template == "chat")
         self.as_text = AsText(tokenizer, self.control)
         self.config = config
-        roles = roles_for(tokenizer.chat_template, config.roles or {})
-        self.names = MessageNames(roles, message_fields(tokenizer))
+        roles, given = config.roles or {}, tokenizer.chat_template
+        self.names = at_work(
+            Printer(tokenizer, {}), lambda: MessageNames(roles_for(given, roles), message_fields(tokenizer))
+        )
 
     def __call__(self, rows: RowBatch, reader: RowReader) -> EncodedBatch:
         """What becomes of the rows. Raises DataError where none of the table can be used."""
@@ -75,8 +89,8 @@ class RowEncoder:
         rendered: list[RenderedExample] = []
         for number, row in rows:
             try:
-                read = reader(number, row)
-                printed, notes = self._print(read.example)
+                read, words = self._read(number, row, reader)
+                printed, notes = self._print(words)
             except Unusable as unusable:
                 batch.dropped.append((number, unusable.reason, unusable.detail))
                 continue
@@ -93,17 +107,31 @@ class RowEncoder:
             found.append((names, encoded._replace(example=said)))
         return found
 
-    def _print(self, example: Example) -> tuple[RenderedExample, list[str]]:
+    def _read(self, number: int, row: Row, reader: RowReader) -> tuple[ReadRow, _Words]:
+        """What a row says. Raises Unusable, and DataError where that takes too long."""
+
+        def read() -> tuple[ReadRow, _Words]:
+            found = reader(number, row)
+            example, notes = self.control.with_one_end(found.example)
+            as_it_is = isinstance(example.prompt, str) and self.config.control_tokens in (None, "keep")
+            return found, _Words(example, notes, [] if as_it_is else self.control.in_words(example))
+
+        try:
+            return bounded(read, memory_too=False)
+        except OutOfTime as error:
+            raise DataError(
+                f"{Source(reader.path, number)}: the row is not read within {error}. Look at what it holds, and "
+                "remove it."
+            ) from None
+
+    def _print(self, words: _Words) -> tuple[RenderedExample, list[str]]:
         """The example as text, and notes of the control tokens that its own words spell."""
 
         def printed(example: Example) -> RenderedExample:
             return render(example, self.tokenizer, self.config.train_on)
 
         wanted = self.config.control_tokens
-        example, notes = self.control.with_one_end(example)
-        if isinstance(example.prompt, str) and wanted in (None, "keep"):  # text is taken as it is
-            return printed(example), notes
-        found = self.control.in_words(example)
+        example, notes, found = words
         if not found:
             return printed(example), notes
         written = [f"{token} in {place}" for token, place in found]

@@ -14,6 +14,8 @@ from tuningfork.data.examples.infer_format import open_table
 from tuningfork.data.examples.row_reader import fields_not_read
 from tuningfork.data.token_table import Columns
 from tuningfork.data.tokens.encode_rows import RowEncoder
+from tuningfork.data.tokens.printing import Printer, at_work
+from tuningfork.data.tokens.template import check_size
 from tuningfork.data.tokens.template_date import with_fixed_date
 from tuningfork.data.tokens.workers import Workers, check_started
 from tuningfork.errors import DataError
@@ -68,7 +70,8 @@ class TableEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
         check_started()
         self.config = config
-        self.tokenizer = with_fixed_date(tokenizer, config.day())
+        check_size(tokenizer)
+        self.tokenizer = at_work(Printer(tokenizer, {}), lambda: with_fixed_date(tokenizer, config.day()))
         self.workers = Workers(RowEncoder(self.tokenizer, config), config)
 
     def close(self) -> None:

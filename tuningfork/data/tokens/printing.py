@@ -30,6 +30,10 @@ MEND = "Mend the template, or set data.template: none to train on plain strings 
 TOO_LONG = "too long to be encoded"
 LONGEST = 10_000_000
 """Characters of one text. The tokenizer takes up to 300 bytes of memory for each, so more could end the whole run."""
+LONGEST_TEMPLATE = 1 << 20
+"""Characters of a chat template. Those in use have some ten thousand."""
+LONGEST_ROW = 4 * LONGEST
+"""Characters of all texts of a row, each of which is its prompt with one of its answers."""
 # What the functions that print take themselves, and do not hand to the template; the messages they hand to it.
 _HOW_TO_PRINT = {
     # private: transformers.render_jinja_template
@@ -37,12 +41,13 @@ _HOW_TO_PRINT = {
     *inspect.signature(render_jinja_template).parameters,
     "messages",
 } - {"tools", "documents"}
+# What follows looks through a text once: no part of it goes on behind where another match may begin.
 # A field read in a template: message.name, messages[0]["name"], message.get("name"), "name" in message.
 _READ = re.compile(
     r"""(?<![\w.\])])(\w+)\s*(?:\[[^\[\]'"]*\]\s*)?(?:\.\s*get\(\s*['"](\w+)['"]|\.\s*(\w+)|\[\s*['"](\w+)['"])"""
 )
 _ASKED = re.compile(r"""['"](\w+)['"]\s+(?:not\s+)?in\s+(\w+)""")
-_BOUND = re.compile(r"\{%[-+]?\s*(?:for\s([^{}%]*?)\sin\b|set\s+(\w+)\s*=)(.*?)%\}", re.DOTALL)
+_BOUND = re.compile(r"\{%[-+]?\s*(?:for\s([^{}%]*?)\sin\b|set\s+(\w+)\s*=)((?:(?!\{%).)*?)%\}", re.DOTALL)
 # Of these come objects that are no messages: tools, calls, documents, and what a template keeps for itself.
 _NO_MESSAGES = re.compile(r"\b(?:tools?|tool_calls?|functions?|documents?|properties|parameters|items|namespace)\b")
 
@@ -279,11 +284,12 @@ def message_fields(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
 
 @lru_cache(maxsize=16)
 def _fields(template: str) -> frozenset[str]:
-    others = {"loop"}
+    others: set[str] = set()
     for targets, name, value in _BOUND.findall(template):
         roots = set(re.findall(r"(?<![\w.])\w+", value))
-        if _NO_MESSAGES.search(value) or (roots & others - {"loop"}):
+        if _NO_MESSAGES.search(value) or roots & others:
             others |= set(re.findall(r"\w+", targets or name))
     found = {(owner, a or b or c) for owner, a, b, c in _READ.findall(template)}
     found |= {(owner, name) for name, owner in _ASKED.findall(template)}
+    others.add("loop")
     return frozenset(name for owner, name in found if owner not in others and not _NO_MESSAGES.fullmatch(owner))

@@ -16,7 +16,17 @@ from transformers import PreTrainedTokenizerBase
 
 from tuningfork.data.examples.values import Unusable
 from tuningfork.data.tokens.left_out import LEAVES_OUT, check_left_out
-from tuningfork.data.tokens.printing import LONGEST, MEND, REFUSES, TOO_LONG, Printer, at_work, common_prefix
+from tuningfork.data.tokens.printing import (
+    LONGEST,
+    LONGEST_ROW,
+    LONGEST_TEMPLATE,
+    MEND,
+    REFUSES,
+    TOO_LONG,
+    Printer,
+    at_work,
+    common_prefix,
+)
 from tuningfork.data.tokens.spans import REOPENS, REWRITES, Finder, Located, Span, evened
 from tuningfork.errors import DataError
 from tuningfork.records import Example, Message, Source, Turns
@@ -59,6 +69,7 @@ def render(
     """
     if isinstance(example.prompt, str):
         border = len(example.prompt)
+        _check_whole(border * len(example.answers) + sum(map(len, example.answers)))
         texts = tuple(_encodable(f"{example.prompt}{answer}") for answer in example.answers)
         return RenderedExample(example.source, border, texts, tuple(((border, len(t)),) for t in texts), plain=True)
     answers, arguments = cast(tuple[Turns, ...], example.answers), dict(example.template)
@@ -107,6 +118,7 @@ def _rendered(
         end = found[last].stop
         borders.append(min(common_prefix(opened, finder.whole), end))
         texts.append(_encodable(finder.whole[:end]))
+        _check_whole(sum(map(len, texts)))
         located.append(Located(finder, [found[place] for place in wanted]))
         said = {turn.note for turn in found.values() if turn.note}
         notes |= said or ({REOPENS} if borders[-1] < len(opened) else set())
@@ -131,6 +143,25 @@ def _encodable(text: str) -> str:
     if len(text) > LONGEST:
         raise Unusable(TOO_LONG, f"prompt and answer have {len(text):,} characters, {LONGEST:,} at most")
     return text
+
+
+def _check_whole(characters: int) -> None:
+    """Raise Unusable where a row's texts are longer together than any that can be encoded."""
+    if characters > LONGEST_ROW:
+        raise Unusable(
+            TOO_LONG, f"the prompt with each of its answers has {characters:,} characters, {LONGEST_ROW:,} at most"
+        )
+
+
+def check_size(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise DataError where a chat template is longer than any is: it is looked through before it is run."""
+    given = tokenizer.chat_template
+    longest = max(map(len, map(str, given.values() if isinstance(given, dict) else [given])), default=0)
+    if longest > LONGEST_TEMPLATE:
+        raise DataError(
+            f"{tokenizer.name_or_path or 'the tokenizer'}: the chat template has {longest:,} characters, "
+            f"{LONGEST_TEMPLATE:,} at most. {MEND}"
+        )
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:

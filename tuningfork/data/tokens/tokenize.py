@@ -8,23 +8,29 @@ decided by its characters, never by its id, so a pad token that is also the end 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from tuningfork.data.examples.values import Unusable
 from tuningfork.data.token_table import TokenTable
+from tuningfork.data.tokens.bounded import OutOfTime
+from tuningfork.data.tokens.in_time import in_time
 from tuningfork.data.tokens.split_points import SplitPoints
 from tuningfork.data.tokens.template import RenderedExample, Span, check_template
 from tuningfork.errors import DataError, is_panic
-from tuningfork.records import TokenAnswer, TokenExample
+from tuningfork.records import Source, TokenAnswer, TokenExample
 from tuningfork.wording import first_line
 
 BATCH = 4_000_000  # characters encoded in one call: what the tokenizer returns takes many times their memory
 FAILS = "the tokenizer fails"
+SECONDS = 10.0  # of processor time for one call, and for each letter of its texts; those in use take a 20th of that
+SECONDS_A_LETTER = 20e-6
 MERGES = "tokens merge across the border of prompt and answer"  # a note
 
 
@@ -53,7 +59,8 @@ class Encoder:
             check_template(tokenizer)
         bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
         with naming(tokenizer):
-            self.bos = _ids([bos] if bos is not None and tokenizer("").input_ids[:1] == [bos] else [])
+            first = self._empty(tokenizer).input_ids[:1]
+            self.bos = _ids([bos] if bos is not None and first == [bos] else [])
         self.eos = _ids([eos] if eos is not None else [])
         self.tokenizer = tokenizer
         self.split_points = SplitPoints(tokenizer)
@@ -73,14 +80,35 @@ class Encoder:
         return [encoded for batch in _batches(examples) for encoded in self._tried(batch)]
 
     def _tried(self, examples: Sequence[RenderedExample]) -> list[Encoded | Unusable]:
-        """Encode examples in one call; where that fails, each by itself, so that one costs no other."""
+        """Encode examples in one call; where that fails, each by itself, so that one costs no other.
+
+        Raises DataError for one that the tokenizer does not come to an end with in time.
+        """
         try:
             with naming(self.tokenizer):
                 return [*self._encode(examples)]
         except DataError as error:
             if len(examples) == 1:
                 return [Unusable(FAILS, str(error))]
+        except OutOfTime as error:
+            if len(examples) > 1:
+                with _one_by_one():
+                    for example in examples:  # of which one alone takes too long, and raises
+                        self._tried([example])
+            raise too_slow(self.tokenizer, examples[0].source, error) from None
         return [encoded for example in examples for encoded in self._tried([example])]
+
+    @staticmethod
+    def _empty(tokenizer: PreTrainedTokenizerBase) -> BatchEncoding:
+        """An empty text, as the tokenizer reads it. Raises DataError where it does not come to an end."""
+        call: Any = tokenizer
+        try:
+            return in_time(lambda: call(""), allowed([]))  # type: ignore[no-any-return]
+        except OutOfTime as error:
+            raise DataError(
+                f"{_name(tokenizer)} does not come to an end with an empty text within {error}. Use the model's own "
+                "tokenizer."
+            ) from None
 
     def _encode(self, examples: Sequence[RenderedExample]) -> list[Encoded]:
         given = iter([[_Sequence.of(*read) for read in example.tokens] for example in examples if example.tokens])
@@ -92,10 +120,17 @@ class Encoder:
         cuts = [self.split_points.last(e.texts[0], e.border) if len(e.texts) > 1 else 0 for e in examples]
         parts = [_parts(example, cut) for example, cut in zip(examples, cuts, strict=True)]
         texts = [text for start, rests in parts for text in (*start, *rests)]
+        call: Any = self.tokenizer
+        encode = partial(
+            call,
+            texts,
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            verbose=False,
+        )
         with _no_post_processing(self.tokenizer):
-            encoded = self.tokenizer(
-                texts, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False
-            )
+            encoded = in_time(encode, allowed(texts))
         made = map(_Sequence.of, encoded["input_ids"], encoded["offset_mapping"])
         for cut, (start, rests) in zip(cuts, parts, strict=True):
             starts = [next(made) for _ in start]
@@ -136,17 +171,54 @@ def _batches(examples: Sequence[RenderedExample]) -> Iterator[list[RenderedExamp
         yield batch
 
 
+def allowed(texts: Sequence[str]) -> float:
+    """The seconds that the tokenizer may take to read texts: tokenizers in use take a millionth for a letter."""
+    return SECONDS + SECONDS_A_LETTER * sum(map(len, texts))
+
+
+def too_slow(tokenizer: PreTrainedTokenizerBase, source: Source, error: OutOfTime) -> DataError:
+    """That a tokenizer has not read a row's texts in the time that it is allowed."""
+    return DataError(
+        f"{source}: {_name(tokenizer)} does not come to an end with it within {error}: an expression of it tries too "
+        "many ways to read a text. Remove the row, or use the model's own tokenizer."
+    )
+
+
+@contextmanager
+def _one_by_one() -> Iterator[None]:
+    """Calls of the tokenizer need none of its own threads, all of which may be at a text that does not end."""
+    name = "TOKENIZERS_PARALLELISM"
+    before, os.environ[name] = os.environ.get(name), "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
 @contextmanager
 def _no_post_processing(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
     """Post-processing may trim white space from a token's offsets, which would hide that it reaches over a border. It
     also adds special tokens, and those are not wanted here. Afterwards the tokenizer is as it was; a copy of a large
-    one would take seconds."""
+    one would take seconds.
+
+    Where a call is left alone (`in_time`) the tokenizer stays without: to change it would wait for that call.
+    """
     backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
-    kept, backend.post_processor = backend.post_processor, None
+    if (kept := backend.post_processor) is not None:
+        backend.post_processor = None
+    left_alone = True
     try:
         yield
+        left_alone = False
+    except BaseException as error:
+        left_alone = not (isinstance(error, Exception) or is_panic(error))
+        raise
     finally:
-        backend.post_processor = kept
+        if kept is not None and not left_alone:
+            backend.post_processor = kept
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from tuningfork.wording import shortened
 GROWTH = 32  # letters that may become of one; rules of tokenizers in use make two or three
 RULES = 64  # of one kind, one after the other; tokenizers in use have ten
 PIECES = 1000  # tokens and texts that a template puts together; the templates in use have five
+WORD = 1000  # letters of a word that WordPiece looks into, which takes the cube of them; tokenizers in use have 100
 ADDED = 65_000  # tokens beside the model's own; the most that are in use are some 30,000
 
 _SEQUENCES = {  # part of the file -> what holds the rules of a Sequence there
@@ -76,9 +77,16 @@ def _check(file: Path) -> None:
 
 
 def _check_model(file: Path, model: Any) -> None:
-    """Refuse tokens that are left to chance, and an id that stands for two of them. Raises ModelError."""
+    """Refuse tokens that are left to chance, words of any length where they are looked through again and again, and an
+    id that stands for two tokens. Raises ModelError."""
     if not isinstance(model, dict):
         return
+    longest = model.get("max_input_chars_per_word")
+    if isinstance(longest, int) and longest > WORD:
+        raise ModelError(
+            f"{file}: its model looks into words of {longest:,} letters (max_input_chars_per_word), {WORD:,} at most: "
+            "a long one would take hours. Use the model's own tokenizer."
+        )
     if model.get("dropout"):
         raise ModelError(
             f"{file}: its model sets dropout to {shortened(str(model['dropout']), 40)}: the same text would get other "
