@@ -10,14 +10,15 @@ from tuningfork.files import opened
 
 LARGEST = 64 << 20  # bytes; the index of a model of 1,000 files has some 10 million
 MOST_LEVELS = 64  # of objects and lists in each other; a config.json has some five
+LONGEST_NAME = 1000  # letters of a name in an object; the longest, of tensors and tokens, have some hundred
 
 
 def read_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises OSError, also for what is no regular file; ValueError, which says what is wrong, where the file is too large,
-    no UTF-8, no JSON or no object, has an object that gives a name two values, or is nested more deeply than any
-    reader of the object should have to go.
+    no UTF-8, no JSON or no object, has an object that gives a name two values or has one longer than any is, or is
+    nested more deeply than any reader of the object should have to go.
     """
     with opened(path) as file:
         content = file.read(LARGEST + 1)
@@ -49,6 +50,10 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object. One reader would take the first of two values, another the last."""
     found: dict[str, Any] = {}
     for name, value in pairs:
+        if len(name) > LONGEST_NAME:
+            raise ValueError(
+                f"an object has a name of {len(name):,} letters, {LONGEST_NAME:,} at most: {name[:40]!r}..."
+            )
         if name in found and found[name] != value:
             raise ValueError(f"an object gives {name!r} two values")
         found[name] = value

@@ -72,6 +72,52 @@ def test_sizes_of_another_type(tmp_path: Path, value: object) -> None:
     refused(tmp_path, r"config\.json")
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["(dropout", "drop[", "noise\\", "drop{2,1}", r"(?:drop|(?:\s|\S)*?)*?zzzz", "(drop|drop)*!", "jitter|.", "drop\n"],
+)
+def test_a_setting_that_is_called_as_a_pattern_is_none(tmp_path: Path, name: str) -> None:
+    """It stands for itself, and nobody's code reads it."""
+    edit(folder_of(tmp_path) / "config.json", **{name: 0.1})
+    with within(60):
+        load(str(tmp_path))
+
+
+def test_many_settings_that_look_like_rates(tmp_path: Path) -> None:
+    """Code is gone through once, not for each of them."""
+    edit(folder_of(tmp_path) / "config.json", **{f"dropout_{i}": 0.1 for i in range(20_000)}, attention_dropout=0.5)
+    with within(60):
+        refused(tmp_path, r"config\.json sets attention_dropout to 0\.5\. ")
+
+
+@pytest.mark.parametrize("piece", ["n_", "num_", "vision", "audio_", "_n_layers", "drop", "size_"])
+def test_a_name_that_goes_on_and_on_is_looked_at_once(tmp_path: Path, piece: str) -> None:
+    edit(folder_of(tmp_path) / "config.json", **{piece * 50_000: 1})
+    with within(20):
+        refused(tmp_path, r"config\.json cannot be read: an object has a name of [\d,]+ letters, 1,000 at most")
+    names = {piece * (990 // len(piece)) + str(i): 1 for i in range(10_000)}
+    edit(folder_of(tmp_path / "many") / "config.json", **names)
+    with within(60):
+        load_config(str(tmp_path / "many"))
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        *dict.fromkeys(
+            ["n_layer", "num_hidden_layers", "decoder_num_blocks", "num_labels", "n_local_experts"], True
+        ).items(),
+        *dict.fromkeys(["layers", "number_layers", "num_layers_kept", "xn_layer", "n_layered"], False).items(),
+    ],
+)
+def test_what_counts_something_has_a_bound(tmp_path: Path, name: str, counts: bool) -> None:
+    edit(folder_of(tmp_path) / "config.json", **{name: 10**7})
+    if counts:
+        refused(tmp_path, rf"sets {name} to 10000000; there is no such model")
+    else:
+        load_config(str(tmp_path))
+
+
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
 def test_numbers_that_are_none_are_refused_by_name(tmp_path: Path, name: str, value: str) -> None:

@@ -45,7 +45,7 @@ _AT_LEAST_ONE = (
     *("n_layer", "n_embd", "n_head", "n_positions"),  # of older families
 )
 # Settings by which a config builds lists, and those by which a model builds tensors: more than any model has.
-_COUNTS, _MOST = re.compile(r"(^|_)(n|num)_(\w+_)?(layers?|blocks?|labels|experts)$"), 100_000
+_COUNTED, _MOST = {"layer", "layers", "block", "blocks", "labels", "experts"}, 100_000
 _SIZES, _LARGEST = re.compile(r"(^|_)(size|dim|rank|heads?|embd|inner|positions|embeddings)(_|$)|^d_"), 2**31 - 1
 _SUFFIXES = (".json", ".safetensors", ".bin", ".jinja", ".model")  # of files that a model may need
 _LARGEST_BESIDE = 1 << 30  # bytes of all that an export takes over as it is
@@ -197,7 +197,7 @@ def settings(path: str) -> dict[str, Any]:
             )
     for name, value in _flat(config):
         key = name.rpartition(".")[2]
-        most = _MOST if _COUNTS.search(key) else _LARGEST if _SIZES.search(key) else None
+        most = _MOST if _is_count(key) else _LARGEST if _SIZES.search(key) else None
         if not isinstance(value, int):
             continue
         if (name in _AT_LEAST_ONE and value < 1) or (most is not None and abs(value) > most):
@@ -206,6 +206,12 @@ def settings(path: str) -> dict[str, Any]:
                 "config.json anew."
             )
     return config
+
+
+def _is_count(key: str) -> bool:
+    """Whether a setting says how many of something there are: ``num_hidden_layers``, ``n_layer``."""
+    *before, last = key.split("_")
+    return last in _COUNTED and not {"n", "num"}.isdisjoint(before)
 
 
 def read(path: str) -> tuple[Origin, tuple[str, ...]]:
