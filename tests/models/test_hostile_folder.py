@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import struct
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.bounds import within
-from tests.models.folders import edit, folder_of, refused
+from tests.bounds import within, without_much_memory
+from tests.models.folders import edit, folder_of, refused, rewrite
 from tuningfork.errors import ModelError, OutOfMemory
 from tuningfork.models import folder
 from tuningfork.models import load as loading
@@ -226,6 +228,68 @@ def test_a_weight_file_with_a_broken_header(tmp_path: Path, content: tuple[str, 
     (folder_of(tmp_path) / "model.safetensors").write_bytes(content[1])
     with within(20):
         refused(tmp_path, r"the model cannot be loaded: .*A file of its weights is damaged or cut short: get it anew")
+
+
+class Called:
+    """Pickled as a call of something plain."""
+
+    def __init__(self, what: Any, *given: Any) -> None:
+        self.call = (what, given)
+
+    def __reduce__(self) -> tuple[Any, Any]:
+        return self.call
+
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    {
+        "one number, again and again": ({EMBEDDING: torch.zeros(1).expand(6_000_000, 32)}, "is larger than what"),
+        "one row, again and again": ({EMBEDDING: torch.zeros(32).expand(6_000_000, 32)}, "is larger than what"),
+        "windows that overlap": ({EMBEDDING: torch.zeros(4096).unfold(0, 2048, 1)}, "is larger than what"),
+        "one tensor by many names": (dict.fromkeys(map(str, range(100)), torch.zeros(100_000)), "is larger than what"),
+        "no memory at all": ({EMBEDDING: torch.empty(10**9, 32, device="meta")}, f"{EMBEDDING} is no plain tensor"),
+        "sparse": ({EMBEDDING: torch.zeros(97, 32).to_sparse()}, f"{EMBEDDING} is no plain tensor"),
+        "a number": ({EMBEDDING: 3}, f"{EMBEDDING} is no plain tensor"),
+        "a table within": ({"state_dict": {EMBEDDING: torch.zeros(97, 32)}}, "state_dict is no plain tensor"),
+        "a list": ([torch.zeros(97, 32)], "holds no table of tensors"),
+        "no name": ({3: torch.zeros(3)}, "calls a tensor 3, which is no name"),
+        "a long name": ({"layers." * 1000: torch.zeros(3)}, r"calls a tensor 'layers\.layers.*, which is no name"),
+        "much memory": ({EMBEDDING: Called(bytearray, 3 << 30)}, "loading the weights of .*: "),
+    }.values(),
+)
+def test_older_weights_that_say_little_and_mean_much(tmp_path: Path, legacy: bool, tensors: Any, said: str) -> None:
+    (folder_of(tmp_path) / "model.safetensors").unlink()
+    torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=not legacy)
+    with within(60), without_much_memory(6 << 30), pytest.raises((ModelError, OutOfMemory), match=said) as caught:
+        load(str(tmp_path))
+    assert "\n" not in str(caught.value) or isinstance(caught.value, OutOfMemory)
+    (tmp_path / "pytorch_model.bin").rename(tmp_path / "a.bin")
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {EMBEDDING: "a.bin"}}))
+    with within(60), without_much_memory(6 << 30), pytest.raises((ModelError, OutOfMemory), match=said):
+        load(str(tmp_path))
+
+
+def test_older_weights_that_are_packed(tmp_path: Path) -> None:
+    model = load(str(folder_of(tmp_path))).model
+    (tmp_path / "model.safetensors").unlink()
+    weights = tmp_path / "pytorch_model.bin"
+    torch.save(model.state_dict(), weights)
+    assert load(str(tmp_path)).model is not None
+    with zipfile.ZipFile(weights) as plain:
+        entries = {name: plain.read(name) for name in plain.namelist()}
+    with zipfile.ZipFile(weights, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name, content in entries.items():
+            packed.writestr(name, content)
+    refused(tmp_path, r"pytorch_model\.bin: is packed, which PyTorch's own files are not")
+
+
+def test_a_name_of_a_tensor_that_is_none(tmp_path: Path) -> None:
+    rewrite(folder_of(tmp_path), lambda weights: weights.update({"layers." * 1000: torch.zeros(3)}))
+    refused(tmp_path, r"model\.safetensors: calls a tensor 'layers\.layers.*, which is no name of one")
 
 
 def test_no_tensor_at_all(tmp_path: Path) -> None:

@@ -276,6 +276,7 @@ def _draft(config: Any, path: str, stored: dict[str, Stored]) -> _Draft | None:
 def _whole(config: Any, path: str, found: Found | None, progress: Callable[[int, int], None]) -> _Draft:
     """The model with its weights on the CPU; which tensors it gets is ours to say, all else the library's."""
     if found is None:
+        checks.check_room(weights.bytes_in(Path(path)))
         state = weights.pickled_tensors(Path(path))
         checks.check_layers(config, state)
     else:
