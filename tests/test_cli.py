@@ -51,6 +51,19 @@ def test_an_output_that_takes_nothing_is_said(arguments, where, said, tmp_path):
     assert done.stderr.endswith(f"tuningfork: {said}\n") or arguments.startswith("data")
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1:strict", "utf-8:strict"])
+def test_an_output_of_another_encoding_says_what_it_can(encoding, tmp_path):
+    """Names of files are in any alphabet, or in none."""
+    run = tmp_path / "bücher 日本 \udcff"
+    run.mkdir()
+    (run / "config.yaml").write_text("model: {path: nowhere}\ndata: {eval: nothing.jsonl}\n")
+    command = [sys.executable, "-m", "tuningfork", "eval", "--policy", str(run / "model")]
+    env = os.environ | {"PYTHONIOENCODING": encoding, "PYTHONPATH": path_of(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, timeout=120)
+    assert done.returncode == 2 and b"Traceback" not in done.stderr
+    assert done.stdout.startswith(b"recipe: ") and b", of the run that the model is from\n" in done.stdout
+
+
 def printed_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
     """The lines of a help page of a terminal of 80 columns."""
     with pytest.raises(SystemExit) as caught:

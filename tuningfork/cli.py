@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from difflib import get_close_matches
+from io import TextIOWrapper
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -73,6 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if sys.stdout is None or sys.stderr is None:  # closed, as `>&-` does
         return _unheard()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # of any encoding: what it has not is written as Python escapes it
+            stream.reconfigure(errors="backslashreplace")
     parser = _parser()
     try:
         try:
