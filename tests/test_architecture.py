@@ -25,6 +25,7 @@ EVERYONE = {
     "errors",
     "files",
     "json_files",
+    "library_words",
 }  # may be imported by all, and import nothing of the house but each other
 COMPOSERS = {"config", "cli", "commands", "__main__"}  # may import all
 ROOMS = {

@@ -18,6 +18,7 @@ from typing import NoReturn, TextIO
 
 from tuningfork import __version__
 from tuningfork.errors import READING, SCORING, TRAINING, ConfigError, TuningforkError, enough_memory, visible
+from tuningfork.library_words import show_library_words
 from tuningfork.report.console import Console
 
 _INTRODUCTION = """\
@@ -200,6 +201,7 @@ def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str
     # private: torch.utils._pytree
     for library in ("torchao", "torch.utils._pytree"):  # of kernels for other cards, and of each other's future
         logging.getLogger(library).setLevel(logging.ERROR)
+    show_library_words()
     console = Console()
     console.startup.add("imports", time.monotonic() - begun)
     with console.stage("imports", "loading PyTorch and transformers"):

@@ -116,6 +116,8 @@ def _config(path: str) -> Any:
     settings = folder.settings(path)
     kind, library = settings["model_type"], f"transformers {transformers.__version__}"
     trust.check_settings(settings, path)
+    if kind in CONFIG_MAPPING:
+        trust.check_names(settings, CONFIG_MAPPING[kind], path)
     try:
         # Without a word on code of the folder's own the library asks on the terminal whether to run it.
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -127,11 +129,6 @@ def _config(path: str) -> Any:
             f"{path}: {library} knows no model of type {kind!r}, which config.json names{own}. If the model is newer, "
             "use a transformers that is newer, too; else train a model of a type that transformers has."
         ) from error
-    if shadowed := sorted(name for name in settings if callable(getattr(type(config), name, None))):
-        raise ModelError(
-            f"{path}: config.json sets {shadowed[0]}, which is no setting, but a function of the class that reads it. "
-            "Remove it."
-        )
     trust.take_no_kernels(config)
     # What a model hands out beside its hidden states, and how: nobody here asks for more, and with our attention the
     # library saves no config that does. An export says what config.json says.

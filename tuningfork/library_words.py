@@ -1,0 +1,39 @@
+"""What libraries say of what they read, in logs and warnings, shown as our own words are: see `errors.visible`.
+
+They quote config.json, names of tensors and rows as they are, and write to standard error themselves. Whoever made such
+a file would speak to the terminal through them.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+import warnings
+from typing import Any
+
+from tuningfork.errors import visible
+
+_as_python_does = warnings.formatwarning
+
+
+def show_library_words() -> None:
+    """Make what is logged and warned of in this process, by whomever, plain text in lines that it cannot end."""
+    logging.setLogRecordFactory(_Record)
+    warnings.formatwarning = _warning
+
+
+class _Record(logging.LogRecord):
+    """A record of a log whose text is shown, whichever handler writes it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if self.exc_info:
+            lines = "".join(traceback.format_exception(*self.exc_info))
+            self.exc_text = visible(lines.rstrip("\n"), newline="\n")
+
+    def getMessage(self) -> str:
+        return visible(super().getMessage())
+
+
+def _warning(message: Warning | str, *args: Any, **options: Any) -> str:
+    return _as_python_does(visible(str(message)), *args, **options)
