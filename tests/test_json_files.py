@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bounds import within
+from tests.bounds import within, without_much_memory
 from tuningfork.json_files import LARGEST, LONGEST_NAME, MOST_LEVELS, as_object, read_object
 
 
@@ -48,6 +48,12 @@ def test_depth_is_counted_in_objects_and_lists_alike() -> None:
     assert as_object(nested(MOST_LEVELS))["b"] == [1, 2]
     with pytest.raises(ValueError, match="more than 64 times"):
         as_object(nested(MOST_LEVELS + 1))
+
+
+def test_the_number_of_values_is_bounded(tmp_path: Path) -> None:
+    (tmp_path / "file.json").write_bytes(b'{"a": [' + b"{}," * 11_000_000 + b"{}]}")
+    with within(20), without_much_memory(1 << 29), pytest.raises(ValueError, match="more than 10,000,000 values"):
+        read_object(tmp_path / "file.json")
 
 
 def test_the_longest_name_is_read() -> None:
