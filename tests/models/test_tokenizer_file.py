@@ -185,6 +185,15 @@ def test_too_many_tokens_in_all_files_together(folder: Path, monkeypatch: pytest
     assert "tokenizer.json: has 10 added tokens with those of the files beside it, 9 at most" in refused(folder)
 
 
+def test_tokens_that_the_library_would_compare_with_each_other(folder: Path) -> None:
+    """It takes a microsecond or two for each pair."""
+    beside(folder, "tokenizer_config.json", extra_special_tokens=[f"<x{i}>" for i in range(100)])
+    beside(folder, "added_tokens.json", **{text: 300 + i for i, text in enumerate(named(50_000))})
+    assert re.search(r"name 50,1\d\d tokens that no tokenizer\.json has, 1\d\d of them in lists", refused(folder))
+    beside(folder, "tokenizer_config.json", extra_special_tokens=[])
+    check_tokenizer_file(str(folder))
+
+
 @pytest.mark.parametrize("number", [10**9, 10**18, -(10**9)])
 def test_a_token_far_behind_all_others(folder: Path, number: int) -> None:
     """The library fills the ids before it with tokens of its own."""

@@ -23,7 +23,8 @@ GROWTH = 32  # letters that may become of one; rules of tokenizers in use make t
 RULES = 64  # of one kind, one after the other; tokenizers in use have ten
 PIECES = 1000  # tokens and texts that a template puts together; the templates in use have five
 ADDED = 60_000  # tokens beside the model's own; the most that are in use are some 30,000
-LISTED = 5_000  # special tokens in lists, of which the library looks for each in all others; hundreds are in use
+LISTED = 5_000  # special tokens in lists, each of which the library looks for in all others; hundreds are in use
+COMPARED = 4_000_000  # pairs of tokens that tokenizer.json lacks: the library compares them, 500,000 in a second
 LAST = 1 << 22  # the largest id of a token; the library makes a token for every id below one
 
 _SEQUENCES = {  # part of the file -> what holds the rules of a Sequence there
@@ -39,20 +40,30 @@ _WHY = "a text is searched for every one of them. Use a tokenizer whose model ha
 def check_tokenizer_file(folder: str) -> None:
     """Raise ModelError where a tokenizer.json, of any version, cannot be read, leaves tokens to chance or asks for more
     than anybody needs; or where the files beside it do."""
-    beside = _added_beside(folder)
+    beside, listed = _added_beside(folder)
+    known = set[str]()
     for file in sorted(Path(folder).glob("tokenizer*.json")):
         if file.name != TOKENIZER:
-            added = _check(file) | beside
-            if len(added) > ADDED:
+            added = _check(file)
+            if file.name == "tokenizer.json":
+                known = added
+            if len(added := added | beside) > ADDED:
                 raise ModelError(
                     f"{file}: has {len(added):,} added tokens with those of the files beside it, {ADDED:,} at most: "
                     f"{_WHY}"
                 )
+    new, in_lists = (listed | beside) - known, listed - known
+    if len(new) * len(in_lists) > COMPARED:
+        raise ModelError(
+            f"{folder}: {' and '.join(BESIDE_TOKENIZER)} name {len(new):,} tokens that no tokenizer.json has, "
+            f"{len(in_lists):,} of them in lists, and the library compares each of these with all of them: "
+            f"{COMPARED:,} pairs at most. Use a tokenizer.json that has them."
+        )
 
 
-def _added_beside(folder: str) -> set[str]:
-    """The added tokens that the JSON files beside a tokenizer.json give ids. Raises ModelError where they are too many,
-    or where too many are listed besides."""
+def _added_beside(folder: str) -> tuple[set[str], set[str]]:
+    """The added tokens to which the JSON files beside a tokenizer.json give ids, and the texts that they list besides.
+    Raises ModelError where either are too many."""
     numbered, listed = set[str](), list[str]()
     for name in (name for name in BESIDE_TOKENIZER if (Path(folder) / name).exists()):
         content = read_json(folder, name)
@@ -75,7 +86,7 @@ def _added_beside(folder: str) -> set[str]:
             f"{folder}: {' and '.join(BESIDE_TOKENIZER[:2])} list {len(listed):,} special tokens, {LISTED:,} at most: "
             "each is looked for among all others. List those that the chat template needs."
         )
-    return numbered
+    return numbered, {*listed}
 
 
 def _is_id(number: Any) -> bool:
