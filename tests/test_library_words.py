@@ -26,7 +26,7 @@ SHOWN = "⟨U+001B⟩[31mred⟨U+001B⟩]0;title⟨U+0007⟩⟨U+202E⟩⟨U+000
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     """What a library's own handler writes."""
-    factory, formatwarning = logging.getLogRecordFactory(), warnings.formatwarning
+    factory, formatwarning, hook = logging.getLogRecordFactory(), warnings.formatwarning, sys.excepthook
     logger, stream = logging.getLogger("somebodys.library"), io.StringIO()
     handler = logging.StreamHandler(stream)
     logger.addHandler(handler)
@@ -35,7 +35,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     yield stream
     logger.removeHandler(handler)
     logging.setLogRecordFactory(factory)
-    warnings.formatwarning = formatwarning
+    warnings.formatwarning, sys.excepthook = formatwarning, hook
 
 
 def test_what_a_library_logs_is_shown(said: io.StringIO) -> None:
@@ -64,6 +64,17 @@ def test_so_is_what_it_warns_of() -> None:
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=env, capture_output=True, timeout=60)
     assert done.stderr.decode() == f"<string>:1: UserWarning: {SHOWN}\nlibrary.py:3: DeprecationWarning: {SHOWN}\n"
+
+
+def test_so_is_an_error_that_nobody_foresaw() -> None:
+    program = (
+        "import sys; from tuningfork.library_words import show_library_words as s; s(); raise ValueError(sys.argv[1])"
+    )
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program, WORDS], env=env, capture_output=True, timeout=60)
+    said = done.stderr.decode()
+    assert said.startswith("Traceback (most recent call last):\n") and "ValueError: ⟨U+001B⟩[31mred" in said
+    assert not {"\x1b", "\x07", "\r", "\u202e"} & set(said)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ a file would speak to the terminal through them.
 from __future__ import annotations
 
 import logging
+import sys
 import traceback
 import warnings
 from typing import Any
@@ -17,9 +18,11 @@ _as_python_does = warnings.formatwarning
 
 
 def show_library_words() -> None:
-    """Make what is logged and warned of in this process, by whomever, plain text in lines that it cannot end."""
+    """Make what is logged and warned of in this process, by whomever, plain text in lines that it cannot end; and the
+    last words of an error that nobody foresaw plain text."""
     logging.setLogRecordFactory(_Record)
     warnings.formatwarning = _warning
+    sys.excepthook = _traceback
 
 
 class _Record(logging.LogRecord):
@@ -28,8 +31,7 @@ class _Record(logging.LogRecord):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         if self.exc_info:
-            lines = "".join(traceback.format_exception(*self.exc_info))
-            self.exc_text = visible(lines.rstrip("\n"), newline="\n")
+            self.exc_text = _lines(*self.exc_info)
 
     def getMessage(self) -> str:
         return visible(super().getMessage())
@@ -37,3 +39,11 @@ class _Record(logging.LogRecord):
 
 def _warning(message: Warning | str, *args: Any, **options: Any) -> str:
     return _as_python_does(visible(str(message)), *args, **options)
+
+
+def _traceback(*error: Any) -> None:
+    print(_lines(*error), file=sys.stderr)
+
+
+def _lines(*error: Any) -> str:
+    return visible("".join(traceback.format_exception(*error)).rstrip("\n"), newline="\n")
