@@ -26,7 +26,7 @@ SHOWN = "⟨U+001B⟩[31mred⟨U+001B⟩]0;title⟨U+0007⟩⟨U+202E⟩⟨U+000
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     """What a library's own handler writes."""
-    factory, formatwarning, hook = logging.getLogRecordFactory(), warnings.formatwarning, sys.excepthook
+    factory, shown, hook = logging.getLogRecordFactory(), warnings.showwarning, sys.excepthook
     logger, stream = logging.getLogger("somebodys.library"), io.StringIO()
     handler = logging.StreamHandler(stream)
     logger.addHandler(handler)
@@ -35,7 +35,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     yield stream
     logger.removeHandler(handler)
     logging.setLogRecordFactory(factory)
-    warnings.formatwarning, sys.excepthook = formatwarning, hook
+    warnings.showwarning, sys.excepthook = shown, hook
 
 
 def test_what_a_library_logs_is_shown(said: io.StringIO) -> None:

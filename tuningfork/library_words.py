@@ -10,18 +10,16 @@ import logging
 import sys
 import traceback
 import warnings
-from typing import Any
+from typing import Any, TextIO
 
 from tuningfork.errors import visible
-
-_as_python_does = warnings.formatwarning
 
 
 def show_library_words() -> None:
     """Make what is logged and warned of in this process, by whomever, plain text in lines that it cannot end; and the
     last words of an error that nobody foresaw plain text."""
     logging.setLogRecordFactory(_Record)
-    warnings.formatwarning = _warning
+    warnings.showwarning = _warning
     sys.excepthook = _traceback
 
 
@@ -37,8 +35,16 @@ class _Record(logging.LogRecord):
         return visible(super().getMessage())
 
 
-def _warning(message: Warning | str, *args: Any, **options: Any) -> str:
-    return _as_python_does(visible(str(message)), *args, **options)
+def _warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    text = warnings.formatwarning(visible(str(message)), category, filename, lineno, line)
+    print(text, end="", file=file or sys.stderr)
 
 
 def _traceback(*error: Any) -> None:
