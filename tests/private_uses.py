@@ -15,6 +15,7 @@ ROOT = Path(tuningfork.__file__).parent
 PAGE = ROOT.parent / "docs" / "private_apis.md"
 
 DOCUMENTED = {"_asdict", "_exit", "_fields", "_make", "_replace"}  # of named tuples and of os
+REPLACED = {"excepthook", "showwarning"}  # in sys and warnings, whose pages say that one may
 PYTHONS = {"__doc__", "__main__", "__metadata__", "__name__"}  # names of Python itself, and of safetensors' format
 SOURCES = {"currentframe", "findsource", "getsource", "getsourcefile", "getsourcelines"}  # of the module inspect
 SHOWING = (ast.Import, ast.ImportFrom, ast.Attribute, ast.keyword, ast.Constant)  # what can show a use
@@ -106,7 +107,8 @@ def uses(nodes: Nodes, own: set[str]) -> Iterator[tuple[ast.stmt, str]]:
                 theirs = root(value) in foreign
                 kept = private(name) and name not in DOCUMENTED and (theirs or name not in own)
                 read = root(value) == "inspect" and name in SOURCES
-                if kept or (theirs and (read or isinstance(context, ast.Store))):
+                put = isinstance(context, ast.Store) and name not in REPLACED
+                if kept or (theirs and (read or put)):
                     yield name
             case ast.keyword(arg=str(name)) if private(name) and name not in own:
                 yield name

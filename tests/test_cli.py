@@ -51,6 +51,43 @@ def test_an_output_that_takes_nothing_is_said(arguments, where, said, tmp_path):
     assert done.stderr.endswith(f"tuningfork: {said}\n") or arguments.startswith("data")
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1:strict", "utf-8:strict"])
+def test_an_output_of_another_encoding_says_what_it_can(encoding, tmp_path):
+    """Names of files are in any alphabet, or in none."""
+    run = tmp_path / "bücher 日本 \udcff"
+    run.mkdir()
+    (run / "config.yaml").write_text("model: {path: nowhere}\ndata: {eval: nothing.jsonl}\n")
+    command = [sys.executable, "-m", "tuningfork", "eval", "--policy", str(run / "model")]
+    env = os.environ | {"PYTHONIOENCODING": encoding, "PYTHONPATH": path_of(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, timeout=120)
+    assert done.returncode == 2 and b"Traceback" not in done.stderr
+    assert done.stdout.startswith(b"recipe: ") and b", of the run that the model is from\n" in done.stdout
+
+
+INTERRUPTED = """
+import os, runpy, signal, sys
+class Finder:
+    def find_spec(self, name, *_):
+        if name == sys.argv[1]:
+            os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+for name in [name for name in sys.modules if name.split(".")[0] == sys.argv[1].split(".")[0] != "tuningfork"]:
+    del sys.modules[name]
+sys.meta_path.insert(0, Finder())
+runpy.run_module("tuningfork", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    "module", ["tuningfork.cli", "argparse", "difflib", "tuningfork.report.run.console", "rich.live"]
+)
+def test_ctrl_c_while_the_program_starts_is_said_as_ever(module):
+    command = [sys.executable, "-c", INTERRUPTED, module, "--version"]
+    env = os.environ | {"PYTHONPATH": path_of(ROOT)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "tuningfork: interrupted\n")
+
+
 def printed_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
     """The lines of a help page of a terminal of 80 columns."""
     with pytest.raises(SystemExit) as caught:

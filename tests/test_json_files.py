@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.bounds import within
-from tuningfork.json_files import LARGEST, MOST_LEVELS, as_object, read_object
+from tests.bounds import within, without_much_memory
+from tuningfork.json_files import LARGEST, LONGEST_NAME, MOST_LEVELS, as_object, read_object
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,8 @@ from tuningfork.json_files import LARGEST, MOST_LEVELS, as_object, read_object
         (b'{"a": "\xe9"}', "can't decode byte 0xe9 in position 7"),
         (b'{"a": ' + b"9" * 5000 + b"}", "4300 digits"),
         (b'{"a": 1, "a": 2}', "an object gives 'a' two values"),
+        (b'{"' + b"n_" * 501 + b'": 1}', "a name of 1,002 letters, 1,000 at most: 'n_n_"),
+        (b'{"a": [{"' + b"b" * 1001 + b'": 1}]}', "a name of 1,001 letters, 1,000 at most"),
         (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "lie in each other more than 64 times"),
         (b'{"a":' * 500 + b"{}" + b"}" * 500, "lie in each other more than 64 times"),
     ],
@@ -46,6 +48,16 @@ def test_depth_is_counted_in_objects_and_lists_alike() -> None:
     assert as_object(nested(MOST_LEVELS))["b"] == [1, 2]
     with pytest.raises(ValueError, match="more than 64 times"):
         as_object(nested(MOST_LEVELS + 1))
+
+
+def test_the_number_of_values_is_bounded(tmp_path: Path) -> None:
+    (tmp_path / "file.json").write_bytes(b'{"a": [' + b"{}," * 11_000_000 + b"{}]}")
+    with within(20), without_much_memory(1 << 29), pytest.raises(ValueError, match="more than 10,000,000 values"):
+        read_object(tmp_path / "file.json")
+
+
+def test_the_longest_name_is_read() -> None:
+    assert as_object(b'{"' + b"a" * LONGEST_NAME + b'": 1}') == {"a" * LONGEST_NAME: 1}
 
 
 def test_a_name_that_is_given_one_value_twice_is_read() -> None:

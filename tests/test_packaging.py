@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 import tuningfork
+import tuningfork.__main__
 
 ROOT = Path(tuningfork.__file__).parent
 PROJECT = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())
@@ -42,6 +43,11 @@ def test_the_version_stands_in_one_place():
     assert re.fullmatch(r"\d+\.\d+\.\d+", tuningfork.__version__)
     elsewhere = [path for path in ROOT.rglob("*.py") if f'"{tuningfork.__version__}"' in path.read_text()]
     assert elsewhere == [ROOT / "__init__.py"]
+
+
+def test_the_program_is_what_python_runs_as_the_package():
+    assert PROJECT["project"]["scripts"] == {"tuningfork": "tuningfork.__main__:main"}
+    assert callable(tuningfork.__main__.main)
 
 
 def test_the_changelog_begins_with_this_version():

@@ -1,7 +1,18 @@
-"""`python -m tuningfork`: the command line where no `tuningfork` is on the path."""
+"""`python -m tuningfork` and the program `tuningfork`: the command line, which Ctrl-C ends from its first moment on."""
 
 import sys
 
-from tuningfork.cli import main
 
-sys.exit(main())
+def main() -> int:
+    """Run the command line; the exit status, see `cli.main`. Its import takes a while in which Ctrl-C may come too."""
+    try:
+        from tuningfork import cli
+
+        return cli.main()
+    except KeyboardInterrupt:
+        print("tuningfork: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

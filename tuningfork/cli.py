@@ -12,11 +12,13 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from difflib import get_close_matches
+from io import TextIOWrapper
 from pathlib import Path
 from typing import NoReturn, TextIO
 
 from tuningfork import __version__
 from tuningfork.errors import READING, SCORING, TRAINING, ConfigError, TuningforkError, enough_memory
+from tuningfork.library_words import show_library_words
 from tuningfork.report.run.console import Console
 from tuningfork.wording import visible
 
@@ -74,6 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if sys.stdout is None or sys.stderr is None:  # closed, as `>&-` does
         return _unheard()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # of any encoding: what it has not is written as Python escapes it
+            stream.reconfigure(errors="backslashreplace")
     parser = _parser()
     try:
         try:
@@ -197,6 +202,7 @@ def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str
     # private: torch.utils._pytree
     for library in ("torchao", "torch.utils._pytree"):  # of kernels for other cards, and of each other's future
         logging.getLogger(library).setLevel(logging.ERROR)
+    show_library_words()
     console = Console()
     console.startup.add("imports", time.monotonic() - begun)
     with console.stage("imports", "loading PyTorch and transformers"):

@@ -7,6 +7,12 @@ from pathlib import Path
 
 # What JSON and YAML let stand as it is: delete and C1 control codes, marks that turn or part lines of writing.
 _OBEYED = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+# What the categories of Unicode call letters, marks and symbols, and a reader sees nothing of, or a space: fillers,
+# selectors of variants, joiners, blank signs. Unicode's Default_Ignorable_Code_Point, and the blanks beside it.
+_UNSEEN = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U00013441\U00013442\U00016fe4"
+    "\U0001d159\U000e0100-\U000e01ef]"
+)
 
 
 def first_line(error: BaseException) -> str:
@@ -51,9 +57,12 @@ def visible(text: str, newline: str = "↵") -> str:
     """The text with everything to be seen that a reader would not see, or that would reorder or hide what is around it.
 
     Line ends become `newline` and tabs ⇥. Other control characters, what only formats (such as a mark that turns the
-    writing direction) and what is no character (half a surrogate pair) become their code points: ⟨U+202E⟩.
+    writing direction), what is no character (half a surrogate pair) and letters without a shape (such as a filler)
+    become their code points: ⟨U+202E⟩. Spaces of other widths stay.
     """
-    return text if text.isprintable() else "".join(_seen(c, newline) for c in text)
+    if text.isprintable() and not _UNSEEN.search(text):
+        return text
+    return "".join(_seen(c, newline) for c in text)
 
 
 def escaped(text: str) -> str:
@@ -64,5 +73,5 @@ def escaped(text: str) -> str:
 def _seen(character: str, newline: str) -> str:
     if character in "\n\t":
         return newline if character == "\n" else "⇥"
-    hidden = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp")
+    hidden = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp") or _UNSEEN.match(character)
     return f"⟨U+{ord(character):04X}⟩" if hidden else character

@@ -77,6 +77,56 @@ def test_an_example_with_one_answer_missing_is_missing(tmp_path):
         store.lookup([pair])
 
 
+def rewritten(folder: Path, change) -> Path:
+    """The folder's one shard with other content under the checksum of that content, as anybody can write it."""
+    origin = json.dumps(sorted(FINGERPRINT.items())).encode()
+    shard = shards.read(shard_of(folder), origin)
+    assert shard.path is not None
+    contents, logps = change(np.array(shard.contents), np.array(shard.logps))
+    shard.path.unlink()
+    digest = shards._digest(contents.tobytes() + logps.tobytes(), origin)
+    path = folder / f"rows-{digest}.bin"
+    path.write_bytes(contents.tobytes() + logps.tobytes())
+    return path
+
+
+UNLIKE = {
+    "the last answer is gone": lambda contents, logps: (contents[:-1], logps[:-1]),
+    "the first answer is gone": lambda contents, logps: (contents[1:], logps[1:]),
+    "an answer in between is gone": lambda contents, logps: (np.delete(contents, 4), np.delete(logps, 4)),
+    "one too many": lambda contents, logps: (np.insert(contents, 4, contents[4]), np.insert(logps, 4, -1.0)),
+    "one too many at the end": lambda contents, logps: (np.append(contents, contents[-1:]), np.append(logps, -1.0)),
+    "all are one example's": lambda contents, logps: (np.full_like(contents, contents[0]), logps),
+}
+NEVER_WRITTEN = {
+    "not in order": lambda contents, logps: (contents[::-1].copy(), logps),
+    "one that is NaN": lambda contents, logps: (contents, np.where(np.arange(len(logps)) == 3, np.nan, logps)),
+    "one that is infinite": lambda contents, logps: (contents, np.full(len(logps), -np.inf)),
+}
+
+
+@pytest.mark.parametrize("change", UNLIKE.values(), ids=list(UNLIKE))
+def test_a_shard_with_other_answers_than_an_example_has_is_refused(tmp_path, change):
+    """Its checksum is right, and shows what a disk has done, not what somebody wrote."""
+    examples = random_pairs(5)
+    filled(tmp_path, examples)
+    path = rewritten(tmp_path, change)
+    store = ReferenceStore(tmp_path, FINGERPRINT)
+    for ask in (store.lookup, store.missing):
+        with pytest.raises(ReferenceMismatch, match=rf"{path.name} has other answers of an example than there are"):
+            ask(examples)
+
+
+@pytest.mark.parametrize("change", NEVER_WRITTEN.values(), ids=list(NEVER_WRITTEN))
+def test_a_shard_that_nobody_writes_is_refused(tmp_path, change):
+    filled(tmp_path, random_pairs(5))
+    path = rewritten(tmp_path, change)
+    with pytest.raises(
+        ReferenceMismatch, match=rf"{path.name} holds what tuningfork does not write\. Remove that file"
+    ):
+        ReferenceStore(tmp_path, FINGERPRINT)
+
+
 def test_half_a_write_is_no_shard(tmp_path):
     """A kill while a shard is written leaves a .partial file; it is neither read nor in the way, and goes. A file that
     somebody else calls so stays."""

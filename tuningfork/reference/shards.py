@@ -54,6 +54,19 @@ class Shard:
         places[places == len(self.contents)] = 0
         return np.where(self.contents[places] == contents, places, -1)
 
+    def check(self, entries: np.ndarray, contents: np.ndarray, answers: np.ndarray) -> None:
+        """The entries of each content, from its first one on, are as many as its example has answers.
+
+        Raises ReferenceMismatch where they are not, whatever the checksum says: log-probs of other answers, or none,
+        would be taken for those that are missing.
+        """
+        after = entries + answers
+        last = np.minimum(after, len(self.contents)) - 1
+        whole = (after <= len(self.contents)) & (answers > 0) & (self.contents[last] == contents)
+        more = self.contents[np.minimum(after, len(self.contents) - 1)] == contents
+        if not (whole & ~((after < len(self.contents)) & more)).all():
+            raise ReferenceMismatch(_not_ours(self.path, "has other answers of an example than there are"))
+
     def written(self, folder: Path, origin: bytes) -> Shard:
         """The same, in a file of that folder: whoever scores the same again, after a kill perhaps, writes the same.
 
@@ -87,11 +100,17 @@ def read(path: Path, origin: bytes) -> Shard:
     except ValueError:  # it is empty
         raw = np.zeros(0, np.uint8)
     if not len(raw) or len(raw) % _ENTRY or path.name != f"rows-{_digest(raw.data, origin)}.bin":
-        raise ReferenceMismatch(
-            f"{path} is damaged, or belongs to another cache. Remove that file: its rows are then scored again."
-        )
+        raise ReferenceMismatch(_not_ours(path, "is damaged, or belongs to another cache"))
     split = len(raw) // _ENTRY * _CONTENT.itemsize
-    return Shard(raw[:split].view(_CONTENT), raw[split:].view(_LOGP), path)
+    contents, logps = raw[:split].view(_CONTENT), raw[split:].view(_LOGP)
+    # A checksum holds for whatever somebody wrote; entries are found by halves, and taken side by side.
+    if (contents[1:] < contents[:-1]).any() or not np.isfinite(logps).all():
+        raise ReferenceMismatch(_not_ours(path, "holds what tuningfork does not write"))
+    return Shard(contents, logps, path)
+
+
+def _not_ours(path: Path | None, why: str) -> str:
+    return f"{path or 'a shard in memory'} {why}. Remove that file: its rows are then scored again."
 
 
 def _digest(content: bytes | memoryview, origin: bytes) -> str:

@@ -68,9 +68,9 @@ class ReferenceStore:
         return count
 
     def missing(self, examples: Sequence[TokenExample]) -> Sequence[TokenExample]:
-        """The examples that are not cached, each content once."""
+        """The examples that are not cached, each content once. Raises ReferenceMismatch as `lookup`, but for holes."""
         contents = column(examples, "content")
-        places = np.flatnonzero(self._find(contents)[0] < 0)
+        places = np.flatnonzero(self._entries(examples)[0] < 0)
         _, first = np.unique(contents[places], return_index=True)
         return taken(examples, places[np.sort(first)])
 
@@ -109,9 +109,10 @@ class ReferenceStore:
         """Log-probs of all answers of these examples, float64 [A].
 
         Raises:
-            ReferenceMismatch: an example is not cached. A hole is never filled with a number.
+            ReferenceMismatch: an example is not cached, or a shard has other answers of it. A hole is never filled with
+                a number.
         """
-        owners, entries = self._find(column(examples, "content"))
+        owners, entries = self._entries(examples)
         holes = np.flatnonzero(owners < 0)
         if len(holes):
             raise ReferenceMismatch(
@@ -138,6 +139,16 @@ class ReferenceStore:
         owners, _ = self._find(column(examples, "content"))
         places = [shard.path or self.folder for shard in self._shards()]
         return [places[owner] for owner in owners.tolist()]
+
+    def _entries(self, examples: Sequence[TokenExample]) -> tuple[np.ndarray, np.ndarray]:
+        """What `_find` says of the examples, each with all of its answers. Raises ReferenceMismatch."""
+        contents, answers = column(examples, "content"), column(examples, "answers").astype(np.int64)
+        owners, entries = self._find(contents)
+        for number, shard in enumerate(self._shards()):
+            here = owners == number
+            if here.any():
+                shard.check(entries[here], contents[here], answers[here])
+        return owners, entries
 
     def _find(self, contents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of each content: its shard's number among `_shards`, and its first entry there; -1 where there is none."""

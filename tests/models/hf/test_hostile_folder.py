@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import struct
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.bounds import within
-from tests.models.hf.folders import edit, folder_of, refused
+from tests.bounds import within, without_much_memory
+from tests.models.hf.folders import edit, folder_of, refused, rewrite
 from tuningfork.errors import ModelError, OutOfMemory
 from tuningfork.models.hf import folder
 from tuningfork.models.hf import load as loading
@@ -70,6 +72,52 @@ def test_sizes_that_are_none(tmp_path: Path, name: str, value: int) -> None:
 def test_sizes_of_another_type(tmp_path: Path, value: object) -> None:
     edit(folder_of(tmp_path) / "config.json", hidden_size=value)
     refused(tmp_path, r"config\.json")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["(dropout", "drop[", "noise\\", "drop{2,1}", r"(?:drop|(?:\s|\S)*?)*?zzzz", "(drop|drop)*!", "jitter|.", "drop\n"],
+)
+def test_a_setting_that_is_called_as_a_pattern_is_none(tmp_path: Path, name: str) -> None:
+    """It stands for itself, and nobody's code reads it."""
+    edit(folder_of(tmp_path) / "config.json", **{name: 0.1})
+    with within(60):
+        load(str(tmp_path))
+
+
+def test_many_settings_that_look_like_rates(tmp_path: Path) -> None:
+    """Code is gone through once, not for each of them."""
+    edit(folder_of(tmp_path) / "config.json", **{f"dropout_{i}": 0.1 for i in range(20_000)}, attention_dropout=0.5)
+    with within(60):
+        refused(tmp_path, r"config\.json sets attention_dropout to 0\.5\. ")
+
+
+@pytest.mark.parametrize("piece", ["n_", "num_", "vision", "audio_", "_n_layers", "drop", "size_"])
+def test_a_name_that_goes_on_and_on_is_looked_at_once(tmp_path: Path, piece: str) -> None:
+    edit(folder_of(tmp_path) / "config.json", **{piece * 50_000: 1})
+    with within(20):
+        refused(tmp_path, r"config\.json cannot be read: an object has a name of [\d,]+ letters, 1,000 at most")
+    names = {piece * (990 // len(piece)) + str(i): 1 for i in range(10_000)}
+    edit(folder_of(tmp_path / "many") / "config.json", **names)
+    with within(60):
+        load_config(str(tmp_path / "many"))
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        *dict.fromkeys(
+            ["n_layer", "num_hidden_layers", "decoder_num_blocks", "num_labels", "n_local_experts"], True
+        ).items(),
+        *dict.fromkeys(["layers", "number_layers", "num_layers_kept", "xn_layer", "n_layered"], False).items(),
+    ],
+)
+def test_what_counts_something_has_a_bound(tmp_path: Path, name: str, counts: bool) -> None:
+    edit(folder_of(tmp_path) / "config.json", **{name: 10**7})
+    if counts:
+        refused(tmp_path, rf"sets {name} to 10000000; there is no such model")
+    else:
+        load_config(str(tmp_path))
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
@@ -180,6 +228,68 @@ def test_a_weight_file_with_a_broken_header(tmp_path: Path, content: tuple[str, 
     (folder_of(tmp_path) / "model.safetensors").write_bytes(content[1])
     with within(20):
         refused(tmp_path, r"the model cannot be loaded: .*A file of its weights is damaged or cut short: get it anew")
+
+
+class Called:
+    """Pickled as a call of something plain."""
+
+    def __init__(self, what: Any, *given: Any) -> None:
+        self.call = (what, given)
+
+    def __reduce__(self) -> tuple[Any, Any]:
+        return self.call
+
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    {
+        "one number, again and again": ({EMBEDDING: torch.zeros(1).expand(6_000_000, 32)}, "is larger than what"),
+        "one row, again and again": ({EMBEDDING: torch.zeros(32).expand(6_000_000, 32)}, "is larger than what"),
+        "windows that overlap": ({EMBEDDING: torch.zeros(4096).unfold(0, 2048, 1)}, "is larger than what"),
+        "one tensor by many names": (dict.fromkeys(map(str, range(100)), torch.zeros(100_000)), "is larger than what"),
+        "no memory at all": ({EMBEDDING: torch.empty(10**9, 32, device="meta")}, f"{EMBEDDING} is no plain tensor"),
+        "sparse": ({EMBEDDING: torch.zeros(97, 32).to_sparse()}, f"{EMBEDDING} is no plain tensor"),
+        "a number": ({EMBEDDING: 3}, f"{EMBEDDING} is no plain tensor"),
+        "a table within": ({"state_dict": {EMBEDDING: torch.zeros(97, 32)}}, "state_dict is no plain tensor"),
+        "a list": ([torch.zeros(97, 32)], "holds no table of tensors"),
+        "no name": ({3: torch.zeros(3)}, "calls a tensor 3, which is no name"),
+        "a long name": ({"layers." * 1000: torch.zeros(3)}, r"calls a tensor 'layers\.layers.*, which is no name"),
+        "much memory": ({EMBEDDING: Called(bytearray, 3 << 30)}, "loading the weights of .*: "),
+    }.values(),
+)
+def test_older_weights_that_say_little_and_mean_much(tmp_path: Path, legacy: bool, tensors: Any, said: str) -> None:
+    (folder_of(tmp_path) / "model.safetensors").unlink()
+    torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=not legacy)
+    with within(60), without_much_memory(6 << 30), pytest.raises((ModelError, OutOfMemory), match=said) as caught:
+        load(str(tmp_path))
+    assert "\n" not in str(caught.value) or isinstance(caught.value, OutOfMemory)
+    (tmp_path / "pytorch_model.bin").rename(tmp_path / "a.bin")
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {EMBEDDING: "a.bin"}}))
+    with within(60), without_much_memory(6 << 30), pytest.raises((ModelError, OutOfMemory), match=said):
+        load(str(tmp_path))
+
+
+def test_older_weights_that_are_packed(tmp_path: Path) -> None:
+    model = load(str(folder_of(tmp_path))).model
+    (tmp_path / "model.safetensors").unlink()
+    weights = tmp_path / "pytorch_model.bin"
+    torch.save(model.state_dict(), weights)
+    assert load(str(tmp_path)).model is not None
+    with zipfile.ZipFile(weights) as plain:
+        entries = {name: plain.read(name) for name in plain.namelist()}
+    with zipfile.ZipFile(weights, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name, content in entries.items():
+            packed.writestr(name, content)
+    refused(tmp_path, r"pytorch_model\.bin: is packed, which PyTorch's own files are not")
+
+
+def test_a_name_of_a_tensor_that_is_none(tmp_path: Path) -> None:
+    rewrite(folder_of(tmp_path), lambda weights: weights.update({"layers." * 1000: torch.zeros(3)}))
+    refused(tmp_path, r"model\.safetensors: calls a tensor 'layers\.layers.*, which is no name of one")
 
 
 def test_no_tensor_at_all(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +147,98 @@ def test_too_many_tokens_beside_the_models_own(folder: Path, monkeypatch: pytest
     check_tokenizer_file(str(folder))
     monkeypatch.setattr(tokenizer_file, "ADDED", 3)
     assert "tokenizer.json: has 4 added_tokens, 3 at most" in refused(folder)
+
+
+def token(text: str) -> dict[str, Any]:
+    return {"content": text, "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+
+
+def named(count: int) -> list[str]:
+    return [f"<t{i}>" for i in range(count)]
+
+
+def beside(folder: Path, name: str, **values: Any) -> None:
+    file = folder / name
+    content = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(content | values))
+
+
+MANY: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
+    "extra special tokens": ("tokenizer_config.json", lambda n: {"extra_special_tokens": named(n)}),
+    "by name": (
+        "tokenizer_config.json",
+        lambda n: {"extra_special_tokens": {f"a{i}": t for i, t in enumerate(named(n))}},
+    ),
+    "as additional ones": ("special_tokens_map.json", lambda n: {"additional_special_tokens": [*map(token, named(n))]}),
+    "under any key": ("special_tokens_map.json", lambda n: {f"{t}_token": t for t in named(n)}),
+    "the same again": ("tokenizer_config.json", lambda n: {"extra_special_tokens": ["<a>"] * n}),
+    "with numbers": (
+        "tokenizer_config.json",
+        lambda n: {"added_tokens_decoder": {str(300 + i): token(t) for i, t in enumerate(named(n))}},
+    ),
+    "with numbers, by text": ("added_tokens.json", lambda n: {t: 300 + i for i, t in enumerate(named(n))}),
+}
+
+
+@pytest.mark.parametrize("kind", MANY)
+def test_too_many_tokens_in_the_files_beside(folder: Path, kind: str) -> None:
+    """Wherever the library takes them from, it adds each of them to those of tokenizer.json."""
+    name, values = MANY[kind]
+    beside(folder, name, **values(60_001))
+    assert re.search(r"(has|list) 60,0\d+ (added|special) tokens, (60|5),000 at most", refused(folder))
+
+
+def test_too_many_tokens_in_all_files_together(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_file, "ADDED", 9)
+    beside(folder, "added_tokens.json", **{text: 300 + i for i, text in enumerate(named(5))})
+    check_tokenizer_file(str(folder))
+    beside(folder, "added_tokens.json", **{"<t5>": 305})
+    assert "tokenizer.json: has 10 added tokens with those of the files beside it, 9 at most" in refused(folder)
+
+
+def test_tokens_that_the_library_would_compare_with_each_other(folder: Path) -> None:
+    """It takes a microsecond or two for each pair."""
+    beside(folder, "tokenizer_config.json", extra_special_tokens=[f"<x{i}>" for i in range(100)])
+    beside(folder, "added_tokens.json", **{text: 300 + i for i, text in enumerate(named(50_000))})
+    assert re.search(r"name 50,1\d\d tokens that no tokenizer\.json has, 1\d\d of them in lists", refused(folder))
+    beside(folder, "tokenizer_config.json", extra_special_tokens=[])
+    check_tokenizer_file(str(folder))
+
+
+@pytest.mark.parametrize("number", [10**9, 10**18, -(10**9)])
+def test_a_token_far_behind_all_others(folder: Path, number: int) -> None:
+    """The library fills the ids before it with tokens of its own."""
+    beside(folder, "tokenizer_config.json", added_tokens_decoder={str(number): token("<far>")})
+    assert f"tokenizer_config.json gives a token the id {number}, and no vocabulary has so many" in refused(folder)
+    beside(folder, "tokenizer_config.json", added_tokens_decoder={})
+    beside(folder, "added_tokens.json", **{"<far>": number})
+    assert f"added_tokens.json gives a token the id {number}, and no vocabulary has so many" in refused(folder)
+
+
+FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model", "qwen.tiktoken", "tekken.json")
+
+
+@pytest.mark.parametrize("name", [*FILES, "chat_template.jinja", "additional_chat_templates/tools.jinja"])
+def test_a_file_that_is_read_as_a_whole_has_a_bound(folder: Path, name: str) -> None:
+    (folder / name).parent.mkdir(exist_ok=True)
+    with (folder / name).open("ab") as file:
+        file.truncate(8 << 30)  # without a byte on the disk
+    most = "1,048,576" if name.endswith(".jinja") else "134,217,728"
+    assert f"{folder}: {name} has 8,589,934,592 bytes, {most} at most" in refused(folder)
+
+
+@pytest.mark.parametrize("what", ["a pipe", "a link to a device", "a link to nothing"])
+def test_a_template_of_several_that_is_no_file(folder: Path, what: str) -> None:
+    path = folder / "additional_chat_templates" / "tools.jinja"
+    path.parent.mkdir()
+    os.mkfifo(path) if what == "a pipe" else path.symlink_to("/dev/zero" if "device" in what else "nothing")
+    said = "is a link that leads nowhere" if "nothing" in what else "is neither a file nor a folder"
+    assert f"{folder}: additional_chat_templates/tools.jinja {said}" in refused(folder)
+
+
+def test_more_values_than_any_file_has(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text('{"added_tokens": [' + "{}," * 20_000_000 + "{}]}")
+    assert "tokenizer.json: is not JSON (it has more than 10,000,000 values)" in refused(folder)
 
 
 def test_a_file_that_is_none(folder: Path) -> None:

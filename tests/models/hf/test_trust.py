@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers.modeling_utils
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from tests.data.tiny_tokenizers import byte_bpe
 from tests.models.hf.folders import edit, folder_of, never, refused, same_weights
@@ -146,6 +146,24 @@ def test_a_kernel_for_experts_is_not_asked_for(folder, key):
         edit(folder / "config.json", **{key: value})
         assert load_config(str(folder))._experts_implementation is None
         assert len(load(str(folder)).notes) == (value != "nobodys")
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        *(("use_return_dict", "is fixed by"), ("__dict__", "is a part of"), ("__class__", "is a part of")),
+        *(("to_dict", "is a part of"), ("get_text_config", "is a part of"), ("__doc__", "is a part of")),
+    ],
+)
+def test_what_is_no_setting_is_refused_before_a_class_is_built(folder, monkeypatch, name, what):
+    """It would take the place of a function, or the library would print all of the file with its error."""
+    edit(folder / "config.json", **{name: {}})
+    monkeypatch.setattr(AutoConfig, "from_pretrained", never)
+    for loader in (load, load_config, load_tokenizer):
+        with pytest.raises(
+            ModelError, match=rf"config\.json sets {name}, which is no setting: it {what} the class that"
+        ):
+            loader(str(folder))
 
 
 @pytest.mark.parametrize("name", ["eager", "sdpa", "flash_attention_2"])

@@ -30,6 +30,7 @@ from tuningfork.data.tables.rows import Row
 from tuningfork.data.tokens.encode_rows import EncodedBatch, RowBatch, RowEncoder
 from tuningfork.errors import DataError
 from tuningfork.files import SCRATCH_CURE, explained, scratch
+from tuningfork.library_words import show_library_words
 
 BATCH = 256  # rows encoded in one call: enough to keep the tokenizer's threads busy, few enough to show progress
 ROWS_A_PROCESS = 2048  # fewer are done sooner without a process of their own, which takes seconds to start
@@ -186,6 +187,7 @@ _encoder: RowEncoder  # of a working process
 def _begin(copies: str) -> None:
     global _encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core already
+    show_library_words()
     threading.Thread(target=_end_with_the_first, daemon=True).start()
     tokenizer, config = pickle.loads(Path(copies).read_bytes())
     _encoder = RowEncoder(tokenizer, config)

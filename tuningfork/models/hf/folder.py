@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tuningfork.wording import first_line, from_here, shortened
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer_config.json"
+BESIDE_TOKENIZER = (TOKENIZER, "special_tokens_map.json", "added_tokens.json")
 _ADAPTER = "adapter_config.json"
 _POINTER = b"version https://git-lfs.github.com/spec/"  # how the file begins that stands for one in Git LFS
 _OTHER_FORMATS = {
@@ -46,16 +48,28 @@ _AT_LEAST_ONE = (
     *("n_layer", "n_embd", "n_head", "n_positions"),  # of older families
 )
 # Settings by which a config builds lists, and those by which a model builds tensors: more than any model has.
-_COUNTS, _MOST = re.compile(r"(^|_)(n|num)_(\w+_)?(layers?|blocks?|labels|experts)$"), 100_000
+_COUNTED, _MOST = {"layer", "layers", "block", "blocks", "labels", "experts"}, 100_000
 _SIZES, _LARGEST = re.compile(r"(^|_)(size|dim|rank|heads?|embd|inner|positions|embeddings)(_|$)|^d_"), 2**31 - 1
 _SUFFIXES = (".json", ".safetensors", ".bin", ".jinja", ".model")  # of files that a model may need
 _LARGEST_BESIDE = 1 << 30  # bytes of all that an export takes over as it is
+LARGEST_TOKENIZER = (
+    128 << 20
+)  # bytes of one of its files, which a library reads whole; the largest have some 35 million
+_LARGEST_TEMPLATE = 1 << 20  # bytes, as of a recipe's
+_TEMPLATES = "additional_chat_templates"
+_READ_WHOLE = {  # by libraries, which have no bounds: the most bytes of files by these names
+    **dict.fromkeys(("chat_template*", f"{_TEMPLATES}/*"), _LARGEST_TEMPLATE),
+    **dict.fromkeys(
+        ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json", "special_tokens_map.json"),
+        LARGEST_TOKENIZER,
+    ),
+}
 _TOKENIZERS = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 _TRAVELS = (  # tokenizers of all makes, their chat templates, how to generate, and the licence
     *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken"),
-    *("tekken.json", "chat_template*", "additional_chat_templates/*.jinja", GENERATION, "LICENSE*", "NOTICE*"),
+    *("tekken.json", "chat_template*", f"{_TEMPLATES}/*.jinja", GENERATION, "LICENSE*", "NOTICE*"),
 )
 
 
@@ -109,21 +123,28 @@ def check(path: str) -> None:
 def _check_files(folder: Path) -> None:
     """Refuse entries that a reader would wait for, or read without an end; and what has a model file's name and is
     none, such as a link into a cache that is gone: a reader may go on without that file."""
-    for entry in sorted(folder.iterdir()):
+    for entry in sorted([*folder.iterdir(), *folder.glob(f"{_TEMPLATES}/*")]):
+        name = entry.relative_to(folder)
         if entry.is_file():
+            most = next((most for pattern, most in _READ_WHOLE.items() if fnmatchcase(str(name), pattern)), math.inf)
+            if (size := entry.stat().st_size) > most:
+                raise ModelError(
+                    f"{folder}: {name} has {size:,} bytes, {most:,} at most, and would be read as a whole. Get it "
+                    "anew, or remove it."
+                )
             continue
         if entry.exists() and not entry.is_dir():
             raise ModelError(
-                f"{folder}: {entry.name} is neither a file nor a folder, but a pipe, a socket or a device. Remove it."
+                f"{folder}: {name} is neither a file nor a folder, but a pipe, a socket or a device. Remove it."
             )
         if entry.suffix in _SUFFIXES:
             what = "a folder" if entry.is_dir() else "a link that leads nowhere"
-            raise ModelError(f"{folder}: {entry.name} is {what}, not a file. Put the file itself there, or remove it.")
+            raise ModelError(f"{folder}: {name} is {what}, not a file. Put the file itself there, or remove it.")
 
 
 def check_tokenizer(path: str) -> None:
     """Refuse JSON beside a tokenizer that its library might not survive. Raises ModelError."""
-    for name in (TOKENIZER, "special_tokens_map.json", "added_tokens.json"):
+    for name in BESIDE_TOKENIZER:
         if (Path(path) / name).exists():
             read_json(path, name)
 
@@ -198,7 +219,7 @@ def settings(path: str) -> dict[str, Any]:
             )
     for name, value in _flat(config):
         key = name.rpartition(".")[2]
-        most = _MOST if _COUNTS.search(key) else _LARGEST if _SIZES.search(key) else None
+        most = _MOST if _is_count(key) else _LARGEST if _SIZES.search(key) else None
         if not isinstance(value, int):
             continue
         if (name in _AT_LEAST_ONE and value < 1) or (most is not None and abs(value) > most):
@@ -207,6 +228,12 @@ def settings(path: str) -> dict[str, Any]:
                 "config.json anew."
             )
     return config
+
+
+def _is_count(key: str) -> bool:
+    """Whether a setting says how many of something there are: ``num_hidden_layers``, ``n_layer``."""
+    *before, last = key.split("_")
+    return last in _COUNTED and not {"n", "num"}.isdisjoint(before)
 
 
 def read(path: str) -> tuple[Origin, tuple[str, ...]]:

@@ -117,6 +117,8 @@ def _config(path: str) -> Any:
     settings = folder.settings(path)
     kind, library = settings["model_type"], f"transformers {transformers.__version__}"
     trust.check_settings(settings, path)
+    if kind in CONFIG_MAPPING:
+        trust.check_names(settings, CONFIG_MAPPING[kind], path)
     try:
         # Without a word on code of the folder's own the library asks on the terminal whether to run it.
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -128,11 +130,6 @@ def _config(path: str) -> Any:
             f"{path}: {library} knows no model of type {kind!r}, which config.json names{own}. If the model is newer, "
             "use a transformers that is newer, too; else train a model of a type that transformers has."
         ) from error
-    if shadowed := sorted(name for name in settings if callable(getattr(type(config), name, None))):
-        raise ModelError(
-            f"{path}: config.json sets {shadowed[0]}, which is no setting, but a function of the class that reads it. "
-            "Remove it."
-        )
     trust.take_no_kernels(config)
     # What a model hands out beside its hidden states, and how: nobody here asks for more, and with our attention the
     # library saves no config that does. An export says what config.json says.
@@ -277,6 +274,7 @@ def _draft(config: Any, path: str, stored: dict[str, Stored]) -> _Draft | None:
 def _whole(config: Any, path: str, found: Found | None, progress: Callable[[int, int], None]) -> _Draft:
     """The model with its weights on the CPU; which tensors it gets is ours to say, all else the library's."""
     if found is None:
+        checks.check_room(safetensors_reader.bytes_in(Path(path)))
         state = safetensors_reader.pickled_tensors(Path(path))
         checks.check_layers(config, state)
     else:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import safetensors
 import torch
 from torch import Tensor
 
-from tuningfork.json_files import read_object
-from tuningfork.wording import first_line, of_pickle
+from tuningfork.json_files import LONGEST_NAME, read_object
+from tuningfork.wording import first_line, of_pickle, shortened
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -27,6 +30,7 @@ FILES = (ONE_FILE, INDEX, PICKLE, PICKLE_INDEX)
 
 _THREADS = min(8, os.cpu_count() or 1)  # eight keep a fast disk, or the copies out of the page cache, busy
 _PIECE = 16 << 20  # bytes read at once, a multiple of every element's size
+_AROUND = 1 << 30  # bytes of memory that reading a small file may take
 _DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
@@ -102,13 +106,14 @@ def bytes_in(folder: Path) -> int:
 def pickled_tensors(folder: Path) -> dict[str, Tensor]:
     """The tensors of a folder's older weight files, on the CPU, each from the file that their index names for it.
 
-    Such files are pickles, which are programs: one that holds more than tensors and plain values is not loaded.
+    Such files are pickles, which are programs: one that holds more than tensors and plain values is not loaded, nor one
+    that says little and means much, as a tensor does that repeats one number without end.
 
     Raises what `torch.load` raises for a broken file, ValueError for a broken index or such a program, or OSError for a
     missing file.
     """
     if (folder / PICKLE).exists():
-        return dict(_plain(folder / PICKLE))
+        return _plain(folder / PICKLE)
     file_of = weight_map(folder / PICKLE_INDEX)
     found: dict[str, Tensor] = {}
     for file in sorted(set(file_of.values())):
@@ -118,11 +123,69 @@ def pickled_tensors(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def _plain(path: Path) -> Any:
+def _plain(path: Path) -> dict[str, Tensor]:
+    """The tensors of one such file. It takes no more memory than so many bytes can fill: a pickle may ask for any."""
+    size = path.stat().st_size
+    _check_stored_as_it_is(path, size)
     try:
-        return torch.load(path, "cpu", weights_only=True)
+        with _memory(2 * size + _AROUND):
+            content = torch.load(path, "cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(f"{path.name}: {of_pickle(error)}. Get the model in safetensors files") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name}: holds no table of tensors. Get the model in safetensors files")
+    said = 0
+    for name, tensor in content.items():
+        _check_name(name, path)
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_nested or not _on_cpu(tensor):
+            raise ValueError(f"{path.name}: {name} is no plain tensor. Get the model in safetensors files")
+        said += tensor.nbytes
+        if tensor.nbytes > tensor.untyped_storage().nbytes() or said > 2 * size:  # tied weights lie there once
+            raise ValueError(
+                f"{path.name}: says that {name} is larger than what the file stores of it. Get that file anew"
+            )
+    return content
+
+
+def _on_cpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"  # what has no memory at all is on another
+
+
+def _check_stored_as_it_is(path: Path, size: int) -> None:
+    """Raise ValueError where an archive holds more than its own bytes, which PyTorch writes as they are."""
+    if not zipfile.is_zipfile(path):  # as PyTorch wrote until 1.5
+        return
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries) or sum(e.file_size for e in entries) > size:
+        raise ValueError(
+            f"{path.name}: is packed, which PyTorch's own files are not. Get the model in safetensors files"
+        )
+
+
+@contextmanager
+def _memory(more: int) -> Iterator[None]:
+    """Refuse the process so many bytes more than it has, where the kernel is Linux. A MemoryError, or torch's own."""
+    try:
+        used = int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
+    except OSError:
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = min(given for given in (used + more, soft, hard) if given != resource.RLIM_INFINITY)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def _check_name(name: object, path: Path) -> None:
+    """Raise ValueError for a tensor's name that is none: the library searches each for many patterns."""
+    if not isinstance(name, str) or len(name) > LONGEST_NAME:
+        raise ValueError(
+            f"{path.name}: calls a tensor {shortened(repr(name), 40)}, which is no name of one. Get that file anew"
+        )
 
 
 def weight_map(index: Path) -> dict[str, str]:
@@ -160,6 +223,7 @@ def _tensors_in(path: Path) -> dict[str, Stored]:
     header.pop("__metadata__", None)
     found = {}
     for name, entry in header.items():
+        _check_name(name, path)
         if entry["dtype"] not in _DTYPES:
             raise ValueError(f"{name} in {path.name} is stored as {entry['dtype']}, which is not known here")
         offset = 8 + length + entry["data_offsets"][0]

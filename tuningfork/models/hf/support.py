@@ -27,9 +27,10 @@ _STATE = (
     "state from token to token; in a pack it would leak from one example into the next. Recurrent and convolutional "
     "layers are not supported."
 )
-_OTHER_INPUTS = re.compile(r"(vision|audio|image|video|speech)\w*_config$")
+_OTHER_INPUTS = ("vision", "audio", "image", "video", "speech")  # in a part's name, such as vision_config
 _TEXT_CONFIGS = ("text_config", "decoder", "generator", "text_encoder")  # where transformers looks for it
 _CHANCE = re.compile(r"drop|jitter|noise|stochastic", re.IGNORECASE)
+_READ = re.compile(r"""(?:(?<=config\.)|(?<=["']))\w+""")  # what code reads of a config, as an attribute or by a name
 
 
 def check_config(config: Any, path: str) -> None:
@@ -38,7 +39,7 @@ def check_config(config: Any, path: str) -> None:
     if config.is_encoder_decoder:
         raise ModelError(f"{where} is an encoder-decoder; tuningfork trains decoder-only language models.")
     for part in vars(config):
-        if _OTHER_INPUTS.search(part) and getattr(config, part) is not None:
+        if _is_of_other_inputs(part) and getattr(config, part) is not None:
             raise ModelError(
                 f"{where} has {'an' if part[0] in 'aeiou' else 'a'} {part}: models with inputs other than text are not "
                 "supported. Export its language model as a text-only checkpoint and train that."
@@ -149,6 +150,12 @@ def _check_chance(model: PreTrainedModel, path: str) -> None:
             )
 
 
+def _is_of_other_inputs(part: str) -> bool:
+    """Whether the part of a config with this name is a model's of something else than text."""
+    name = part.removesuffix("_config")
+    return name != part and any(word in name for word in _OTHER_INPUTS)
+
+
 def _text_config(config: Any) -> Any:
     """The part of a config that is the language model's: itself, unless it is composed of several."""
     try:
@@ -211,16 +218,16 @@ def _chance_in_config(model: PreTrainedModel) -> dict[str, Any]:
     config = model.config
     kinds = {type(module) for module in model.modules()}
     # private: transformers by inspect.getsource
-    code = [inspect.getsource(kind) for kind in kinds if not kind.__module__.startswith("torch.")]
-    found = {}
-    for field, value in config.to_dict().items():
-        if not _CHANCE.search(field) or not _is_rate(value):
-            continue
-        # private: transformers.attribute_map
-        spellings = "|".join([field, *(alias for alias, real in config.attribute_map.items() if real == field)])
-        if any(re.search(rf"""(config\.|["'])({spellings})\b""", source) for source in code):
-            found[field] = value
-    return found
+    code = (inspect.getsource(kind) for kind in kinds if not kind.__module__.startswith("torch."))
+    read = {name for source in code for name in _READ.findall(source)}
+    spellings: dict[str, set[str]] = {}
+    for alias, field in config.attribute_map.items():  # private: transformers.attribute_map
+        spellings.setdefault(field, set()).add(alias)
+    return {
+        field: value
+        for field, value in config.to_dict().items()
+        if _CHANCE.search(field) and _is_rate(value) and not read.isdisjoint({field, *spellings.get(field, ())})
+    }
 
 
 def _is_rate(value: Any) -> bool:

@@ -16,14 +16,18 @@ from pydantic_core import from_json
 
 from tuningfork.errors import ModelError
 from tuningfork.files import opened
-from tuningfork.models.hf.folder import pointers
+from tuningfork.json_files import check_amount
+from tuningfork.models.hf.folder import BESIDE_TOKENIZER, LARGEST_TOKENIZER, TOKENIZER, pointers, read_json
 from tuningfork.wording import shortened
 
 GROWTH = 32  # letters that may become of one; rules of tokenizers in use make two or three
 RULES = 64  # of one kind, one after the other; tokenizers in use have ten
 PIECES = 1000  # tokens and texts that a template puts together; the templates in use have five
 WORD = 1000  # letters of a word that WordPiece looks into, which takes the cube of them; tokenizers in use have 100
-ADDED = 65_000  # tokens beside the model's own; the most that are in use are some 30,000
+ADDED = 60_000  # tokens beside the model's own; the most that are in use are some 30,000
+LISTED = 5_000  # special tokens in lists, each of which the library looks for in all others; hundreds are in use
+COMPARED = 4_000_000  # pairs of tokens that tokenizer.json lacks: the library compares them, 500,000 in a second
+LAST = 1 << 22  # the largest id of a token; the library makes a token for every id below one
 
 _SEQUENCES = {  # part of the file -> what holds the rules of a Sequence there
     "normalizer": "normalizers",
@@ -32,20 +36,86 @@ _SEQUENCES = {  # part of the file -> what holds the rules of a Sequence there
     "decoder": "decoders",
 }
 _TEMPLATES = ("single", "pair")
+_WHY = "a text is searched for every one of them. Use a tokenizer whose model has them in its vocabulary."
 
 
 def check_tokenizer_file(folder: str) -> None:
     """Raise ModelError where a tokenizer.json, of any version, cannot be read, leaves tokens to chance or asks for more
-    than anybody needs."""
+    than anybody needs; or where the files beside it do."""
+    beside, listed = _added_beside(folder)
+    known = set[str]()
     for file in sorted(Path(folder).glob("tokenizer*.json")):
-        if file.name != "tokenizer_config.json":
-            _check(file)
+        if file.name != TOKENIZER:
+            added = _check(file)
+            if file.name == "tokenizer.json":
+                known = added
+            if len(added := added | beside) > ADDED:
+                raise ModelError(
+                    f"{file}: has {len(added):,} added tokens with those of the files beside it, {ADDED:,} at most: "
+                    f"{_WHY}"
+                )
+    new, in_lists = (listed | beside) - known, listed - known
+    if len(new) * len(in_lists) > COMPARED:
+        raise ModelError(
+            f"{folder}: {' and '.join(BESIDE_TOKENIZER)} name {len(new):,} tokens that no tokenizer.json has, "
+            f"{len(in_lists):,} of them in lists, and the library compares each of these with all of them: "
+            f"{COMPARED:,} pairs at most. Use a tokenizer.json that has them."
+        )
 
 
-def _check(file: Path) -> None:
+def _added_beside(folder: str) -> tuple[set[str], set[str]]:
+    """The added tokens to which the JSON files beside a tokenizer.json give ids, and the texts that they list besides.
+    Raises ModelError where either are too many."""
+    numbered, listed = set[str](), list[str]()
+    for name in (name for name in BESIDE_TOKENIZER if (Path(folder) / name).exists()):
+        content = read_json(folder, name)
+        if name == "added_tokens.json":
+            ids, texts = [*content.values()], [*content]
+        else:
+            decoder = content.pop("added_tokens_decoder", None)
+            ids, texts = [*decoder] if isinstance(decoder, dict) else [], _texts(decoder)
+            listed += _texts(content)
+        if (wrong := next((number for number in ids if not _is_id(number)), None)) is not None:
+            raise ModelError(
+                f"{folder}: {name} gives a token the id {shortened(str(wrong), 40)}, and no vocabulary has so many. "
+                "Get it anew."
+            )
+        if len(texts) > ADDED:
+            raise ModelError(f"{folder}: {name} has {len(texts):,} added tokens, {ADDED:,} at most: {_WHY}")
+        numbered |= {*texts}
+    if len(listed) > LISTED:
+        raise ModelError(
+            f"{folder}: {' and '.join(BESIDE_TOKENIZER[:2])} list {len(listed):,} special tokens, {LISTED:,} at most: "
+            "each is looked for among all others. List those that the chat template needs."
+        )
+    return numbered, {*listed}
+
+
+def _is_id(number: Any) -> bool:
+    try:
+        return abs(int(number)) <= LAST
+    except (TypeError, ValueError, OverflowError):
+        return True  # the library says so best
+
+
+def _texts(value: Any) -> list[str]:
+    """All texts within a value of JSON; of objects their values alone."""
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, list):
+        return [text for part in value for text in _texts(part)]
+    return [value] if isinstance(value, str) else []
+
+
+def _check(file: Path) -> set[str]:
+    """The texts of its added tokens. Raises ModelError."""
     try:
         with opened(file) as content:
-            facts = from_json(content.read(), cache_strings=False)
+            text = content.read(LARGEST_TOKENIZER + 1)
+        if len(text) > LARGEST_TOKENIZER:
+            raise ValueError(f"more than {LARGEST_TOKENIZER:,} bytes")
+        check_amount(text)
+        facts = from_json(text, cache_strings=False)
     except OSError as error:
         raise ModelError(f"{file}: cannot be read ({error.strerror or error}). Get it anew.") from error
     except ValueError as error:
@@ -56,24 +126,27 @@ def _check(file: Path) -> None:
         raise ModelError(f"{file}: holds no JSON object. Get it anew.")
     added = facts.get("added_tokens")
     if isinstance(added, list) and len(added) > ADDED:
-        raise ModelError(
-            f"{file}: has {len(added):,} added_tokens, {ADDED:,} at most: a text is searched for every one of them. "
-            "Use a tokenizer whose model has them in its vocabulary."
-        )
+        raise ModelError(f"{file}: has {len(added):,} added_tokens, {ADDED:,} at most: {_WHY}")
     _check_model(file, facts.get("model"))
     for name in _SEQUENCES:
-        try:
-            rules, pieces, times = _count(facts.get(name)), _pieces(facts.get(name)), growth(facts.get(name))
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-            continue  # no rules that the library could read, which says so best
-        if rules > RULES or pieces > PIECES:
-            many = f"{rules:,} rules, {RULES}" if rules > RULES else f"a template of {pieces:,} pieces, {PIECES:,}"
-            raise ModelError(f"{file}: its {name} has {many} at most. Use the model's own tokenizer.")
-        if times > GROWTH:
-            raise ModelError(
-                f"{file}: the rules of its {name} can make more than {GROWTH} letters of one, and a row of text all of "
-                "the memory. Use the model's own tokenizer."
-            )
+        _check_rules(file, name, facts.get(name))
+    return set(_texts(added))
+
+
+def _check_rules(file: Path, name: str, given: Any) -> None:
+    """Refuse rules of the part `name` that are too many, or write ever longer text. Raises ModelError."""
+    try:
+        rules, pieces, times = _count(given), _pieces(given), growth(given)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return  # no rules that the library could read, which says so best
+    if rules > RULES or pieces > PIECES:
+        many = f"{rules:,} rules, {RULES}" if rules > RULES else f"a template of {pieces:,} pieces, {PIECES:,}"
+        raise ModelError(f"{file}: its {name} has {many} at most. Use the model's own tokenizer.")
+    if times > GROWTH:
+        raise ModelError(
+            f"{file}: the rules of its {name} can make more than {GROWTH} letters of one, and a row of text all of "
+            "the memory. Use the model's own tokenizer."
+        )
 
 
 def _check_model(file: Path, model: Any) -> None:

@@ -41,6 +41,19 @@ def check_settings(settings: Mapping[str, Any], path: str) -> None:
             )
 
 
+def check_names(settings: Mapping[str, Any], kind: type, path: str) -> None:
+    """Refuse names in a config.json that its class has for something else than a setting, before they take its place
+    or the class fails at them. Raises ModelError."""
+    for name in sorted(settings):
+        there = getattr(kind, name, None)
+        fixed = isinstance(there, property) and there.fset is None
+        if fixed or callable(there) or (name.startswith("__") and hasattr(kind, name)):
+            what = "is fixed by" if fixed else "is a part of"
+            raise ModelError(
+                f"{path}: config.json sets {name}, which is no setting: it {what} the class that reads it. Remove it."
+            )
+
+
 def take_no_kernels(config: Any) -> None:
     """Make a config ask for our attention, and for no kernel by name, in place of what its config.json asks for."""
     config._attn_implementation = attention.NAME  # private: transformers._attn_implementation
