@@ -69,12 +69,19 @@ class Console:
         """Send a line to the log only."""
         self._record(visible(line))
 
+    def show(self, line: str) -> None:
+        """Send a line to the screen only."""
+        self._show(visible(line))
+
     def _say(self, text: str) -> None:
+        self._show(text)
+        self._record(text)
+
+    def _show(self, text: str) -> None:
         if self.live:  # above the bar, if one is shown
             self._rich.print(Text(text), soft_wrap=True)
         else:
             self._plain(text)
-        self._record(text)
 
     def _record(self, text: str) -> None:
         if self._log:
@@ -150,7 +157,8 @@ class Phase:
         self._console = console
         self._advanced_at = self._said_at = console.clock()
         self._start = self._advanced_at if begun is None else begun
-        self._said_done: int | None = None
+        self._logged_done: int | None = None  # units done when the log was last told, and the screen
+        self._shown_done: int | None = None
         self._values: Values = {}
         self.bar = _Bar(BarLine(visible(name), lambda: (self.done, self.total, self._beside_bar())), console)
 
@@ -209,15 +217,19 @@ class Phase:
         return rate, spent / fresh * (self.total - self.done) if fresh else None
 
     def say(self, to_screen: bool = True) -> None:
-        """Print the state as a line (only into the log, if not `to_screen`), unless nothing was done since the last."""
-        if self.done == self._said_done:
-            return
-        self._said_done, self._said_at = self.done, self._console.clock()
+        """Print the state as a line (only into the log, if not `to_screen`), where it was not said there before.
+
+        On a terminal the log has lines that the screen, whose bar shows as much, has not. The bar goes at the end, so
+        then the screen gets a line whatever the log has.
+        """
         line = f"{self.name}: {self.state()}"
-        if to_screen:
-            self._console.print(line)
-        else:
+        if to_screen and self.done != self._shown_done:
+            self._console.show(line)
+            self._shown_done = self.done
+        if self.done != self._logged_done:
             self._console.log(line)
+            self._logged_done = self.done
+        self._said_at = self._console.clock()
 
 
 class _Bar(Live):
