@@ -222,6 +222,9 @@ def summary(result: RunResult, data: Data) -> str:
     if result.pairs_checked is not None:
         checked = counted(result.pairs_checked, "pair")
         parts.append(f"step-0 check: margin exactly 0 for all {checked} of the first step")
+    if result.ends:
+        trained = {f"step {line['step']}": {**line, "pairs": line["examples"]} for line in result.ends}
+        parts.append(table("training pairs: first and last line of metrics.jsonl", _evaluation_rows(trained)))
     if result.after is not None:
         columns: dict[str, Scores] = {} if result.before is None else {"before": result.before.as_dict()}
         columns["after"] = result.after.as_dict()

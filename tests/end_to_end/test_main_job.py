@@ -251,6 +251,21 @@ def test_screen_says_what_was_done_and_where_it_lies(job: Job) -> None:
     assert outcome.err == ""
 
 
+def test_the_end_says_how_training_went_without_held_out_pairs(job: Job) -> None:
+    """Loss, margin and accuracy of the training pairs; the same of a finished run that is asked to go on."""
+    job = job.but(output={"log_every": 1})
+    shown, (first, *_, last) = job.done().out, job.metrics()
+    for out in (shown, job.done("train", "--resume").out):
+        lines = out.partition("training pairs: ")[2].splitlines()
+        assert lines[2].split() == ["step", "1", "step", "10"]
+        assert {line.split()[0]: line.split()[1:] for line in lines[3:7]} == {
+            "accuracy": [f"{line['rewards/accuracy']:.1%}" for line in (first, last)],
+            "margin": ["0", f"{last['rewards/margin']:.4g}"],
+            "loss": ["0.6931", f"{last['loss']:.4g}"],
+            "pairs": ["4", "4"],
+        }
+
+
 def test_log_has_what_the_screen_had(job: Job) -> None:
     """log.txt is the whole story, from reading the data to the summary."""
     shown, log = job.done().out, (job.run / "log.txt").read_text()

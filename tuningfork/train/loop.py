@@ -25,7 +25,7 @@ from tuningfork.report.files import write_json, write_text
 from tuningfork.report.run.console import Console, Phase
 from tuningfork.report.run.metrics import Evaluation, Interval, StepResult, pair_statistics
 from tuningfork.report.run.throughput import RunTotals, peak_flops
-from tuningfork.report.run.writer import RunWriter
+from tuningfork.report.run.writer import RunWriter, Scores
 from tuningfork.report.sinks import open_sinks
 from tuningfork.train import checkpoint
 from tuningfork.train.batch import StepBatch
@@ -50,6 +50,7 @@ class RunResult:
     finished: bool  # false after Ctrl-C or SIGTERM: the folder can be resumed
     steps_done: int
     total_steps: int
+    ends: tuple[Scores, ...] = ()  # the first and the last line of training steps in metrics.jsonl
     pairs_checked: int | None = None  # by the step-0 check; None without a reference
     before: Evaluation | None = None
     after: Evaluation | None = None
@@ -218,7 +219,7 @@ def run(
                 scores["best"] = {"step": held.best.step, **held.best.scores}
             write_json(folder / "eval.json", scores)
             result.no_gain = held.no_gain(result.after.as_dict())
-        result.best = held.best
+        result.best, result.ends = held.best, writer.ends
         result.throughput = {**totals.summary(), "evaluation_seconds": held.seconds}
         if totals.all.steps or not (folder / "summary.json").exists():
             seconds = {phase: round(spent, 3) for phase, spent in console.startup.seconds.items()}
