@@ -25,6 +25,8 @@ from tuningfork.report.run.bar import BarLine, Part
 from tuningfork.report.run.stopwatch import Stopwatch
 from tuningfork.wording import visible
 
+WIDEST = 100  # columns of a table
+
 Values = Mapping[str, float | None]
 
 
@@ -46,6 +48,11 @@ class Console:
         self._rich = rich_console.Console(file=self.stream, markup=False, highlight=False, emoji=False)
         self.live = self.stream.isatty() and not self._rich.is_dumb_terminal
 
+    @property
+    def width(self) -> int:
+        """Columns that a table may take: those of the terminal, and no more than can be read well."""
+        return min(self._rich.width, WIDEST) if self.live else WIDEST
+
     def attach(self, log: Callable[[str], None]) -> None:
         """Also send every line to `log`, which is `RunWriter.log` as a rule; those said so far come first."""
         self._log = log
@@ -57,7 +64,7 @@ class Console:
         """Say these lines, or an empty one. Each stays one line, with what a terminal would obey made visible."""
         self._say("\n".join(map(visible, lines)))
 
-    def draw(self, renderable: Any, width: int = 100) -> None:
+    def draw(self, renderable: Any, width: int = WIDEST) -> None:
         """Print a rich object: on a terminal in colour and as wide as that is; elsewhere, and in the log, as text."""
         if self.live:
             self._rich.print(_Visible(renderable))
@@ -266,7 +273,7 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
-def table(title: str, rows: Sequence[tuple[str, ...]], width: int = 100) -> str:
+def table(title: str, rows: Sequence[tuple[str, ...]], width: int = WIDEST) -> str:
     """Rows of text in aligned columns under a title. All but the first column are set right."""
     columns = len(rows[0]) if rows else 0
     grid = rich_table.Table.grid(padding=(0, 2))
@@ -278,7 +285,7 @@ def table(title: str, rows: Sequence[tuple[str, ...]], width: int = 100) -> str:
     return f"{title}\n{'-' * len(title)}\n{_drawn(grid, width)}"
 
 
-def side_by_side(prompt: str, before: str, after: str, width: int = 100) -> str:
+def side_by_side(prompt: str, before: str, after: str, width: int = WIDEST) -> str:
     """A prompt, and below it two answers to it in two columns."""
     columns = rich_table.Table(box=box.SIMPLE, width=width, title=None, pad_edge=False)
     for heading in ("before", "after"):
