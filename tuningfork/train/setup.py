@@ -332,6 +332,10 @@ def open_reference(
         parts = [Selection([examples]), Selection([held_out])]
         again = Selection([parts[part].take(places) for part, places in to_rescore(store, parts)])
         if again:
+            console.print(
+                f"{len(again):,} of the cached examples, some of every file, are scored again: log-probs of other code "
+                "or of another machine would differ, and spoil every margin"
+            )
             with console.phase("checking the reference cache", total=len(again), unit="examples") as phase:
                 check_rescored(store, start.packs(again, limits), start.score, phase.advance)
         missing = store.missing(Selection(parts))
