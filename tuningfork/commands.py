@@ -36,6 +36,7 @@ from tuningfork.report.run.console import Console, number, table
 from tuningfork.report.run.writer import Scores
 from tuningfork.train import checkpoint, optimizer
 from tuningfork.train import folder as run_folder
+from tuningfork.train.ended import has_ended, is_whole, places
 from tuningfork.train.evaluate import evaluate as evaluate_packs
 from tuningfork.train.exported import MODEL
 from tuningfork.train.loop import RunResult, run
@@ -55,7 +56,7 @@ from tuningfork.train.setup import (
     start_model,
     starting_weights,
 )
-from tuningfork.wording import counted, visible
+from tuningfork.wording import counted
 
 READING_MODEL = "reading the model's config and tokenizer"
 
@@ -87,16 +88,22 @@ def _train(config: RunConfig, resume: bool, folder: Path, console: Console) -> i
         last = checkpoint.newest(folder / "checkpoints")
         if before is not None and last is None:
             console.print(f"{folder}: the run had not come to its first checkpoint; it begins at its first step")
+        changed = set() if before is None else differing_settings(before, config).keys() - {"output.dir"}
         config, text = _located(config, console)
-        data, start = _prepare(config, console)
+        data = _read(config, console)
+        saved = None if last is None else checkpoint.progress(last)
+        if saved is not None and has_ended(saved, data, config.train):
+            steps = f"all {counted(saved.step, 'step')} are done"
+            console.print(f"nothing left to train: {steps}; raise train.epochs or train.max_steps to go on")
+            if not changed and is_whole(folder, saved, data, config.output, config.model.path):
+                console.print("", *places(folder, saved.step, len(data.held_out) > 0))
+                return 0
+        start = _start(config, console)
         settle_activations(start, config.train, data.limits, last, console)
         length = None if before is None else before.train
         result = run(data, start, text, config.pack, config.reference, config.train, config.output, console, length)
     if not result.finished:
         return 130
-    if last == checkpoint.at(folder / "checkpoints", result.steps_done):
-        steps = counted(result.steps_done, "step")
-        console.print(f"nothing left to train: all {steps} are done; raise train.epochs or train.max_steps to go on")
     console.print("", *summary(result, data).split("\n"))
     return 0
 
@@ -246,16 +253,7 @@ def summary(result: RunResult, data: Data) -> str:
         if rates["warmup_steps"]:
             rows.append(("warm-up (compilation), not in the rates", f"{rates['warmup_seconds']:.0f} s"))
         parts.append(table("training", rows))
-    places = [
-        (f"exported model, step {result.exported_step}", str(result.folder / MODEL)),
-        ("metrics", str(result.folder / "metrics.jsonl")),
-        *([] if result.after is None else [("held-out numbers", str(result.folder / "eval.json"))]),
-        ("rows used and dropped", str(result.folder / run_folder.ROWS)),
-        ("settings", str(result.folder / "config.yaml")),
-        ("log", str(result.folder / "log.txt")),
-    ]
-    width = max(len(name) for name, _ in places)
-    parts.append("\n".join(f"{name:<{width}}  {visible(path)}" for name, path in places))
+    parts.append("\n".join(places(result.folder, result.exported_step, result.after is not None)))
     return "\n\n".join(parts)
 
 
@@ -331,8 +329,11 @@ def _dated_as_its_run(config: RunConfig) -> RunConfig:
 
 def _prepare(config: RunConfig, console: Console, train_too: bool = True) -> tuple[Data, Start]:
     """Data and model of a run whose data has a date; without `train_too`, the held-out data alone."""
-    device = choose_device(config.train.device)
-    compiled = choose_compile(config.model.compile, device)
+    return _read(config, console, train_too), _start(config, console)
+
+
+def _read(config: RunConfig, console: Console, train_too: bool = True) -> Data:
+    compiled = choose_compile(config.model.compile, choose_device(config.train.device))
     objective = PreferenceObjective(config.objective)
     with console.stage("data", READING_MODEL):
         tokenizer = load_tokenizer(config.model.path)
@@ -343,9 +344,12 @@ def _prepare(config: RunConfig, console: Console, train_too: bool = True) -> tup
             "chat_template.jinja to generate as it was trained"
         )
     with console.startup.time("data"):
-        data = read_data(config.model, settings, config.pack, objective, tokenizer, compiled, console, train_too)
-    start = start_model(config.model, config.objective, config.pack, config.train, device, console)
-    return data, start
+        return read_data(config.model, settings, config.pack, objective, tokenizer, compiled, console, train_too)
+
+
+def _start(config: RunConfig, console: Console) -> Start:
+    device = choose_device(config.train.device)
+    return start_model(config.model, config.objective, config.pack, config.train, device, console)
 
 
 def _take_weights(start: Start, path: str, starting: ModelConfig, console: Console) -> None:

@@ -19,6 +19,7 @@ from tuningfork.train.config import OutputConfig
 from tuningfork.train.setup import Start, dtype_name
 
 MODEL = "model"
+ASKED = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # by output.export_dtype, else the stored one
 RECORD = "export.json"  # written before the model, so that it is true of any model that is there
 
 
@@ -36,9 +37,9 @@ def export_model(
         RunFolderError: the disk refuses, the checkpoint is damaged, or the model was exported before in another dtype.
     """
     path = folder / MODEL
-    asked = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(output.export_dtype)
+    asked = ASKED.get(output.export_dtype)
     dtype = asked or start.loaded.stored_dtype
-    there = _step_of(folder) if path.exists() else None
+    there = step_of(folder) if path.exists() else None
     if there == step:
         digests.check(str(path), weights=True)  # the small files are compared when the config is read
         stored = load_config(str(path)).dtype
@@ -58,7 +59,7 @@ def export_model(
         export.save(start.loaded, aside, asked)
 
 
-def _step_of(folder: Path) -> int:
+def step_of(folder: Path) -> int:
     """Of which step the exported model is. Raises RunFolderError."""
     record = folder / RECORD
     try:
