@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import shutil
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 from tuningfork import dialect
 from tuningfork import recipe as recipes
 from tuningfork.data.columns import check_columns
-from tuningfork.data.config import DataConfig, PackConfig
+from tuningfork.data.config import CHAT, NO_TEMPLATE, DataConfig, PackConfig
 from tuningfork.data.own_template import read_template
 from tuningfork.data.roles import check_roles
 from tuningfork.errors import ConfigError
@@ -26,7 +27,7 @@ from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.reference.config import ReferenceConfig
 from tuningfork.report import sinks
 from tuningfork.train.config import OutputConfig, TrainConfig
-from tuningfork.wording import counted
+from tuningfork.wording import counted, from_here
 
 
 @dataclass
@@ -56,8 +57,14 @@ TO_EVALUATE = {"model.path": "./model", "data.eval": "./held_out.jsonl"}
 PATHS = ("model.path", "data.train", "data.eval", "data.cache", "data.template", "reference.cache", "output.dir")
 """Settings that name files or folders, or lists of them, in which ~ is the user's home."""
 
+READ = ("model.path", "data.train", "data.eval", "data.template")
+"""Those of what must be there before."""
+
 WRITTEN = ("output.dir", "data.cache", "reference.cache")
 """Those of folders that a command writes to."""
+
+_NO_PATHS = {("data.template", CHAT), ("data.template", NO_TEMPLATE)}
+_PERHAPS_OF_HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # owner/name
 
 _METAVAR: dict[Any, str] = {int: "INTEGER", float: "NUMBER", str: "TEXT", bool: "true|false"}
 _LONGEST_METAVAR = 50  # characters; longer ones are named in the meaning
@@ -82,12 +89,16 @@ def load_run_config(
     """
     given = recipes.parse(recipes.read(recipe), str(recipe), SETTINGS) if recipe else {}
     given = {key: value for key, value in given.items() if key not in without}
+    of_recipe = set(given)
     if {"-h", "--help"} & set(flags):
         print_help(prog, options or {}, given, required)
-    given |= recipes.parse_flags(flags, SETTINGS, options or ())
+    by_flag = recipes.parse_flags(flags, SETTINGS, options or ())
+    given |= by_flag
     given |= {key: _at_home(given[key]) for key in PATHS if key in given}
     config = _build(given)
     check(config, required)
+    if recipe:
+        _check_beside(recipe, {key: given[key] for key in READ if key in of_recipe - by_flag.keys()})
     read_template(config.data.template)  # a file that is not there is said before anything is loaded
     return config
 
@@ -198,6 +209,20 @@ def _check_paths(values: Mapping[str, Any]) -> None:
             except (OSError, ValueError) as error:  # the latter of a NUL, or of text that has no bytes
                 why = getattr(error, "strerror", None) or error
                 raise ConfigError(f"{key} is {recipes.found(path)}, which cannot be used as a path: {why}.") from None
+
+
+def _check_beside(recipe: Path, values: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a relative path in a recipe that is not there, but would be if it began at the recipe."""
+    for key, value in values.items():
+        for path in value if isinstance(value, list) else [value]:
+            if not path or (key, path) in _NO_PATHS or (key == "model.path" and _PERHAPS_OF_HUB.fullmatch(path)):
+                continue
+            beside = recipe.parent / path
+            if not os.path.lexists(path) and os.path.lexists(beside):
+                raise ConfigError(
+                    f"{recipe}: {key} {path}: there is no such file.{from_here(Path(path))} One lies beside the "
+                    f"recipe: write {beside}"
+                )
 
 
 def _check_mix(data: DataConfig) -> None:

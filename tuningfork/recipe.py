@@ -24,6 +24,8 @@ from tuningfork.wording import shortened
 
 LARGEST = 1 << 20  # bytes of a recipe
 
+_DATA = re.compile(r"\.(?:jsonl|json(?=\.gz)|parquet|csv|tsv)(?:\.gz)?$", re.IGNORECASE)  # names of files with rows
+
 _MOST_SAID = 20  # lines of what is wrong with one
 _MOST_SAID_OF_OTHERS = 40  # where most of it is known from other trainers
 _MOST_LOOKED_AT = 200
@@ -36,6 +38,8 @@ def read(path: Path) -> str:
     try:
         with opened(path) as file:
             content = file.read(LARGEST + 1)
+        if _DATA.search(path.name) or (path.suffix == ".json" and content.lstrip().startswith(b"[")):
+            raise ConfigError(f"{path} is a data file, not a recipe. Give it as a setting: --data.train {path}")
         if len(content) > LARGEST:
             raise ConfigError(f"{path} has more than {LARGEST:,} bytes, so it is no recipe: a YAML file with settings.")
         return content.decode("utf-8-sig")
