@@ -187,6 +187,9 @@ def evaluate(config: RunConfig, policy: str | None, console: Console | None = No
         path = _fetched(name, console, weights=True)[0]
     if not Path(path).is_dir():
         raise ModelError(f"{path} is not a folder. Train first, or name a model folder with --policy.")
+    if os.path.lexists(inside := Path(path) / MODEL / "config.json") and not os.path.lexists(Path(path) / inside.name):
+        raise ModelError(f"{path} is the folder of a run, not of a model. Did you mean {inside.parent}?")
+    load_config(path)  # for what it refuses
     folder = Path(config.output.dir) / eval_files.FOLDER
     eval_files.check(folder)  # before minutes of scoring
     config, _ = _located(_dated_as_its_run(config), console)
