@@ -104,7 +104,7 @@ def _train(config: RunConfig, resume: bool, folder: Path, console: Console) -> i
         result = run(data, start, text, config.pack, config.reference, config.train, config.output, console, length)
     if not result.finished:
         return 130
-    console.print("", *summary(result, data).split("\n"))
+    console.print("", *summary(result, data, with_sft=config.objective.sft_weight > 0).split("\n"))
     return 0
 
 
@@ -226,21 +226,23 @@ def evaluate(config: RunConfig, policy: str | None, console: Console | None = No
     return 0
 
 
-def summary(result: RunResult, data: Data) -> str:
-    """What a finished run ended with, as text of several lines."""
+def summary(result: RunResult, data: Data, with_sft: bool) -> str:
+    """What a finished run ended with, as text of several lines. `with_sft`: losses of steps have an SFT term."""
     parts = [table("data", _data_rows("train", data.train_report) + _held_out_rows(data))]
     if result.pairs_checked is not None:
         checked = counted(result.pairs_checked, "pair")
         parts.append(f"step-0 check: margin exactly 0 for all {checked} of the first step")
     if result.ends:
         trained = {f"step {line['step']}": {**line, "pairs": line["examples"]} for line in result.ends}
-        parts.append(table("training pairs: first and last line of metrics.jsonl", _evaluation_rows(trained)))
+        loss = "loss with SFT term" if with_sft else "loss"
+        parts.append(table("training pairs: first and last line of metrics.jsonl", _evaluation_rows(trained, loss)))
     if result.after is not None:
         columns: dict[str, Scores] = {} if result.before is None else {"before": result.before.as_dict()}
         columns["after"] = result.after.as_dict()
         if result.best is not None and result.best.step != result.steps_done:
             columns[f"step {result.best.step}, the best"] = result.best.scores
-        parts.append(table("held-out pairs", _evaluation_rows(columns)))
+        loss = "loss without SFT term" if with_sft else "loss"
+        parts.append(table("held-out pairs", _evaluation_rows(columns, loss)))
         if result.no_gain:
             parts.append(f"! no step is better than the starting model; step {result.exported_step} is exported anyway")
     if result.throughput.get("steps"):
@@ -377,10 +379,10 @@ def _held_out_rows(data: Data) -> list[tuple[str, str]]:
     return [] if data.held_out_report is None else _data_rows("held-out", data.held_out_report)
 
 
-def _evaluation_rows(columns: Mapping[str, Scores]) -> list[tuple[str, ...]]:
+def _evaluation_rows(columns: Mapping[str, Scores], loss: str = "loss") -> list[tuple[str, ...]]:
     """One row a number, one column an evaluation under its heading."""
     rows: list[tuple[str, ...]] = [("", *columns)]
-    names = {"rewards/accuracy": "accuracy", "rewards/margin": "margin", "loss": "loss", "pairs": "pairs"}
+    names = {"rewards/accuracy": "accuracy", "rewards/margin": "margin", "loss": loss, "pairs": "pairs"}
     for key, name in names.items():
         values = [scores[key] for scores in columns.values()]
         shown = [f"{value:.1%}" if name == "accuracy" else _number(value) for value in values]

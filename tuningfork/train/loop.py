@@ -167,6 +167,9 @@ def run(
                     checkpoint.prune(checkpoints, output.keep_last, best())
             return time.perf_counter() - looked
 
+        with_sft = start.objective.config.sft_weight > 0
+        if with_sft and data.held_out:
+            console.print("the loss of steps has the SFT term (objective.sft_weight) in it; that of held-out pairs not")
         interval, examples, apart = Interval(peak), begun.examples, 0.0
         with (
             _stop_when_asked(console) as stop_asked,
@@ -185,7 +188,7 @@ def run(
                 phase.advance(
                     1,
                     {
-                        "loss": step.loss_sum / step.examples,
+                        "loss with SFT term" if with_sft else "loss": step.loss_sum / step.examples,
                         "margin": means["rewards/margin"],
                         "accuracy": means["rewards/accuracy"],
                         "tokens/s": step.tokens / step.seconds,
