@@ -250,6 +250,14 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
         ["line 3 is not JSON", "column 16", "',' delim"],
     ),
     "cut": (_bytes("a.jsonl", GOOD + GOOD[:20]), ["line 2 is not JSON", "column 17"]),
+    "several malformed": (
+        _bytes("a.jsonl", b"{}}\n\n" + 7 * GOOD + 6 * b'{"a"\n' + GOOD + b"\xff\n{\n"),
+        [
+            "7 lines are not JSON: line 1 (Extra data, column 3), line 10 (Expecting ':' delimiter, column 5), line 11",
+            "line 13 (Expecting ':' delimiter, column 5) and 2 more. Mend or remove them: a file has one object",
+        ],
+    ),
+    "all malformed": (_bytes("a.jsonl", b"{\n" * 5000), ["1,000 lines or more are not JSON: line 1 (", "and 995 more"]),
     "no end": (_bytes("a.jsonl", b'{"prompt": "a"\r\n' + GOOD), ["line 1 is not JSON", "',' delimiter"]),
     "malformed array": (_bytes("a.json", b'[\n{"prompt": 1},\n{"prompt" 1}]'), ["line 3 is not JSON", "column 11"]),
     "field twice": (_bytes("a.jsonl", GOOD + b'{"chosen": "a", "chosen": "b"}'), ["line 2", "'chosen' is given twice"]),

@@ -13,7 +13,7 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from decimal import Decimal
 from itertools import chain
 from pathlib import Path
@@ -25,6 +25,7 @@ from tuningfork.files import opened
 Row = dict[str, Any]
 LONGEST_LINE = 64 << 20  # bytes of one row: texts of ten million characters, and their escapes
 LONGEST_ARRAY = 1 << 30  # bytes of an array, which takes several times as much memory
+MOST_BROKEN, SHOWN_BROKEN = 1000, 5  # lines that are not JSON: counted at once, and shown
 BLANK = 1_000_000  # lines in a row that say nothing
 RATIO, UNZIPPED = 200, 1 << 30  # how many times its size a gzipped file may have, if it has more than so many bytes
 _AS_LINES = "Write it as .jsonl, an object a line: that is read line by line."
@@ -48,7 +49,9 @@ def array_rows(path: Path) -> list[tuple[int, Row]]:
         if size > LONGEST_ARRAY:
             raise DataError(f"{path}: {_too_long('this array', LONGEST_ARRAY)} {_AS_LINES}")
     try:
-        rows = _parsed(path, 1, "".join(text))
+        rows = _parsed("".join(text))
+    except _Fault as fault:
+        raise DataError(_broken(path, 1, fault, iter(()))) from None
     except MemoryError as error:
         raise DataError(
             f"{path}: one array of {size:,} characters takes more memory than there is. {_AS_LINES}"
@@ -58,10 +61,15 @@ def array_rows(path: Path) -> list[tuple[int, Row]]:
 
 def line_rows(path: Path) -> Iterator[tuple[int, Row]]:
     """The rows of a file with one object a line, with the numbers of their lines. Raises DataError."""
-    for number, line in _lines(path, LONGEST_LINE):
+    lines = _lines(path, LONGEST_LINE)
+    for number, line in lines:
         if line.strip():
             # Without its end, behind which a fault would be on the next line.
-            yield number, _checked(path, f"line {number}", _parsed(path, number, line.rstrip("\n")))
+            try:
+                row = _parsed(line.rstrip("\n"))
+            except _Fault as fault:
+                raise DataError(_broken(path, number, fault, lines)) from None
+            yield number, _checked(path, f"line {number}", row)
 
 
 def is_zipped(path: Path) -> bool:
@@ -145,18 +153,42 @@ def _bomb(path: Path, most: int) -> str:
     )
 
 
-def _parsed(path: Path, line: int, text: str) -> Any:
+class _Fault(ValueError):
+    """Why a text is not JSON, and in which line of it, from 0."""
+
+    def __init__(self, line: int, why: str) -> None:
+        super().__init__(why)
+        self.line = line
+
+
+def _parsed(text: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
-        line += error.lineno - 1
-        place, what = f"line {line}", f"{error.msg}, column {error.colno}"
+        raise _Fault(error.lineno - 1, f"{error.msg}, column {error.colno}") from None
     except (ValueError, RecursionError) as error:  # a field given twice; a number or a nesting beyond all use
-        place, what = f"line {line}", str(error)
-    raise DataError(
-        f"{path}: {place} is not JSON ({what}). Mend or remove it: a file has one object a line, "
-        "or (.json only) one array of objects."
-    )
+        raise _Fault(0, str(error)) from None
+
+
+def _broken(path: Path, number: int, fault: _Fault, rest: Iterator[tuple[int, str]]) -> str:
+    """What to say of a line that is not JSON, and of all those behind it, so that they can be mended at once."""
+    found, many = [(number + fault.line, fault)], False
+    with suppress(DataError):  # a line behind it that cannot be read at all is said when this one is mended
+        for place, line in rest:
+            try:
+                _parsed(line.rstrip("\n") if line.strip() else "null")
+            except _Fault as other:
+                found.append((place + other.line, other))
+            if many := len(found) == MOST_BROKEN:
+                break
+    if len(found) == 1:
+        said = f"line {found[0][0]} is not JSON ({found[0][1]}). Mend or remove it"
+    else:
+        more = len(found) - SHOWN_BROKEN
+        first = ", ".join(f"line {place} ({why})" for place, why in found[:SHOWN_BROKEN])
+        count = f"{len(found):,} lines{' or more' if many else ''}"
+        said = f"{count} are not JSON: {first}{f' and {more:,} more' if more > 0 else ''}. Mend or remove them"
+    return f"{path}: {said}: a file has one object a line, or (.json only) one array of objects."
 
 
 def _object(pairs: list[tuple[str, Any]]) -> Row:
