@@ -13,6 +13,7 @@ from tuningfork import __version__
 from tuningfork.config import RunConfig, check, differing_settings, from_yaml, to_yaml
 from tuningfork.config import settings as settings_of
 from tuningfork.data.audit import check_names_used, dataset_digest
+from tuningfork.data.config import CHAT, NO_TEMPLATE
 from tuningfork.data.hub import commit_in, newest_commit, pinned
 from tuningfork.data.loader import EpochOrder
 from tuningfork.data.own_template import with_template
@@ -105,6 +106,8 @@ def _train(config: RunConfig, resume: bool, folder: Path, console: Console) -> i
     if not result.finished:
         return 130
     console.print("", *summary(result, data, with_sft=config.objective.sft_weight > 0).split("\n"))
+    if config.data.template not in (CHAT, NO_TEMPLATE):
+        console.print(f"! the exported model has its old chat template: copy {config.data.template} over it, see above")
     return 0
 
 

@@ -25,7 +25,10 @@ from tuningfork.wording import first_line
 
 BATCH = 4_000_000  # characters encoded in one call: what the tokenizer returns takes many times their memory
 FAILS = "the tokenizer fails"
-MERGES = "tokens merge across the border of prompt and answer"  # a note
+MERGES = (  # a note
+    "tokens merge across the border of prompt and answer, and belong to the answer then; a space at the end of a "
+    "prompt, or of a template's generation prompt, does so: take it out"
+)
 
 
 class Encoded(NamedTuple):
