@@ -256,7 +256,7 @@ def summary(result: RunResult, data: Data, with_sft: bool) -> str:
             ("unique tokens/s", _number(rates["unique_tokens_per_s"])),
             ("examples/s", _number(rates["examples_per_s"])),
             ("padding share", f"{rates['pad_share']:.1%}"),
-            ("model flops utilisation", "unknown peak" if rates["mfu"] is None else f"{rates['mfu']:.1%}"),
+            *([] if rates["mfu"] is None else [("model flops utilisation", f"{rates['mfu']:.1%}")]),
         ]
         if rates["warmup_steps"]:
             rows.append(("warm-up (compilation), not in the rates", f"{rates['warmup_seconds']:.0f} s"))

@@ -116,6 +116,22 @@ def test_a_phase_that_fails_says_how_far_it_came() -> None:
     assert out.getvalue() == "evaluating: 3/7 pairs, 0:00:00 elapsed, 0:00:00 left\n"
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_phase_that_fails_before_it_did_anything_leaves_the_word_to_its_error(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    out, log = Terminal() if terminal else io.StringIO(), []
+    console = Console(out, clock=Clock())
+    console.attach(log.append)
+    with pytest.raises(ZeroDivisionError), console.phase("reading a.jsonl", 0, "rows"):
+        raise ZeroDivisionError
+    assert "elapsed" not in out.getvalue().rpartition("\x1b[2K")[2] and log == []  # the bar is gone
+    with console.phase("evaluating", 0, "pairs"):  # and one that has nothing to do says so
+        pass
+    assert log == ["evaluating: 0/0 pairs, 0:00:00 elapsed"]
+
+
 def test_a_terminal_gets_a_bar_and_the_log_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "120")

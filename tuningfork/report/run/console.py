@@ -107,8 +107,11 @@ class Console:
         try:
             with phase.bar:
                 yield phase
-        finally:
-            phase.say()
+        except BaseException:
+            if phase.done > done:  # else its error says all there is to say
+                phase.say()
+            raise
+        phase.say()
 
     @contextmanager
     def bytes_phase(self, name: str) -> Iterator[Callable[[int, int], None]]:
