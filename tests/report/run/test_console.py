@@ -116,6 +116,24 @@ def test_a_phase_that_fails_says_how_far_it_came() -> None:
     assert out.getvalue() == "evaluating: 3/7 pairs, 0:00:00 elapsed, 0:00:00 left\n"
 
 
+def test_a_long_line_ends_between_words_on_the_screen_and_nowhere_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path and a command, which are to be copied, are whole."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "30")
+    out, log = Terminal(), []
+    console = Console(out, clock=Clock())
+    console.attach(log.append)
+    path, command = "/a-long/path-of/many-parts/and-more.json", "tuningfork train runs/first/config.yaml --resume"
+    console.print("start-up: data 3.1 s, evaluation 7.9 s, and", f"{path}: it is written", f"go on with {command}", "")
+    assert out.getvalue().splitlines() == [
+        *("start-up: data 3.1 s,", "evaluation 7.9 s, and"),
+        *(f"{path}:", "it is written"),
+        *("go on with", command),
+        "",
+    ]
+    assert log == [f"start-up: data 3.1 s, evaluation 7.9 s, and\n{path}: it is written\ngo on with {command}\n"]
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_phase_that_fails_before_it_did_anything_leaves_the_word_to_its_error(
     terminal: bool, monkeypatch: pytest.MonkeyPatch
@@ -183,7 +201,7 @@ def test_the_last_line_of_a_slow_phase_stays_on_the_screen(monkeypatch: pytest.M
     line = "training: 8/8 steps, loss 0.5, 0.08333 steps/s, 0:01:36 elapsed"
     assert log[-1] == line and log.count(line) == 1 and len(log) == 8
     stays = shown.rpartition("\x1b[2K")[2]  # behind the last order to erase a line
-    assert line in stays.replace("\r\n", "\n").splitlines()
+    assert line in " ".join(stays.split())
     assert shown.count("training: 8/8") == 1
 
 

@@ -7,6 +7,7 @@ never ends a line of ours, gives the terminal an order, turns the writing direct
 from __future__ import annotations
 
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,7 @@ from typing import Any, TextIO
 from rich import box
 from rich import console as rich_console
 from rich import table as rich_table
+from rich.cells import cell_len
 from rich.console import RenderableType, RenderResult
 from rich.live import Live
 from rich.segment import Segment
@@ -86,9 +88,19 @@ class Console:
 
     def _show(self, text: str) -> None:
         if self.live:  # above the bar, if one is shown
-            self._rich.print(Text(text), soft_wrap=True)
+            for line in text.split("\n"):
+                self._rich.print(Text(self._wrapped(line)), soft_wrap=True)
         else:
             self._plain(text)
+
+    def _wrapped(self, line: str) -> str:
+        """A line that is too long for the terminal, with ends between its words. A path is never cut, and a command,
+        which is to be copied, stays as it is with all behind it; these go on in the next row as the terminal has it."""
+        head, command, tail = line.partition(" tuningfork ")
+        if cell_len(line) <= self._rich.width or line[:1].isspace():
+            return line
+        wrapped = textwrap.wrap(head, self._rich.width, break_long_words=False, break_on_hyphens=False)
+        return "\n".join(wrapped) + (f"\n{command.lstrip()}{tail}" if command else "")
 
     def _record(self, text: str) -> None:
         if self._log:
