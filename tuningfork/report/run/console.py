@@ -28,6 +28,7 @@ from tuningfork.report.run.stopwatch import Stopwatch
 from tuningfork.wording import visible
 
 WIDEST = 100  # columns of a table
+REFRESH = 2  # times a second that a bar is drawn: what records a terminal, as script does, keeps each
 
 Values = Mapping[str, float | None]
 
@@ -153,7 +154,7 @@ class Console:
         doing = visible(doing)
         with self.startup.time(name):
             if self.live:
-                with self._rich.status(Text(doing)):
+                with self._rich.status(Text(doing), refresh_per_second=REFRESH):
                     yield
             else:
                 self._plain(doing)
@@ -258,7 +259,7 @@ class _Bar(Live):
     """A line that stays the last of the terminal; where there is none, nothing."""
 
     def __init__(self, line: BarLine, console: Console) -> None:
-        super().__init__(line, console=console._rich, transient=True, refresh_per_second=4)
+        super().__init__(line, console=console._rich, transient=True, refresh_per_second=REFRESH)
         self._shown = console.live
 
     def start(self, refresh: bool = False) -> None:
