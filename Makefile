@@ -1,4 +1,4 @@
-# make demo    the main job on a real small model, from nothing          make test    all tests that need no GPU
+# make demo    the main job on a real small model, from nothing          make test    all tests that need no GPU, 7 min
 # make check   style, types                                              make clean   remove what these made
 PYTHON ?= python3
 VENV := .venv

@@ -20,7 +20,7 @@ from model import prepare_model
 from tuningfork import commands
 from tuningfork.config import check, load_run_config
 from tuningfork.errors import TuningforkError
-from tuningfork.report.run.console import side_by_side
+from tuningfork.report.run.console import Console, side_by_side
 
 DEMO = Path(__file__).parent
 SHOWN = 8  # of the held-out prompts, evenly spaced: none is picked for its answer
@@ -47,8 +47,9 @@ def main() -> int:
     print(
         f"\nHeld-out questions before and after (greedy; {SHOWN} of {len(prompts)}, evenly spaced, … where cut off):\n"
     )
+    width = Console().width
     for i in range(0, len(prompts), len(prompts) // SHOWN):
-        print(side_by_side(prompts[i], before[i], after[i]) + "\n")
+        print(side_by_side(prompts[i], before[i], after[i], width) + "\n")
     print(
         f"One plain sentence of {SHORTEST} to {LONGEST} words that names its subject: {_good(prompts, before)} of "
         f"{len(prompts)} before, {_good(prompts, after)} of {len(prompts)} after (by rule: demo/judge.py).\n"

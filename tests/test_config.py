@@ -548,6 +548,51 @@ def test_a_tilde_is_the_home_of_the_user_in_every_path(monkeypatch: pytest.Monke
     assert load(None, "--output.dir=~/other").output.dir == "/home/me/other"
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz", "A.CSV", "a.tsv", "a.parquet"])
+def test_a_data_file_given_as_the_recipe_is_said_to_be_one(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(b' [{"prompt": "\xff"}]' * 100_000)
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(path, [], "tuningfork train")
+    assert str(caught.value) == f"{path} is a data file, not a recipe. Give it as a setting: --data.train {path}"
+
+
+def test_a_recipe_may_be_json(tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_text('{"model": {"path": "m"}, "data": {"train": "d"}}')
+    assert load_run_config(tmp_path / "r.json", [], "tuningfork train").model.path == "m"
+
+
+def test_a_path_that_would_be_right_beside_the_recipe_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever setting has it, and before a name that is near is guessed."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dd").mkdir()
+    (tmp_path / "empty.jsonl").touch()
+    for name in ("train.jsonl", "held.jsonl", "t.jinja", "model"):
+        (tmp_path / "dd" / name).write_text("x")
+    for key, value, path in (
+        ("data.train", "train.jsonl", "train.jsonl"),
+        ("data.train", "[empty.jsonl, train.jsonl]", "train.jsonl"),
+        ("data.eval", "held.jsonl", "held.jsonl"),
+        ("data.template", "t.jinja", "t.jinja"),
+        ("model.path", "./model", "./model"),
+    ):
+        section, _, name = key.partition(".")
+        Path("dd/r.yaml").write_text(f"{section}: {{{name}: {value}}}")
+        others = [f"--{other}=m" for other in REQUIRED if other != key]
+        with pytest.raises(ConfigError) as caught:
+            load_run_config(Path("dd/r.yaml"), others, "tuningfork train")
+        assert str(caught.value) == (
+            f"dd/r.yaml: {key} {path}: there is no such file. That is {tmp_path}/{Path(path)}: relative paths start at "
+            f"the current directory, not at the recipe. One lies beside the recipe: write dd/{Path(path)}"
+        )
+        by_flag = "chat" if key == "data.template" else "empty.jsonl"
+        load_run_config(Path("dd/r.yaml"), [*others, f"--{key}={by_flag}"], "tuningfork train")
+    (tmp_path / "dd" / "chat").mkdir()
+    (tmp_path / "dd" / "owner" / "name").mkdir(parents=True)
+    Path("dd/r.yaml").write_text("{data: {template: chat}, model: {path: owner/name}}")  # neither is a path
+    load_run_config(Path("dd/r.yaml"), ["--data.train=m"], "tuningfork train")
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import io
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -36,6 +40,30 @@ def test_recipe_takes_other_pairs_as_the_demo_ends_by_saying() -> None:
     mine = ["--data.train", "mine.jsonl", "--data.eval", "null", "--output.dir", "runs/mine"]
     config = load_run_config(DEMO / "recipe.yaml", mine, "tuningfork train")
     assert (config.data.train, config.data.eval, config.output.dir) == ("mine.jsonl", None, "runs/mine")
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_answers_side_by_side_fit_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.syspath_prepend(DEMO)
+    monkeypatch.chdir(DEMO)  # which main leaves
+    with patch.dict(os.environ):  # which it sets for its own process
+        demo = importlib.import_module("run")
+    monkeypatch.setattr(demo, "prepare_model", lambda: None)
+    monkeypatch.setattr(demo, "answers", lambda folder, prompts: ["an answer of many words " * 12] * len(prompts))
+    monkeypatch.setattr(demo.commands, "train", lambda config, resume: 0)
+    monkeypatch.setattr("sys.argv", ["demo/run.py"])
+    monkeypatch.setattr("sys.stdout", out := Terminal())
+    assert demo.main() == 0
+    shown = [line for line in out.getvalue().splitlines() if "answer of" in line]
+    assert max(map(len, shown)) <= min(columns, 100)
+    assert out.getvalue().count("many") == demo.SHOWN * 2 * 12  # nothing of an answer is cut
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 @pytest.mark.parametrize(

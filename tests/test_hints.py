@@ -29,12 +29,12 @@ def test_an_entry_names_only_settings_that_there_are_with_values_that_they_take(
     assert named - {"output.dir"} <= {*SETTINGS}
     assert entry.setting or entry.words
     if isinstance(entry.values, str):
-        assert entry.values == hints.SAME and entry.setting
+        assert entry.values in (hints.SAME, hints.FILES) and entry.setting
     else:
         for ours in entry.values:
             recipe.validate({entry.setting: recipe.parse_scalar(ours)}, SETTINGS, "")
     theirs = [value for group in (*dict(entry.values or ()).values(), entry.unsupported, *entry.answers.values())
-              for value in group] if entry.values != hints.SAME else []  # fmt: skip
+              for value in group] if not isinstance(entry.values, str) else []  # fmt: skip
     assert len(theirs) == len(set(theirs)) and all(value == value.lower().replace("-", "_") for value in theirs)
     assert entry.setting or not entry.unsupported
     assert entry.step in ("", hints.BATCH, hints.ACCUMULATION, hints.WHOLE)
@@ -64,6 +64,10 @@ def test_a_name_is_met_at_the_top_of_a_recipe_in_a_section_and_as_a_flag(name):
     [
         ("per_device_train_batch_size: 4", "here it is train.examples_per_step (the pairs of a whole step, so"),
         ("gradient_accumulation_steps: 8", "here it is train.examples_per_step (the pairs of a whole step, so"),
+        ("datasets: [{path: chef.jsonl, type: x}]", "here it is data.train: chef.jsonl (a file"),
+        ("datasets: [{path: a/b.jsonl}, {path: ./c}]", "here it is data.train: [a/b.jsonl, ./c] (a file"),
+        ("datasets: [{path: owner/name}]", "here it is data.train (a file"),
+        ("train_file: chef.jsonl", "here it is data.train: chef.jsonl (a file"),
         ("batch_size: 64", "here it is train.examples_per_step: 64 ("),
         ("learning_rate: 1e-6", "here it is train.learning_rate: 1e-06."),
         ("weight_decay: 0.1", "here it is train.weight_decay: 0.1."),
@@ -201,15 +205,17 @@ def test_only_a_small_misspelling_is_taken_for_one(key, value, meant):
 def test_the_batch_of_a_step_is_computed_where_a_recipe_gives_both_parts():
     for batch in ("batch_size: 4", "per_device_train_batch_size: 4", "train: {micro_batch_size: 4}"):
         lines = said(f"{batch}\ngradient_accumulation_steps: 8").splitlines()
-        assert len(lines) == 2
-        for line in lines:
-            assert "here it is train.examples_per_step: 32 (4 x 8 on each device; the pairs of a whole step" in line
+        assert sum(line.count("here it is train.examples_per_step: 32 (4 x 8 on each device; ") for line in lines) == (
+            len(lines)
+        )
+    (line,) = said("per_device_train_batch_size: 4\ngradient_accumulation_steps: 8").splitlines()
+    assert "per_device_train_batch_size and gradient_accumulation_steps are not settings; here it is" in line
     for alone in ("per_device_train_batch_size: 4", "gradient_accumulation_steps: 8"):
         assert "here it is train.examples_per_step (the pairs of a whole step" in said(alone)
         assert "their product" in said(alone)
     given = "train_batch_size: 64\ntrain_micro_batch_size_per_gpu: 4\ngradient_accumulation_steps: 8"
     shown = re.findall(r"here it is train\.examples_per_step(\S*)(?: (\d+))?", said(given))
-    assert shown == [(":", "64"), ("", ""), ("", "")]
+    assert shown == [(":", "64"), ("", "")]
     assert "examples_per_step (" in said("batch_size: 4\ngradient_accumulation_steps: auto").splitlines()[1]
     with pytest.raises(ConfigError, match=r"here it is --train\.examples_per_step 32 \(4 x 8 on each device;"):
         recipe.parse_flags(["--batch-size=4", "--gradient_accumulation_steps", "8"], SETTINGS)
@@ -219,7 +225,9 @@ def test_what_is_not_supported_is_said_first_and_a_recipe_of_another_trainer_is_
     known = [name for name, entry in hints.table().items() if entry.setting][:30]
     text = said("\n".join([*(f"{name}: 1" for name in known), "lora_r: 8", "deepspeed: ds.json", "zzz: 1"]))
     lines = text.splitlines()
-    assert [line.split()[1] for line in lines] == ["lora_r", "deepspeed", *known, "zzz"]
+    named = [name for line in lines for name in re.split(", | and ", re.split(" (?:is|are) not ", line[8:])[0])]
+    assert sorted(named) == sorted(["lora_r", "deepspeed", *known, "zzz"])
+    assert (named[:2], named[-1]) == (["lora_r", "deepspeed"], "zzz")
     lines = said("\n".join(f"{name}: 1" for name in NAMES)).splitlines()
     assert len(lines) == 41 and lines[-1] == "r.yaml: and so on."
     lines = said("\n".join([*(f"{name}: 1" for name in known), *(f"zz{i}: 1" for i in range(31))])).splitlines()

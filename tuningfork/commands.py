@@ -11,6 +11,7 @@ import torch
 
 from tuningfork import __version__
 from tuningfork.config import check, from_yaml
+from tuningfork.data.config import CHAT, NO_TEMPLATE
 from tuningfork.data.packing.loader import EpochOrder
 from tuningfork.data.packing.pack import PackLimits
 from tuningfork.data.prepare import check_names_used, dataset_digest
@@ -35,6 +36,7 @@ from tuningfork.report.run.console import Console, score, table
 from tuningfork.report.run.writer import Scores
 from tuningfork.run_config import RunConfig
 from tuningfork.train import checkpoint, optimizer, run_folder
+from tuningfork.train.ended import has_ended, is_whole, places
 from tuningfork.train.evaluate import evaluate as evaluate_packs
 from tuningfork.train.exported import MODEL
 from tuningfork.train.run import RunResult, run
@@ -43,7 +45,7 @@ from tuningfork.train.setup.data import read_data, read_sources
 from tuningfork.train.setup.device import check_one_process, choose_compile, choose_device, device_name, dtype_name
 from tuningfork.train.setup.model import choose_activations, start_model
 from tuningfork.train.setup.reference import model_digest, open_reference, starting_weights
-from tuningfork.wording import counted, visible
+from tuningfork.wording import counted
 
 READING_MODEL = "reading the model's config and tokenizer"
 
@@ -75,16 +77,24 @@ def _train(config: RunConfig, resume: bool, folder: Path, console: Console) -> i
         last = checkpoint.newest(folder / "checkpoints")
         if before is not None and last is None:
             console.print(f"{folder}: the run had not come to its first checkpoint; it begins at its first step")
+        changed = set() if before is None else before.differing(config).keys() - {"output.dir"}
         config, text = _located(config, console)
-        data, session = _prepare(config, console)
+        data = _read(config, console)
+        saved = None if last is None else checkpoint.progress(last)
+        if saved is not None and has_ended(saved, data, config.train):
+            steps = f"all {counted(saved.step, 'step')} are done"
+            console.print(f"nothing left to train: {steps}; raise train.epochs or train.max_steps to go on")
+            if not changed and is_whole(folder, saved, data, config.output, config.model.path):
+                console.print("", *places(folder, saved.step, len(data.held_out) > 0))
+                return 0
+        session = start_model(config, choose_device(config.train.device), console)
         choose_activations(session, config.train, data.limits, last, console)
         result = run(config, session, data, console, kept=text, before=None if before is None else before.train)
     if not result.finished:
         return 130
-    if last == checkpoint.at(folder / "checkpoints", result.steps_done):
-        steps = counted(result.steps_done, "step")
-        console.print(f"nothing left to train: all {steps} are done; raise train.epochs or train.max_steps to go on")
     console.print("", *summary(result, data, session.objective).split("\n"))
+    if config.data.template not in (CHAT, NO_TEMPLATE):
+        console.print(f"! the exported model has its old chat template: copy {config.data.template} over it, see above")
     return 0
 
 
@@ -166,6 +176,9 @@ def evaluate(config: RunConfig, policy: str | None, console: Console | None = No
         path = _fetched(name, console, weights=True)[0]
     if not Path(path).is_dir():
         raise ModelError(f"{path} is not a folder. Train first, or name a model folder with --policy.")
+    if os.path.lexists(inside := Path(path) / MODEL / "config.json") and not os.path.lexists(Path(path) / inside.name):
+        raise ModelError(f"{path} is the folder of a run, not of a model. Did you mean {inside.parent}?")
+    load_config(path)  # for what it refuses
     folder = Path(config.output.dir) / eval_files.FOLDER
     eval_files.check(folder)  # before minutes of scoring
     config, _ = _located(_dated_as_its_run(config), console)
@@ -178,7 +191,9 @@ def evaluate(config: RunConfig, policy: str | None, console: Console | None = No
     with console.phase("evaluating", len(data.held_out), session.objective.unit) as phase:
         result = evaluate_packs(session, session.packs(data.held_out, data.limits), store, phase.advance)
     console.print(
-        *table(f"{path} on {config.data.eval}", _evaluation_rows({"": result.as_dict()}, session.objective)).split("\n")
+        *table(
+            f"{path} on {config.data.eval}", _evaluation_rows({"": result.as_dict()}, session.objective, "loss")
+        ).split("\n")
     )
     facts = {
         "policy": model_digest(session.policy, starting_weights(session.policy, console)),
@@ -207,14 +222,19 @@ def evaluate(config: RunConfig, policy: str | None, console: Console | None = No
 def summary(result: RunResult, data: Data, objective: Objective) -> str:
     """What a finished run ended with, as text of several lines."""
     parts = [table("data", _data_rows("train", data.train_report) + _held_out_rows(data))]
+    of_steps, of_evaluations = objective.loss_names
     if result.checked is not None:
         parts.append(f"step-0 check: margin exactly 0 for all {result.checked:,} {objective.unit} of the first step")
+    if result.ends:
+        trained = {f"step {line['step']}": {**line, objective.unit: line["examples"]} for line in result.ends}
+        title = f"training {objective.unit}: first and last line of metrics.jsonl"
+        parts.append(table(title, _evaluation_rows(trained, objective, of_steps)))
     if result.after is not None:
         columns: dict[str, Scores] = {} if result.before is None else {"before": result.before.as_dict()}
         columns["after"] = result.after.as_dict()
         if result.best is not None and result.best.step != result.steps_done:
             columns[f"step {result.best.step}, the best"] = result.best.scores
-        parts.append(table(f"held-out {objective.unit}", _evaluation_rows(columns, objective)))
+        parts.append(table(f"held-out {objective.unit}", _evaluation_rows(columns, objective, of_evaluations)))
         if result.no_gain:
             parts.append(f"! no step is better than the starting model; step {result.exported_step} is exported anyway")
     if result.throughput.get("steps"):
@@ -225,21 +245,12 @@ def summary(result: RunResult, data: Data, objective: Objective) -> str:
             ("unique tokens/s", _number(rates["unique_tokens_per_s"])),
             ("examples/s", _number(rates["examples_per_s"])),
             ("padding share", f"{rates['pad_share']:.1%}"),
-            ("model flops utilisation", "unknown peak" if rates["mfu"] is None else f"{rates['mfu']:.1%}"),
+            *([] if rates["mfu"] is None else [("model flops utilisation", f"{rates['mfu']:.1%}")]),
         ]
         if rates["warmup_steps"]:
             rows.append(("warm-up (compilation), not in the rates", f"{rates['warmup_seconds']:.0f} s"))
         parts.append(table("training", rows))
-    places = [
-        (f"exported model, step {result.exported_step}", str(result.folder / MODEL)),
-        ("metrics", str(result.folder / "metrics.jsonl")),
-        *([] if result.after is None else [("held-out numbers", str(result.folder / "eval.json"))]),
-        ("rows used and dropped", str(result.folder / run_folder.ROWS)),
-        ("settings", str(result.folder / "config.yaml")),
-        ("log", str(result.folder / "log.txt")),
-    ]
-    width = max(len(name) for name, _ in places)
-    parts.append("\n".join(f"{name:<{width}}  {visible(path)}" for name, path in places))
+    parts.append("\n".join(places(result.folder, result.exported_step, result.after is not None)))
     return "\n\n".join(parts)
 
 
@@ -316,7 +327,12 @@ def _dated_as_its_run(config: RunConfig) -> RunConfig:
 def _prepare(config: RunConfig, console: Console, train_too: bool = True) -> tuple[Data, Session]:
     """Data and model of a run whose data has a date; without `train_too`, the held-out data alone."""
     device = choose_device(config.train.device)
-    compiled = choose_compile(config.model.compile, device)
+    return _read(config, console, train_too), start_model(config, device, console)
+
+
+def _read(config: RunConfig, console: Console, train_too: bool = True) -> Data:
+    """The data of a run that has a date; without `train_too`, the held-out data alone."""
+    compiled = choose_compile(config.model.compile, choose_device(config.train.device))
     objective = config.objective.build()
     with console.stage("data", READING_MODEL):
         tokenizer = load_tokenizer(config.model.path)
@@ -327,8 +343,7 @@ def _prepare(config: RunConfig, console: Console, train_too: bool = True) -> tup
             "chat_template.jinja to generate as it was trained"
         )
     with console.startup.time("data"):
-        data = read_data(config.model, settings, config.pack, objective, tokenizer, compiled, console, train_too)
-    return data, start_model(config, device, console)
+        return read_data(config.model, settings, config.pack, objective, tokenizer, compiled, console, train_too)
 
 
 def _take_weights(session: Session, path: str, starting: ModelConfig, console: Console) -> None:
@@ -353,10 +368,10 @@ def _held_out_rows(data: Data) -> list[tuple[str, str]]:
     return [] if data.held_out_report is None else _data_rows("held-out", data.held_out_report)
 
 
-def _evaluation_rows(columns: Mapping[str, Scores], objective: Objective) -> list[tuple[str, ...]]:
-    """One row a number, one column an evaluation under its heading."""
+def _evaluation_rows(columns: Mapping[str, Scores], objective: Objective, loss: str) -> list[tuple[str, ...]]:
+    """One row a number, one column an evaluation under its heading; `loss` is what the loss is called."""
     rows: list[tuple[str, ...]] = [("", *columns)]
-    for name, key in {**objective.headline, "loss": "loss", objective.unit: objective.unit}.items():
+    for name, key in {**objective.headline, loss: "loss", objective.unit: objective.unit}.items():
         values = [scores[key] for scores in columns.values()]
         shown = [_number(value, name) for value in values]
         rows.append((name, *shown))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import shutil
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 from tuningfork import recipe as recipes
-from tuningfork.data.config import DataConfig, PackConfig
+from tuningfork.data.config import CHAT, NO_TEMPLATE, DataConfig, PackConfig
 from tuningfork.data.examples.field_names import check_columns
 from tuningfork.data.examples.roles import check_roles
 from tuningfork.data.sources.apart import would_read
@@ -24,7 +25,7 @@ from tuningfork.errors import ConfigError
 from tuningfork.report import sinks
 from tuningfork.run_config import RunConfig
 from tuningfork.train.config import TrainConfig
-from tuningfork.wording import counted
+from tuningfork.wording import counted, from_here
 
 SETTINGS = recipes.settings_of(RunConfig)
 """Dotted key -> type, for every setting there is."""
@@ -39,8 +40,14 @@ TO_EVALUATE = {"model.path": "./model", "data.eval": "./held_out.jsonl"}
 PATHS = ("model.path", "data.train", "data.eval", "data.cache", "data.template", "reference.cache", "output.dir")
 """Settings that name files or folders, or lists of them, in which ~ is the user's home."""
 
+READ = ("model.path", "data.train", "data.eval", "data.template")
+"""Those of what must be there before."""
+
 WRITTEN = ("output.dir", "data.cache", "reference.cache")
 """Those of folders that a command writes to."""
+
+_NO_PATHS = {("data.template", CHAT), ("data.template", NO_TEMPLATE)}
+_PERHAPS_OF_HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # owner/name
 
 _METAVAR: dict[Any, str] = {int: "INTEGER", float: "NUMBER", str: "TEXT", bool: "true|false"}
 _LONGEST_METAVAR = 50  # characters; longer ones are named in the meaning
@@ -65,12 +72,16 @@ def load_run_config(
     """
     given = recipes.parse(recipes.read(recipe), str(recipe), SETTINGS) if recipe else {}
     given = {key: value for key, value in given.items() if key not in without}
+    of_recipe = set(given)
     if {"-h", "--help"} & set(flags):
         print_help(prog, options or {}, given, required)
-    given |= recipes.parse_flags(flags, SETTINGS, options or ())
+    by_flag = recipes.parse_flags(flags, SETTINGS, options or ())
+    given |= by_flag
     given |= {key: _at_home(given[key]) for key in PATHS if key in given}
     config = _build(given)
     check(config, required)
+    if recipe:
+        _check_beside(recipe, {key: given[key] for key in READ if key in of_recipe - by_flag.keys()})
     read_template(config.data.template)  # a file that is not there is said before anything is loaded
     return config
 
@@ -190,6 +201,20 @@ def _check_apart(values: Mapping[str, Any]) -> None:
                         f"{written} {folder} lies in {key} {source}, so that what is written there would be read as "
                         f"data the next time. Give it a folder elsewhere, or name the files of {key}."
                     )
+
+
+def _check_beside(recipe: Path, values: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a relative path in a recipe that is not there, but would be if it began at the recipe."""
+    for key, value in values.items():
+        for path in value if isinstance(value, list) else [value]:
+            if not path or (key, path) in _NO_PATHS or (key == "model.path" and _PERHAPS_OF_HUB.fullmatch(path)):
+                continue
+            beside = recipe.parent / path
+            if not os.path.lexists(path) and os.path.lexists(beside):
+                raise ConfigError(
+                    f"{recipe}: {key} {path}: there is no such file.{from_here(Path(path))} One lies beside the "
+                    f"recipe: write {beside}"
+                )
 
 
 def _check_mix(data: DataConfig) -> None:

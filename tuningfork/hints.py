@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 TABLE = Path(__file__).with_name("hints.yaml")
-SAME = "same"
+SAME, FILES = "same", "files"
 BATCH, ACCUMULATION, WHOLE = "batch", "accumulation", "whole"
 UNSUPPORTED = "not supported"
 """What is said begins with this where there is nothing here that does the same."""
@@ -38,6 +38,8 @@ class Hint:
         if not self.setting:
             return self.words
         ours, words = str(value) if given and self.values == SAME else "", self.words
+        if self.values == FILES:
+            ours = _files(value)
         if isinstance(self.values, Mapping):
             ours = _first(self.values, given)
         if self.step in (BATCH, ACCUMULATION) and step.keys() >= {BATCH, ACCUMULATION}:
@@ -55,6 +57,17 @@ class Hint:
             return UNSUPPORTED
         ours = _first(self.values, given) if isinstance(self.values, Mapping) else ""
         return f"here it is {ours}" if ours else ""
+
+
+def _files(value: Any) -> str:
+    """The files that a value names, as ours would: a path, or a list of paths or of mappings with a path each. Empty
+    where one may be the name of something else, such as of a data set of the hub."""
+    entries = value if isinstance(value, list) else [value]
+    paths = [entry.get("path") if isinstance(entry, Mapping) else entry for entry in entries]
+    known = [path for path in paths if isinstance(path, str) and (path[:1] in "./~" or "." in path.rpartition("/")[2])]
+    if not known or len(known) < len(paths):
+        return ""
+    return known[0] if len(known) == 1 else f"[{', '.join(known)}]"
 
 
 def _first(ours: Mapping[str, list[str]], given: str) -> str:

@@ -24,6 +24,10 @@ from tuningfork.wording import shortened
 
 LARGEST = 1 << 20  # bytes of a recipe
 
+_DATA = re.compile(r"\.(?:jsonl|json(?=\.gz)|parquet|csv|tsv)(?:\.gz)?$", re.IGNORECASE)  # names of files with rows
+
+_NO_SETTING = " is not a setting; "
+_PARAGRAPH = 200  # characters that are not said twice
 _MOST_SAID = 20  # lines of what is wrong with one
 _MOST_SAID_OF_OTHERS = 40  # where most of it is known from other trainers
 _MOST_LOOKED_AT = 200
@@ -36,6 +40,8 @@ def read(path: Path) -> str:
     try:
         with opened(path) as file:
             content = file.read(LARGEST + 1)
+        if _DATA.search(path.name) or (path.suffix == ".json" and content.lstrip().startswith(b"[")):
+            raise ConfigError(f"{path} is a data file, not a recipe. Give it as a setting: --data.train {path}")
         if len(content) > LARGEST:
             raise ConfigError(f"{path} has more than {LARGEST:,} bytes, so it is no recipe: a YAML file with settings.")
         return content.decode("utf-8-sig")
@@ -158,7 +164,7 @@ def validate(
     values: dict[str, Any] = {}
     beside = {**(others or {}), **given}
     wrong = chain(_no_sections(others or {}, settings, beside), _wrong(given, settings, values, beside))
-    said = list(dict.fromkeys(islice(wrong, _MOST_LOOKED_AT)))  # a section that does not exist is named once
+    said = _joined(list(dict.fromkeys(islice(wrong, _MOST_LOOKED_AT))))  # a section that does not exist is named once
     theirs = 2 * sum(line.recognised for line in said) >= len(said)
     most = _MOST_SAID_OF_OTHERS if theirs else _MOST_SAID
     lines = [line.said for line in sorted(said, key=lambda line: f"; {UNSUPPORTED}" not in line.said)]
@@ -167,6 +173,19 @@ def validate(
     if lines:
         raise ConfigError(*(prefix + line for line in lines))
     return values
+
+
+def _joined(wrong: Sequence[_Wrong]) -> list[_Wrong]:
+    """The same with names of which the very same paragraph is to be said, as of the two parts of a batch, in one."""
+    names: dict[str, list[str]] = {}
+    for line in wrong:
+        name, _, rest = line.said.partition(_NO_SETTING)
+        names.setdefault(rest if len(rest) > _PARAGRAPH else line.said, []).append(name)
+    return [
+        line if len(alike) == 1 else _Wrong(f"{', '.join(alike[:-1])} and {alike[-1]} are not settings; {rest}")
+        for line in wrong
+        if (alike := names.pop(rest := line.said.partition(_NO_SETTING)[2], None) or names.pop(line.said, None))
+    ]
 
 
 def _wrong(

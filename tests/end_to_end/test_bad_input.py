@@ -171,7 +171,9 @@ def test_fields_of_no_known_format(job: Job) -> None:
     """The fields found, the nearest format, and what to set, without a guess which answer is the better one."""
     message = with_rows(job, {"question": "a", "good": "b", "bad": "c"}).refused()
     assert "Nearest are question (question, chosen, rejected) lacks chosen and rejected;" in message
-    assert message.rstrip().endswith("such as data.columns: {...: chosen, ...: rejected}.")
+    assert message.rstrip().endswith(
+        "such as data.columns: {bad: ..., good: ...}, with chosen and rejected for the dots."
+    )
 
 
 def test_names_that_a_terminal_would_obey(job: Job) -> None:

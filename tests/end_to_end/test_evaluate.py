@@ -61,6 +61,16 @@ def test_another_model_is_scored_against_the_same_reference(finished: Job, score
     assert scores["rewards/margin"] != 0.0 and scores["pairs"] == 11
 
 
+def test_a_policy_that_is_no_model_is_refused_before_anything_is_read(finished: Job, tmp_path: Path) -> None:
+    """A run's folder in place of its model's, which is named; or a folder without a config."""
+    for policy, said in (
+        (finished.run, f"{finished.run} is the folder of a run, not of a model. Did you mean {finished.run}/model?"),
+        (tmp_path, f"{tmp_path}: no config.json"),
+    ):
+        outcome = finished("eval", "--policy", str(policy))
+        assert outcome.status == 2 and said in outcome.err and "reading" not in outcome.out
+
+
 def test_eval_adds_a_file_to_the_run_folder_and_changes_none(finished: Job, scores: dict[str, Any]) -> None:
     """A second time is the same evaluation, which has one file; its numbers are exact."""
     evaluations = finished.run / "evaluations"

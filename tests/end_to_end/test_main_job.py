@@ -253,6 +253,35 @@ def test_screen_says_what_was_done_and_where_it_lies(job: Job) -> None:
     assert outcome.err == ""
 
 
+def test_the_end_says_how_training_went_without_held_out_pairs(job: Job) -> None:
+    """Loss, margin and accuracy of the training pairs."""
+    job = job.but(output={"log_every": 1})
+    out, (first, *_, last) = job.done().out, job.metrics()
+    lines = out.partition("training pairs: ")[2].splitlines()
+    assert lines[2].split() == ["step", "1", "step", "10"]
+    assert {line.split()[0]: line.split()[1:] for line in lines[3:7]} == {
+        "accuracy": [f"{line['rewards/accuracy']:.1%}" for line in (first, last)],
+        "margin": ["0", f"{last['rewards/margin']:.4g}"],
+        "loss": ["0.6931", f"{last['loss']:.4g}"],
+        "pairs": ["4", "4"],
+    }
+    assert "model flops utilisation" not in out  # whose peak nobody knows on a CPU
+
+
+def test_losses_with_and_without_an_sft_term_are_told_apart(job: Job, shelf: Path) -> None:
+    """On the line of progress, between the two, and in the tables at the end."""
+    job = job.but({"objective.sft_weight": 1.0, "data.eval": shelf / "held_out.jsonl", "train.max_steps": 2})
+    out = job.done().out
+    progress, trained, held = out.index("training: 2/2 steps, loss with SFT term "), *map(out.index, _TITLES)
+    assert out.index("the loss of steps has the SFT term (objective.sft_weight) in it; that of held") < progress
+    assert out.index("loss with SFT term ", trained) < held < out.index("loss without SFT term ", held)
+    plain = job.but({"objective.sft_weight": 0.0}).elsewhere("plain").done().out
+    assert "SFT" not in plain and "training: 2/2 steps, loss 0." in plain
+
+
+_TITLES = ("training pairs: first and last line of metrics.jsonl\n", "held-out pairs\n")
+
+
 def test_log_has_what_the_screen_had(job: Job) -> None:
     """log.txt is the whole story, from reading the data to the summary."""
     shown, log = job.done().out, (job.run / "log.txt").read_text()

@@ -438,8 +438,30 @@ def test_resume_of_a_finished_run_changes_no_result(again: Job, whole: Job) -> N
     """It trains nothing, exports nothing and succeeds."""
     shutil.copytree(whole.run, again.run)
     said = f"nothing left to train: all {STEPS} steps are done; raise train.epochs or train.max_steps to go on"
-    assert said in again.done("train", "--resume").out
+    out = again.done("train", "--resume").out
+    assert said in out and str(again.run / "model") in out
+    assert "reading weights" not in out and "reference" not in out  # neither is waited for
     assert_same_end(again, whole)
+
+
+@pytest.mark.parametrize("spoilt", ["no scores", "no model", "a wrong bit"])
+def test_resume_of_an_ended_run_that_is_not_whole_says_so_first_and_makes_it_whole(
+    again: Job, whole: Job, spoilt: str
+) -> None:
+    shutil.copytree(whole.run, again.run)
+    weights = again.run / "model" / "model.safetensors"
+    if spoilt == "no scores":
+        (again.run / "eval.json").unlink()
+    elif spoilt == "no model":
+        shutil.rmtree(again.run / "model")
+    else:
+        weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+        assert "is not as it was exported" in again.refused("train", "--resume")
+        return
+    out = again.done("train", "--resume").out
+    assert out.index("nothing left to train") < out.index("reading weights")
+    assert unequal(again.exported(), whole.exported()) == []
+    assert (again.run / "eval.json").exists()
 
 
 def test_resume_with_other_settings_names_each_with_both_values(finished: Job) -> None:

@@ -24,6 +24,7 @@ def test_a_template_file_is_printed_in_place_of_the_tokenizers_own(job: Job) -> 
     trained = job.but({"data.template": other, "train.max_steps": 2})
     outcome = trained.done()
     assert f"chat template: {other}; it is no part of the exported model" in outcome.out
+    assert f"! the exported model has its old chat template: copy {other} over it" in outcome.out.splitlines()[-1]
     assert sum(line["tokens"] for line in job.metrics()) > 0
     assert "as '" not in (job.run / "model" / "chat_template.jinja").read_text()
     other.unlink()

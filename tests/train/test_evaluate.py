@@ -336,6 +336,7 @@ def counting(session: Session) -> Session:
 def test_a_second_start_scores_a_few_again_and_nothing_else(tmp_path, monkeypatch):
     """trl PR#6206: a cache that never hit."""
     monkeypatch.setattr("tuningfork.reference.build.RESCORED", 4)
+    monkeypatch.setattr("tuningfork.reference.build.SHARE", 1)
     examples, held_out = pairs(9), random_pairs(3, seed=1)
     session = session_of(_policy("llama", torch.float32))
     first = open_reference(run_of(str(tmp_path)), session, examples, limits_of(), quiet(), held_out)
@@ -344,6 +345,18 @@ def test_a_second_start_scores_a_few_again_and_nothing_else(tmp_path, monkeypatc
     assert (second.lookup(examples) == first.lookup(examples)).all()
     ids = {e.id for e in examples} - {e.id for e in held_out}
     assert len(_Counting.scored) == 4 == len(set(_Counting.scored)) and set(_Counting.scored) & ids
+
+
+def test_of_a_small_set_a_tenth_is_scored_again_and_it_is_said_why(tmp_path):
+    """A second start must not take as long as the first."""
+    examples, held_out = pairs(60), random_pairs(20, seed=1)
+    session = session_of(_policy("llama", torch.float32))
+    open_reference(run_of(str(tmp_path)), session, examples, limits_of(), quiet(), held_out)
+    again, out = counting(session), io.StringIO()
+    open_reference(run_of(str(tmp_path)), again, examples, limits_of(), Console(out), held_out)
+    assert len(_Counting.scored) == 8
+    assert "8 of the cached examples, some of every file, are scored again: " in out.getvalue()
+    assert "checking the reference cache: 8/8 examples" in out.getvalue()
 
 
 def test_every_older_shard_has_rows_scored_again(tmp_path, monkeypatch):

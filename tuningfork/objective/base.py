@@ -125,6 +125,11 @@ class Objective(ABC):
     headline: ClassVar[Mapping[str, str]] = {}
     """Heading -> the statistic that the progress line and the tables show under it."""
 
+    @property
+    def loss_names(self) -> tuple[str, str]:
+        """What the loss of steps is called, and what that of evaluations is, which may lack a term of the other."""
+        return "loss", "loss"
+
     @classmethod
     def settings(cls) -> frozenset[str]:
         """The settings that this kind reads."""

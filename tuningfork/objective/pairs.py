@@ -41,6 +41,10 @@ class PairObjective(Objective):
     }
     headline: ClassVar[Mapping[str, str]] = {"margin": "rewards/margin", "accuracy": "rewards/accuracy"}
 
+    @property
+    def loss_names(self) -> tuple[str, str]:
+        return ("loss with SFT term", "loss without SFT term") if self.sft_weight else ("loss", "loss")
+
     @abstractmethod
     def rewards(self, logps: Tensor, answers: Answers) -> Tensor:
         """What the policy is taken to value each answer at, nats, [A]."""

@@ -16,7 +16,8 @@ from tuningfork.records import PackedBatch, TokenExample
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.wording import counted
 
-RESCORED = 64  # examples in all, but at least one of each shard; a tenth of wrong rows passes once in 800 times
+RESCORED = 64  # examples at most, if no more shards; of a large set, a tenth of wrong rows passes once in 800 times
+SHARE = 1 / 10  # of those that are cached: to check a small set must not take as long as to score it
 
 _FLUSH_SECONDS = 20.0  # a kill costs no more work than this
 
@@ -94,10 +95,12 @@ def to_rescore(store: ReferenceStore, parts: Sequence[Sequence[TokenExample]]) -
     """Some of the examples whose log-probs this process finds in the cache: (part, places in it).
 
     They come from every older shard, and of each from every part that it serves, such as the training and the held-out
-    set: a shard is of one process, and so of one code. Within these they are spread by a fixed seed.
+    set: a shard is of one process, and so of one code. Within these they are spread by a fixed seed. A few wrong rows
+    of a small set may pass; those of the first step are all compared by the step-0 check.
     """
     groups = [(part, places) for part, of in enumerate(parts) for _, places in store.inherited(of)]
-    each = max(1, RESCORED // max(len(groups), 1))
+    wanted = min(RESCORED, SHARE * sum(len(places) for _, places in groups))
+    each = max(1, int(wanted / max(len(groups), 1)))
     draw = np.random.default_rng(0)
     chosen = [(part, draw.choice(places, min(each, len(places)), replace=False)) for part, places in groups]
     return [(part, np.sort(places)) for part, places in chosen]

@@ -20,6 +20,7 @@ from tuningfork.train.session import Session
 from tuningfork.train.setup.device import dtype_name
 
 MODEL = "model"
+ASKED = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # by output.export_dtype, else the stored one
 RECORD = "export.json"  # written before the model, so that it is true of any model that is there
 
 
@@ -37,9 +38,9 @@ def export_model(
         RunFolderError: the disk refuses, the checkpoint is damaged, or the model was exported before in another dtype.
     """
     path = folder / MODEL
-    asked = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(output.export_dtype)
+    asked = ASKED.get(output.export_dtype)
     dtype = asked or session.loaded.stored_dtype
-    there = _step_of(folder) if path.exists() else None
+    there = step_of(folder) if path.exists() else None
     if there == step:
         digests.check(str(path), weights=True)  # the small files are compared when the config is read
         stored = load_config(str(path)).dtype
@@ -59,7 +60,7 @@ def export_model(
         export.save(session.loaded, aside, asked)
 
 
-def _step_of(folder: Path) -> int:
+def step_of(folder: Path) -> int:
     """Of which step the exported model is. Raises RunFolderError."""
     record = folder / RECORD
     try:

@@ -23,7 +23,7 @@ from tuningfork.report.files import write_json, write_text
 from tuningfork.report.run.console import Console
 from tuningfork.report.run.metrics import Evaluation, Interval, StepResult
 from tuningfork.report.run.throughput import RunTotals, peak_flops
-from tuningfork.report.run.writer import RunWriter
+from tuningfork.report.run.writer import RunWriter, Scores
 from tuningfork.report.sinks import open_sinks
 from tuningfork.run_config import RunConfig
 from tuningfork.train import checkpoint
@@ -50,6 +50,7 @@ class RunResult:
     finished: bool  # false after Ctrl-C or SIGTERM: the folder can be resumed
     steps_done: int
     total_steps: int
+    ends: tuple[Scores, ...] = ()  # the first and the last line of training steps in metrics.jsonl
     checked: int | None = None  # examples, by the step-0 check; None without a reference
     before: Evaluation | None = None
     after: Evaluation | None = None
@@ -138,6 +139,11 @@ def run(
         held = HeldOut(train, checkpoints, writer, console, session.objective)
         if result.before is not None and not evaluated:
             held.enter(0, result.before)
+        of_steps, of_evaluations = session.objective.loss_names
+        if of_steps != of_evaluations and data.held_out:
+            console.print(
+                f"the loss of steps is the {of_steps}, that of held-out {session.objective.unit} the {of_evaluations}"
+            )
         keeper = _Keeper(checkpoints, output.keep_last, session.policy.model, optimizer, begun, held)
         totals = RunTotals(_peak_flops(session))
         if not _train(config, session, data, reference, loader, keeper, writer, totals, result, console):
@@ -148,7 +154,7 @@ def run(
             if held.enter(result.steps_done, result.after):
                 keeper.prune()
             _write_scores(folder, result, held)
-        result.best = held.best
+        result.best, result.ends = held.best, writer.ends
         result.throughput = {**totals.summary(), "evaluation_seconds": held.seconds}
         if totals.all.steps or not (folder / "summary.json").exists():
             seconds = {phase: round(spent, 3) for phase, spent in console.startup.seconds.items()}
@@ -255,7 +261,8 @@ def _headline(step: StepResult, objective: Objective) -> dict[str, float | None]
     """What the progress line says of a step."""
     means = step.statistics.values()
     of_objective = {heading: means[key] for heading, key in objective.headline.items()}
-    return {"loss": step.loss_sum / step.examples, **of_objective, "tokens/s": step.tokens / step.seconds}
+    loss, _ = objective.loss_names
+    return {loss: step.loss_sum / step.examples, **of_objective, "tokens/s": step.tokens / step.seconds}
 
 
 def _at_its_beginning(session: Session, data: Data, weights: str) -> Progress:

@@ -103,7 +103,7 @@ def test_a_format_that_is_not_known_is_met_with_the_nearest_two_and_how_to_name_
     assert "Fields found: better, prompt, worse." in said
     assert "data.columns names 'beter', which no row has" in said
     assert "Nearest are pairs (prompt, chosen, rejected) lacks chosen and rejected; " in said
-    assert said.endswith("say so, such as data.columns: {...: chosen, ...: rejected}.")
+    assert said.endswith("such as data.columns: {better: ..., worse: ...}, with chosen and rejected for the dots.")
     with pytest.raises(DataError) as caught:
         read_examples(write(tmp_path, [{name.upper(): value for name, value in PAIR.items()}]), False)
     assert "Nearest are pairs (prompt, chosen, rejected)" in str(caught.value)
@@ -175,3 +175,20 @@ def test_fields_that_are_like_none_are_met_with_the_plainest_format(tmp_path: Pa
     (tmp_path / "pairs.csv").write_text("How are you?,well,bad\nAnd you?,fine,hm\n")
     with pytest.raises(DataError, match="The first line of the file is taken for its header: if it is a row, write"):
         read_examples(tmp_path / "pairs.csv", False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (["prompt", "rejected"], "Nearest are pairs (prompt, chosen, rejected) lacks chosen; "),
+        (["question", "good", "bad"], "data.columns: {bad: ..., good: ...}, with chosen and rejected for the dots."),
+        (["question", "good", "bad", "id"], "data.columns: {...: chosen, ...: rejected}."),
+        (["prompt", "chosen", "worse"], "data.columns: {worse: rejected}."),
+    ],
+)
+def test_the_nearest_form_reads_what_is_there_and_free_fields_are_named(
+    fields: list[str], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError) as caught:
+        read_examples(write(tmp_path, [{name: f"text of {name}" for name in fields}]), False)
+    assert said in str(caught.value)

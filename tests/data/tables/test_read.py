@@ -157,7 +157,7 @@ def test_a_path_may_be_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     write(tmp_path, [PAIR])
     monkeypatch.chdir(tmp_path)
     assert read_examples("pairs.jsonl", as_text=True).examples[0].id == "pairs.jsonl:1"
-    with pytest.raises(DataError, match=r"^pair\.jsonl: no such file; did you mean pairs\.jsonl\?$"):
+    with pytest.raises(DataError, match=r"^pair\.jsonl: .* did you mean pairs\.jsonl\? That is /.* recipe\.$"):
         read_examples("pair.jsonl", as_text=True)
     said = rf"^0123456789\.jsonl: no such file; check the path.*\. That is {tmp_path}/0123456789\.jsonl: relative paths"
     with pytest.raises(DataError, match=said):
@@ -250,6 +250,14 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
         ["line 3 is not JSON", "column 16", "',' delim"],
     ),
     "cut": (_bytes("a.jsonl", GOOD + GOOD[:20]), ["line 2 is not JSON", "column 17"]),
+    "several malformed": (
+        _bytes("a.jsonl", b"{}}\n\n" + 7 * GOOD + 6 * b'{"a"\n' + GOOD + b"\xff\n{\n"),
+        [
+            "7 lines are not JSON: line 1 (Extra data, column 3), line 10 (Expecting ':' delimiter, column 5), line 11",
+            "line 13 (Expecting ':' delimiter, column 5) and 2 more. Mend or remove them: a file has one object",
+        ],
+    ),
+    "all malformed": (_bytes("a.jsonl", b"{\n" * 5000), ["1,000 lines or more are not JSON: line 1 (", "and 995 more"]),
     "no end": (_bytes("a.jsonl", b'{"prompt": "a"\r\n' + GOOD), ["line 1 is not JSON", "',' delimiter"]),
     "malformed array": (_bytes("a.json", b'[\n{"prompt": 1},\n{"prompt" 1}]'), ["line 3 is not JSON", "column 11"]),
     "field twice": (_bytes("a.jsonl", GOOD + b'{"chosen": "a", "chosen": "b"}'), ["line 2", "'chosen' is given twice"]),

@@ -62,7 +62,11 @@ def test_a_short_example_says_what_does_not_count(tmp_path: Path) -> None:
         "25 tokens, 4 count in the loss a│<|im_end|>│(↵)│(<|im_start|>)│(u)│(s)│(e)│(r)│(↵)│(u)│(<|im_end|>)│"
     )
     assert "rejected, 3 tokens, 3 count in the loss n│o│<|im_end|>│" in text
-    assert "prompt, 38 tokens <|im_start|>│s│y" in text and " … 2 more tokens … " in text  # 24 and 12 are printed
+    assert "prompt, 38 tokens <|im_start|>│s│y" in text and "more tokens" not in text  # that two are left out says more
+    rows = [pair("q" * 20, several, "no")]
+    summary = summary_of(tmp_path, rows, tokenizer=tokenizer, template="chat", max_length=100)
+    text = re.sub(r"\s+", " ", printed(summary, io.StringIO()))
+    assert "prompt, 57 tokens <|im_start|>│s│y" in text and " … 21 more tokens … " in text  # 24 and 12 are printed
     assert "--strict would pass" in text
 
 

@@ -1,7 +1,9 @@
 """What a run says: plain lines where there is no terminal, a bar where there is one, everything in the log."""
 
 import io
+import pty
 import re
+from contextlib import suppress
 
 import pytest
 from rich.console import Group
@@ -114,6 +116,40 @@ def test_a_phase_that_fails_says_how_far_it_came() -> None:
     assert out.getvalue() == "evaluating: 3/7 pairs, 0:00:00 elapsed, 0:00:00 left\n"
 
 
+def test_a_long_line_ends_between_words_on_the_screen_and_nowhere_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path and a command, which are to be copied, are whole."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "30")
+    out, log = Terminal(), []
+    console = Console(out, clock=Clock())
+    console.attach(log.append)
+    path, command = "/a-long/path-of/many-parts/and-more.json", "tuningfork train runs/first/config.yaml --resume"
+    console.print("start-up: data 3.1 s, evaluation 7.9 s, and", f"{path}: it is written", f"go on with {command}", "")
+    assert out.getvalue().splitlines() == [
+        *("start-up: data 3.1 s,", "evaluation 7.9 s, and"),
+        *(f"{path}:", "it is written"),
+        *("go on with", command),
+        "",
+    ]
+    assert log == [f"start-up: data 3.1 s, evaluation 7.9 s, and\n{path}: it is written\ngo on with {command}\n"]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_phase_that_fails_before_it_did_anything_leaves_the_word_to_its_error(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    out, log = Terminal() if terminal else io.StringIO(), []
+    console = Console(out, clock=Clock())
+    console.attach(log.append)
+    with pytest.raises(ZeroDivisionError), console.phase("reading a.jsonl", 0, "rows"):
+        raise ZeroDivisionError
+    assert "elapsed" not in out.getvalue().rpartition("\x1b[2K")[2] and log == []  # the bar is gone
+    with console.phase("evaluating", 0, "pairs"):  # and one that has nothing to do says so
+        pass
+    assert log == ["evaluating: 0/0 pairs, 0:00:00 elapsed"]
+
+
 def test_a_terminal_gets_a_bar_and_the_log_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "120")
@@ -136,6 +172,37 @@ def test_a_terminal_gets_a_bar_and_the_log_plain_lines(monkeypatch: pytest.Monke
         "saved [bold]",
     ]
     assert "saved [bold]" in shown
+
+
+def _all_of(terminal: int) -> str:
+    """What was written to a terminal that nobody writes to any more."""
+    pieces = []
+    with open(terminal, "rb", buffering=0) as file, suppress(OSError):  # which is how it ends
+        while piece := file.read(1 << 16):
+            pieces.append(piece)
+    return b"".join(pieces).decode()
+
+
+def test_the_last_line_of_a_slow_phase_stays_on_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log has had it while the bar showed as much; then the bar goes."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "60")
+    reader, terminal = pty.openpty()
+    clock, log = Clock(), []
+    with open(terminal, "w") as out:
+        console = Console(out, clock=clock)
+        assert console.live
+        console.attach(log.append)
+        with console.phase("training", 8, "steps") as phase:
+            for _ in range(8):
+                clock.now += 12
+                phase.advance(1, {"loss": 0.5})
+    shown = _all_of(reader)
+    line = "training: 8/8 steps, loss 0.5, 0.08333 steps/s, 0:01:36 elapsed"
+    assert log[-1] == line and log.count(line) == 1 and len(log) == 8
+    stays = shown.rpartition("\x1b[2K")[2]  # behind the last order to erase a line
+    assert line in " ".join(stays.split())
+    assert shown.count("training: 8/8") == 1
 
 
 def test_text_is_printed_as_it_is_but_for_control_characters() -> None:

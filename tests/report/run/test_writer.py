@@ -52,6 +52,20 @@ def test_a_line_is_on_disk_at_once_and_its_numbers_go_to_every_sink(tmp_path: Pa
     assert read_metrics(folder / "metrics.jsonl") == [{"step": 1, "loss": 0.1, "mfu": None}, evaluation]
 
 
+def test_the_first_and_the_last_line_of_steps_are_at_hand_and_a_resumed_run_has_them_too(tmp_path: Path) -> None:
+    with RunWriter(tmp_path) as writer:
+        assert writer.ends == ()
+        writer.evaluation(0, {"loss": 9.0}, seconds=0.5)
+        writer.line({"step": 1, "loss": 3.0})
+        assert writer.ends == ({"step": 1, "loss": 3.0},)
+        writer.line({"step": 2, "loss": 2.0})
+        writer.line({"step": 3, "loss": 1.0})
+        writer.evaluation(3, {"loss": 8.0}, seconds=0.5)
+        assert writer.ends == ({"step": 1, "loss": 3.0}, {"step": 3, "loss": 1.0})
+    with RunWriter(tmp_path, resume_at_step=2) as writer:
+        assert writer.ends == ({"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0})
+
+
 def test_a_fresh_run_refuses_a_folder_with_metrics(tmp_path: Path) -> None:
     RunWriter(tmp_path).close()
     with pytest.raises(RunFolderError, match="Add --resume to continue that run"):

@@ -175,7 +175,7 @@ def _unknown(path: str, rows: Rows, given: list[str], columns: Mapping[str, str 
         formats = list(dict.fromkeys([PLAINEST, *formats]))[:2]
         names = _names_for(PLAINEST, there)
     near = [f"{name} ({', '.join(FORMATS[name].keys)}) lacks {_listed(FORMATS[name].keys, there)}" for name in formats]
-    example = ", ".join(f"{theirs}: {ours}" for ours, theirs in names.items())
+    example = _example(names, sorted(there.difference(*(format.keys for format in FORMATS.values()))))
     header = ""
     if is_delimited(path):
         header = (
@@ -183,7 +183,7 @@ def _unknown(path: str, rows: Rows, given: list[str], columns: Mapping[str, str 
         )
     return (
         f"{path}: no known format of data. {_fields_found(rows)} {''.join(wrong)}Nearest are {'; '.join(near)}. If the "
-        f"file has these under other names, say so, such as data.columns: {{{example}}}.{header}"
+        f"file has these under other names, say so, such as data.columns: {example}.{header}"
     )
 
 
@@ -193,12 +193,28 @@ def _names_for(format: str, there: set[str]) -> dict[str, str]:
     return _matched(sorted(there.difference(keys)), [key for key in keys if key not in there])
 
 
+def _example(names: Mapping[str, str], theirs: Sequence[str]) -> str:
+    """A value of data.columns. Where as many fields, which no form reads, are left as are wanted, they are named; which
+    of them is the better answer is for the reader to say."""
+    told = {theirs: ours for ours, theirs in names.items() if theirs != _UNTOLD}
+    untold = [ours for ours, theirs in names.items() if theirs == _UNTOLD]
+    free, wanted = [name for name in theirs if name not in told], ""
+    if len(free) != len(untold):
+        free = [_UNTOLD] * len(untold)
+    elif len(untold) > 1:
+        wanted = f", with {', '.join(untold[:-1])} and {untold[-1]} for the dots"
+        untold = [_UNTOLD] * len(free)
+    pairs = [*told.items(), *zip(free, untold, strict=True)]
+    return f"{{{', '.join(f'{theirs}: {ours}' for theirs, ours in pairs)}}}{wanted}"
+
+
 def _distance(keys: Sequence[str], there: set[str]) -> tuple[bool, int, int]:
     """How far a format is from fields that are there, whatever their case: whether it has none of them, how many of its
-    own are missing, one less where as many others are left that may be these; of formats that are alike in this the
-    largest comes first."""
+    own are missing, one less where as many others are left that may be these, for no format reads them; of formats that
+    are alike in this the largest comes first."""
     there = {name.casefold() for name in there}
-    missing, left = sum(key not in there for key in keys), len(there.difference(keys))
+    missing = sum(key not in there for key in keys)
+    left = len(there.difference(keys, *(format.keys for format in FORMATS.values())))
     return missing == len(keys), missing - (missing == left), -len(keys)
 
 

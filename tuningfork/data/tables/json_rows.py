@@ -14,7 +14,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any, cast
@@ -26,6 +26,7 @@ from tuningfork.files import opened
 
 LONGEST_LINE = 64 << 20  # bytes of one row: texts of ten million characters, and their escapes
 LONGEST_ARRAY = 1 << 30  # bytes of an array, which is held
+MOST_BROKEN, SHOWN_BROKEN = 1000, 5  # lines that are not JSON: counted at once, and shown
 BLANK = 1_000_000  # lines in a row that say nothing
 RATIO, UNZIPPED = 200, 1 << 30  # how many times its size a gzipped file may have, if it has more than so many bytes
 _AS_LINES = "Write it as .jsonl, an object a line: that is read line by line."
@@ -59,32 +60,46 @@ def array_text(path: Path) -> str:
 
 def array_rows(path: Path, text: str) -> Iterator[tuple[int, Row]]:
     """The rows of a text that is one array, with their places in it from 1. Raises DataError."""
-    with _naming(path, 1):
-        values = values_of(text, depth_of_rows=1)
-        at = _behind_space(text, _behind_space(text, 0) + 1)
-        number = 0
-        while number or not text.startswith("]", at):
-            number += 1
-            if (held := next(values, 0)) > MOST_VALUES:
-                raise ValueError(f"row {number} holds {held:,} values, {MOST_VALUES:,} at most")
-            row, at = _decoded(text, at)
-            yield number, _checked(path, f"row {number}", row)
-            at = _behind_space(text, at)
-            if text.startswith("]", at):
-                break
-            if not text.startswith(",", at):
-                raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
-            at = _behind_space(text, at + 1)
-        if (at := _behind_space(text, at + 1)) < len(text):
-            raise json.JSONDecodeError("Extra data", text, at)
+    try:
+        with _faults():
+            for number, row in _elements(text):
+                yield number, _checked(path, f"row {number}", row)
+    except _Fault as fault:
+        raise DataError(_broken(path, 1, fault, iter(()))) from None
+
+
+def _elements(text: str) -> Iterator[tuple[int, Any]]:
+    """The elements of a text that is one array, one by one, with their places from 1. Raises ValueError."""
+    values = values_of(text, depth_of_rows=1)
+    at = _behind_space(text, _behind_space(text, 0) + 1)
+    number = 0
+    while number or not text.startswith("]", at):
+        number += 1
+        if (held := next(values, 0)) > MOST_VALUES:
+            raise ValueError(f"row {number} holds {held:,} values, {MOST_VALUES:,} at most")
+        row, at = _decoded(text, at)
+        yield number, row
+        at = _behind_space(text, at)
+        if text.startswith("]", at):
+            break
+        if not text.startswith(",", at):
+            raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
+        at = _behind_space(text, at + 1)
+    if (at := _behind_space(text, at + 1)) < len(text):
+        raise json.JSONDecodeError("Extra data", text, at)
 
 
 def line_rows(path: Path) -> Iterator[tuple[int, Row]]:
     """The rows of a file with one object a line, with the numbers of their lines. Raises DataError."""
-    for number, line in _lines(path, LONGEST_LINE):
+    lines = _lines(path, LONGEST_LINE)
+    for number, line in lines:
         if line.strip():
             # Without its end, behind which a fault would be on the next line.
-            yield number, _checked(path, f"line {number}", _parsed(path, number, line.rstrip("\n")))
+            try:
+                row = _parsed(line.rstrip("\n"))
+            except _Fault as fault:
+                raise DataError(_broken(path, number, fault, lines)) from None
+            yield number, _checked(path, f"line {number}", row)
 
 
 def is_zipped(path: Path) -> bool:
@@ -168,8 +183,16 @@ def _bomb(path: Path, most: int) -> str:
     )
 
 
-def _parsed(path: Path, line: int, text: str) -> Any:
-    with _naming(path, line):
+class _Fault(ValueError):
+    """Why a text is not JSON, and in which line of it, from 0."""
+
+    def __init__(self, line: int, why: str) -> None:
+        super().__init__(why)
+        self.line = line
+
+
+def _parsed(text: str) -> Any:
+    with _faults():
         check_values(text)
         return json.loads(text, object_pairs_hook=_object)
 
@@ -180,20 +203,35 @@ def _decoded(text: str, at: int) -> tuple[Any, int]:
 
 
 @contextmanager
-def _naming(path: Path, line: int) -> Iterator[None]:
-    """Turn whatever is wrong with JSON that begins in a line into a DataError that names file and line."""
+def _faults() -> Iterator[None]:
+    """Turn whatever is wrong with JSON into a _Fault."""
     try:
         yield
-        return
     except json.JSONDecodeError as error:
-        line += error.lineno - 1
-        place, what = f"line {line}", f"{error.msg}, column {error.colno}"
+        raise _Fault(error.lineno - 1, f"{error.msg}, column {error.colno}") from None
     except (ValueError, RecursionError) as error:  # a field given twice; a number or a nesting beyond all use
-        place, what = f"line {line}", str(error)
-    raise DataError(
-        f"{path}: {place} is not JSON ({what}). Mend or remove it: a file has one object a line, "
-        "or (.json only) one array of objects."
-    )
+        raise _Fault(0, str(error)) from None
+
+
+def _broken(path: Path, number: int, fault: _Fault, rest: Iterator[tuple[int, str]]) -> str:
+    """What to say of a line that is not JSON, and of all those behind it, so that they can be mended at once."""
+    found, many = [(number + fault.line, fault)], False
+    with suppress(DataError):  # a line behind it that cannot be read at all is said when this one is mended
+        for place, line in rest:
+            try:
+                _parsed(line.rstrip("\n") if line.strip() else "null")
+            except _Fault as other:
+                found.append((place + other.line, other))
+            if many := len(found) == MOST_BROKEN:
+                break
+    if len(found) == 1:
+        said = f"line {found[0][0]} is not JSON ({found[0][1]}). Mend or remove it"
+    else:
+        more = len(found) - SHOWN_BROKEN
+        first = ", ".join(f"line {place} ({why})" for place, why in found[:SHOWN_BROKEN])
+        count = f"{len(found):,} lines{' or more' if many else ''}"
+        said = f"{count} are not JSON: {first}{f' and {more:,} more' if more > 0 else ''}. Mend or remove them"
+    return f"{path}: {said}: a file has one object a line, or (.json only) one array of objects."
 
 
 def _object(pairs: list[tuple[str, Any]]) -> Row:

@@ -251,7 +251,7 @@ def _checked_suffix(path: Path) -> str:
     if not path.exists():
         names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, names, n=1)
-        hint = f"did you mean {path.parent / near[0]}?" if near else f"check the path in the recipe.{from_here(path)}"
+        hint = (f"did you mean {path.parent / near[0]}?" if near else "check the path in the recipe.") + from_here(path)
         where = "no such file" if path.parent.is_dir() else f"no such file, there is no folder {path.parent}"
         raise DataError(f"{path}: {where}; {hint}")
     if not path.is_file():

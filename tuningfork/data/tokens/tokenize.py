@@ -31,7 +31,10 @@ BATCH = 4_000_000  # characters encoded in one call: what the tokenizer returns 
 FAILS = "the tokenizer fails"
 SECONDS = 10.0  # of processor time for one call, and for each letter of its texts; those in use take a 20th of that
 SECONDS_A_LETTER = 20e-6
-MERGES = "tokens merge across the border of prompt and answer"  # a note
+MERGES = (  # a note
+    "tokens merge across the border of prompt and answer, and belong to the answer then; a space at the end of a "
+    "prompt, or of a template's generation prompt, does so: take it out"
+)
 
 
 class Encoded(NamedTuple):

@@ -53,6 +53,7 @@ LAYOUTS = {
 _COLORS = {"prompt": "cyan", "chosen": "green", "rejected": "yellow"}
 _PARTS = {"prompt": "█", "prompt_again": "▓", "chosen": "█", "rejected": "█", "padding": "░"}
 _HEAD, _TAIL = 24, 12  # tokens shown of a long part of the example
+_FEW = 8  # tokens that are not left out between them
 _BAR = 30  # columns of the longest bar
 _DETAIL = 120  # characters shown of a row's detail
 
@@ -255,7 +256,7 @@ def _example(shown: ShownExample, names: Names) -> Iterator[RenderableType]:
         )
         yield _indented(line)
         first, last = pieces, []
-        if len(pieces) > _HEAD + _TAIL or hidden:
+        if len(pieces) > _HEAD + _TAIL + _FEW or hidden:  # to leave out a few would save nothing
             first, last = pieces[:_HEAD], pieces[-_TAIL:]
             hidden = part.tokens - sum(len(piece.ids) for piece in [*first, *last])
         text = Text(overflow="fold")

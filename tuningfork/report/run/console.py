@@ -7,6 +7,7 @@ never ends a line of ours, gives the terminal an order, turns the writing direct
 from __future__ import annotations
 
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,7 @@ from typing import Any, TextIO
 from rich import box
 from rich import console as rich_console
 from rich import table as rich_table
+from rich.cells import cell_len
 from rich.console import RenderableType, RenderResult
 from rich.live import Live
 from rich.segment import Segment
@@ -24,6 +26,9 @@ from rich.text import Text
 from tuningfork.report.run.bar import BarLine, Part
 from tuningfork.report.run.stopwatch import Stopwatch
 from tuningfork.wording import visible
+
+WIDEST = 100  # columns of a table
+REFRESH = 2  # times a second that a bar is drawn: what records a terminal, as script does, keeps each
 
 Values = Mapping[str, float | None]
 
@@ -46,6 +51,11 @@ class Console:
         self._rich = rich_console.Console(file=self.stream, markup=False, highlight=False, emoji=False)
         self.live = self.stream.isatty() and not self._rich.is_dumb_terminal
 
+    @property
+    def width(self) -> int:
+        """Columns that a table may take: those of the terminal, and no more than can be read well."""
+        return min(self._rich.width, WIDEST) if self.live else WIDEST
+
     def attach(self, log: Callable[[str], None]) -> None:
         """Also send every line to `log`, which is `RunWriter.log` as a rule; those said so far come first."""
         self._log = log
@@ -57,7 +67,7 @@ class Console:
         """Say these lines, or an empty one. Each stays one line, with what a terminal would obey made visible."""
         self._say("\n".join(map(visible, lines)))
 
-    def draw(self, renderable: Any, width: int = 100) -> None:
+    def draw(self, renderable: Any, width: int = WIDEST) -> None:
         """Print a rich object: on a terminal in colour and as wide as that is; elsewhere, and in the log, as text."""
         if self.live:
             self._rich.print(_Visible(renderable))
@@ -69,12 +79,29 @@ class Console:
         """Send a line to the log only."""
         self._record(visible(line))
 
+    def show(self, line: str) -> None:
+        """Send a line to the screen only."""
+        self._show(visible(line))
+
     def _say(self, text: str) -> None:
+        self._show(text)
+        self._record(text)
+
+    def _show(self, text: str) -> None:
         if self.live:  # above the bar, if one is shown
-            self._rich.print(Text(text), soft_wrap=True)
+            for line in text.split("\n"):
+                self._rich.print(Text(self._wrapped(line)), soft_wrap=True)
         else:
             self._plain(text)
-        self._record(text)
+
+    def _wrapped(self, line: str) -> str:
+        """A line that is too long for the terminal, with ends between its words. A path is never cut, and a command,
+        which is to be copied, stays as it is with all behind it; these go on in the next row as the terminal has it."""
+        head, command, tail = line.partition(" tuningfork ")
+        if cell_len(line) <= self._rich.width or line[:1].isspace():
+            return line
+        wrapped = textwrap.wrap(head, self._rich.width, break_long_words=False, break_on_hyphens=False)
+        return "\n".join(wrapped) + (f"\n{command.lstrip()}{tail}" if command else "")
 
     def _record(self, text: str) -> None:
         if self._log:
@@ -93,8 +120,11 @@ class Console:
         try:
             with phase.bar:
                 yield phase
-        finally:
-            phase.say()
+        except BaseException:
+            if phase.done > done:  # else its error says all there is to say
+                phase.say()
+            raise
+        phase.say()
 
     @contextmanager
     def bytes_phase(self, name: str) -> Iterator[Callable[[int, int], None]]:
@@ -124,7 +154,7 @@ class Console:
         doing = visible(doing)
         with self.startup.time(name):
             if self.live:
-                with self._rich.status(Text(doing)):
+                with self._rich.status(Text(doing), refresh_per_second=REFRESH):
                     yield
             else:
                 self._plain(doing)
@@ -150,7 +180,8 @@ class Phase:
         self._console = console
         self._advanced_at = self._said_at = console.clock()
         self._start = self._advanced_at if begun is None else begun
-        self._said_done: int | None = None
+        self._logged_done: int | None = None  # units done when the log was last told, and the screen
+        self._shown_done: int | None = None
         self._values: Values = {}
         self.bar = _Bar(BarLine(visible(name), lambda: (self.done, self.total, self._beside_bar())), console)
 
@@ -205,22 +236,26 @@ class Phase:
         return rate, spent / fresh * (self.total - self.done) if fresh else None
 
     def say(self, to_screen: bool = True) -> None:
-        """Print the state as a line (only into the log, if not `to_screen`), unless nothing was done since the last."""
-        if self.done == self._said_done:
-            return
-        self._said_done, self._said_at = self.done, self._console.clock()
+        """Print the state as a line (only into the log, if not `to_screen`), where it was not said there before.
+
+        On a terminal the log has lines that the screen, whose bar shows as much, has not. The bar goes at the end, so
+        then the screen gets a line whatever the log has.
+        """
         line = f"{self.name}: {self.state()}"
-        if to_screen:
-            self._console.print(line)
-        else:
+        if to_screen and self.done != self._shown_done:
+            self._console.show(line)
+            self._shown_done = self.done
+        if self.done != self._logged_done:
             self._console.log(line)
+            self._logged_done = self.done
+        self._said_at = self._console.clock()
 
 
 class _Bar(Live):
     """A line that stays the last of the terminal; where there is none, nothing."""
 
     def __init__(self, line: BarLine, console: Console) -> None:
-        super().__init__(line, console=console._rich, transient=True, refresh_per_second=4)
+        super().__init__(line, console=console._rich, transient=True, refresh_per_second=REFRESH)
         self._shown = console.live
 
     def start(self, refresh: bool = False) -> None:
@@ -255,7 +290,7 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
-def table(title: str, rows: Sequence[tuple[str, ...]], width: int = 100) -> str:
+def table(title: str, rows: Sequence[tuple[str, ...]], width: int = WIDEST) -> str:
     """Rows of text in aligned columns under a title. All but the first column are set right."""
     columns = len(rows[0]) if rows else 0
     grid = rich_table.Table.grid(padding=(0, 2))
@@ -267,7 +302,7 @@ def table(title: str, rows: Sequence[tuple[str, ...]], width: int = 100) -> str:
     return f"{title}\n{'-' * len(title)}\n{_drawn(grid, width)}"
 
 
-def side_by_side(prompt: str, before: str, after: str, width: int = 100) -> str:
+def side_by_side(prompt: str, before: str, after: str, width: int = WIDEST) -> str:
     """A prompt, and below it two answers to it in two columns."""
     columns = rich_table.Table(box=box.SIMPLE, width=width, title=None, pad_edge=False)
     for heading in ("before", "after"):

@@ -33,7 +33,8 @@ class RunWriter:
     - `log.txt`: what the run said
 
     Sinks that are attached get the numbers of each line, once it is written. `evaluations` has those that stand in
-    metrics.jsonl: step -> numbers. `last_step` is that of the last line which a resumed run keeps, 0 if there is none.
+    metrics.jsonl: step -> numbers. `ends` has its first and its last line of training steps, as far as there are any.
+    `last_step` is that of the last line which a resumed run keeps, 0 if there is none.
 
     Args:
         resume_at_step: the step of the checkpoint that a run continues from. Lines of later steps are forgotten, so
@@ -51,6 +52,7 @@ class RunWriter:
         self.log_path = folder / "log.txt"
         self.last_step = 0
         self.evaluations: dict[int, Scores] = {}
+        self.ends: tuple[Scores, ...] = ()
         self._sinks: list[Sink] = []
         if resume_at_step is not None:
             for line in _keep_lines(self.metrics_path, resume_at_step, keep_evaluations):
@@ -59,6 +61,8 @@ class RunWriter:
                     scores = {key.removeprefix(EVAL): value for key, value in line.items() if key.startswith(EVAL)}
                     scores.pop("seconds", None)
                     self.evaluations[line["step"]] = scores
+                else:
+                    self.ends = (*self.ends[:1], line)
         elif os.path.lexists(self.metrics_path):
             raise RunFolderError(
                 f"{self.metrics_path} exists. Add --resume to continue that run, or choose another output.dir."
@@ -91,6 +95,8 @@ class RunWriter:
         with explained(self.metrics_path):
             self._metrics.write(_as_line(metrics))
             self._metrics.flush()
+        if not is_evaluation(metrics):
+            self.ends = (*self.ends[:1], dict(metrics))
         numbers = {key: value for key, value in metrics.items() if key != "step" and value is not None}
         for sink in self._sinks:
             sink.write(step, numbers)

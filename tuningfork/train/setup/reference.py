@@ -55,6 +55,10 @@ def open_reference(
         parts = [Subset([examples]), Subset([held_out])]
         again = Subset([parts[part].take(places) for part, places in to_rescore(store, parts)])
         if again:
+            console.print(
+                f"{len(again):,} of the cached examples, some of every file, are scored again: log-probs of other code "
+                "or of another machine would differ, and spoil every margin"
+            )
             with console.phase("checking the reference cache", total=len(again), unit="examples") as phase:
                 check_rescored(store, session.packs(again, limits), session.scorer.score, phase.advance)
         missing = store.missing(Subset(parts))

@@ -1,0 +1,58 @@
+"""A run that has ended: what it left, told from its folder and its data alone, before a model is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tuningfork.data.prepare import dataset_digest
+from tuningfork.files import read_plain
+from tuningfork.json_files import as_object
+from tuningfork.models.hf import digests
+from tuningfork.models.hf.load import load_config
+from tuningfork.train.checkpoint import Progress
+from tuningfork.train.config import OutputConfig, TrainConfig
+from tuningfork.train.exported import ASKED, MODEL, step_of
+from tuningfork.train.extend import plan
+from tuningfork.train.run_folder import CONFIG, LOG, ROWS
+from tuningfork.train.session import Data
+from tuningfork.wording import visible
+
+
+def has_ended(saved: Progress, data: Data, train: TrainConfig) -> bool:
+    """Whether a checkpoint is of the last step of the run that settings and data describe."""
+    if saved.data_digest != dataset_digest(data.train):
+        return False  # which is refused, with the reason, once the model is there
+    return plan(len(data.train), train, saved).total_steps <= saved.step
+
+
+def is_whole(folder: Path, saved: Progress, data: Data, output: OutputConfig, starting: str) -> bool:
+    """Whether an ended run has left all that it leaves: its scores on the held-out pairs, a summary, and the exported
+    model of its last step in the dtype that is asked for. `starting` is the starting model's folder.
+
+    False where that is not plain to see without the starting model. Raises ModelError where the exported model is not
+    as it was exported.
+    """
+    model, summary = folder / MODEL, folder / "summary.json"
+    if output.export != "last" or saved.held_out_digest != dataset_digest(data.held_out):
+        return False
+    if not model.is_dir() or not summary.is_file() or (len(data.held_out) and not (folder / "eval.json").is_file()):
+        return False
+    if {step_of(folder), as_object(read_plain(summary)).get("last_step")} != {saved.step}:
+        return False
+    digests.check(str(model), weights=True)
+    dtype = load_config(str(model)).dtype
+    return dtype is not None and dtype == ASKED.get(output.export_dtype, load_config(starting).dtype)
+
+
+def places(folder: Path, exported_step: int | None, held_out: bool) -> list[str]:
+    """A line for each thing that a run leaves, with its path."""
+    found = [
+        (f"exported model, step {exported_step}", folder / MODEL),
+        ("metrics", folder / "metrics.jsonl"),
+        *([("held-out numbers", folder / "eval.json")] if held_out else []),
+        ("rows used and dropped", folder / ROWS),
+        ("settings", folder / CONFIG),
+        ("log", folder / LOG),
+    ]
+    width = max(len(name) for name, _ in found)
+    return [f"{name:<{width}}  {visible(str(path))}" for name, path in found]
