@@ -29,7 +29,7 @@ EVERYONE = {
     "library_words",
 }  # may be imported by all, and import nothing of the house but each other
 SETTINGS = {"run_config"}  # those of all rooms in one record, which any room may read
-COMPOSERS = {"config", "cli", "commands", "__main__"}  # may import all
+COMPOSERS = {"config", "cli", "commands", "api", "__main__"}  # may import all
 ROOMS = {
     "data": set(),
     "kernels": set(),

@@ -29,8 +29,9 @@ RUN = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "jinja2
 RUN_BY_METHOD = ("from_string", "get_template")  # of a template, outside of the library's sandbox
 IMPORTED = {"dill", "cloudpickle", "joblib", "marshal", "shelve", "runpy", "imp", "subprocess", "importlib"}
 ONLY_OURS = {"importlib.metadata", "importlib.resources"}
-BY_NAME = {  # who may import what a setting names
+BY_NAME = {  # who may import by a name that is data
     "tuningfork/report/sinks/__init__.py",  # modules of its own folder, by the list of them
+    "tuningfork/__init__.py",  # the modules of its public names, by the table of them
 }
 BENCHES = {"subprocess", "importlib"}  # benchmarks and the demo start themselves, and look for packages
 
