@@ -84,7 +84,7 @@ def _train(config: RunConfig, resume: bool, folder: Path, console: Console) -> i
         if saved is not None and has_ended(saved, data, config.train):
             steps = f"all {counted(saved.step, 'step')} are done"
             console.print(f"nothing left to train: {steps}; raise train.epochs or train.max_steps to go on")
-            if not changed and is_whole(folder, saved, data, config.output, config.model.path):
+            if not changed and is_whole(folder, saved, data, config.train, config.output, config.model.path):
                 console.print("", *places(folder, saved.step, len(data.held_out) > 0))
                 return 0
         session = start_model(config, choose_device(config.train.device), console)

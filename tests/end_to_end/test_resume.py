@@ -444,7 +444,7 @@ def test_resume_of_a_finished_run_changes_no_result(again: Job, whole: Job) -> N
     assert_same_end(again, whole)
 
 
-@pytest.mark.parametrize("spoilt", ["no scores", "no model", "a wrong bit"])
+@pytest.mark.parametrize("spoilt", ["no scores", "half of the summary", "no model", "a wrong bit"])
 def test_resume_of_an_ended_run_that_is_not_whole_says_so_first_and_makes_it_whole(
     again: Job, whole: Job, spoilt: str
 ) -> None:
@@ -452,6 +452,8 @@ def test_resume_of_an_ended_run_that_is_not_whole_says_so_first_and_makes_it_who
     weights = again.run / "model" / "model.safetensors"
     if spoilt == "no scores":
         (again.run / "eval.json").unlink()
+    elif spoilt == "half of the summary":
+        (again.run / "summary.json").write_text('{"last_step": 20')
     elif spoilt == "no model":
         shutil.rmtree(again.run / "model")
     else:

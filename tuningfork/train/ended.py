@@ -9,6 +9,7 @@ from tuningfork.files import read_plain
 from tuningfork.json_files import as_object
 from tuningfork.models.hf import digests
 from tuningfork.models.hf.load import load_config
+from tuningfork.report.run.writer import read_metrics
 from tuningfork.train.checkpoint import Progress
 from tuningfork.train.config import OutputConfig, TrainConfig
 from tuningfork.train.exported import ASKED, MODEL, step_of
@@ -25,19 +26,29 @@ def has_ended(saved: Progress, data: Data, train: TrainConfig) -> bool:
     return plan(len(data.train), train, saved).total_steps <= saved.step
 
 
-def is_whole(folder: Path, saved: Progress, data: Data, output: OutputConfig, starting: str) -> bool:
-    """Whether an ended run has left all that it leaves: its scores on the held-out pairs, a summary, and the exported
-    model of its last step in the dtype that is asked for. `starting` is the starting model's folder.
+def is_whole(
+    folder: Path, saved: Progress, data: Data, train: TrainConfig, output: OutputConfig, starting: str
+) -> bool:
+    """Whether an ended run has left all that it leaves: its metrics, its scores on the held-out pairs, a summary, and
+    the exported model of its last step in the dtype that is asked for. `starting` is the starting model's folder.
 
-    False where that is not plain to see without the starting model. Raises ModelError where the exported model is not
-    as it was exported.
+    False where that is not plain to see without the starting model, or where there is a best step to be told.
+
+    Raises:
+        ModelError: the exported model is not as it was exported.
+        RunFolderError: metrics.jsonl or export.json is not as the run wrote it.
     """
     model, summary = folder / MODEL, folder / "summary.json"
-    if output.export != "last" or saved.held_out_digest != dataset_digest(data.held_out):
+    if train.eval_every is not None or saved.held_out_digest != dataset_digest(data.held_out) or not model.is_dir():
         return False
-    if not model.is_dir() or not summary.is_file() or (len(data.held_out) and not (folder / "eval.json").is_file()):
+    metrics = read_metrics(folder / "metrics.jsonl")
+    try:
+        if len(data.held_out):
+            as_object(read_plain(folder / "eval.json"))
+        last = as_object(read_plain(summary)).get("last_step")
+    except (OSError, ValueError):  # not there, or damaged: it is written anew
         return False
-    if {step_of(folder), as_object(read_plain(summary)).get("last_step")} != {saved.step}:
+    if {step_of(folder), last, metrics[-1]["step"] if metrics else 0} != {saved.step}:
         return False
     digests.check(str(model), weights=True)
     dtype = load_config(str(model)).dtype
