@@ -3,7 +3,7 @@
 The same random model learns the same pairs for a few epochs, in several orders (--seeds), by each way of --ways:
 
     float32     float32 weights and moments, products in bfloat16: what a run does by default
-    bfloat16    bfloat16 matrices, 8-bit AdamW with rounding by chance (model.weights, train.optimizer)
+    bfloat16    bfloat16 matrices, 8-bit AdamW with stochastic rounding (model.weights, train.optimizer)
 
 One line a run, as bench.step prints it, and one line a way and epoch:
 

@@ -18,7 +18,7 @@ from judge import LONGEST, SHORTEST, faults
 from model import prepare_model
 
 from tuningfork import commands
-from tuningfork.config import check, load_run_config
+from tuningfork.config import check_run_config, load_run_config
 from tuningfork.errors import TuningforkError
 from tuningfork.report.run.console import Console, side_by_side
 
@@ -32,7 +32,7 @@ def main() -> int:
     prepare_model()
     config = load_run_config(DEMO / "recipe.yaml", sys.argv[1:], "demo/run.py")
     config = replace(config, output=replace(config.output, dir=str(_unused(Path(config.output.dir)))))
-    check(config)
+    check_run_config(config)
     trained = Path(config.output.dir) / "model"
 
     prompts = [json.loads(line)["prompt"] for line in (DEMO / "held_out.jsonl").read_text("utf-8").splitlines()]

@@ -264,9 +264,9 @@ MUTATIONS = (
     ),
     # --- data
     Mutation(
-        "border-token-in-the-prompt",
-        "np.flatnonzero(self.stops > border)",
-        "np.flatnonzero(self.starts >= border)",
+        "boundary-token-in-the-prompt",
+        "np.flatnonzero(self.stops > boundary)",
+        "np.flatnonzero(self.starts >= boundary)",
         ("test_a_merge_that_both_answers_share_still_belongs_to_them",),
     ),
     Mutation(

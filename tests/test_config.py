@@ -10,7 +10,7 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter
 
 from tuningfork import config as config_module
-from tuningfork.config import PATHS, REQUIRED, SETTINGS, check, from_yaml, load_run_config
+from tuningfork.config import PATHS, REQUIRED, SETTINGS, check_run_config, from_yaml, load_run_config
 from tuningfork.dialect import parse_scalar, to_text
 from tuningfork.errors import ConfigError, DataError
 from tuningfork.recipe import split_flags
@@ -347,7 +347,7 @@ def test_a_path_that_no_file_system_takes_is_named_by_its_setting(key: str, path
     for value in (path, *lists):
         given[section][name] = value
         with pytest.raises(ConfigError) as caught:
-            check(from_yaml(to_text(given), "r.yaml"))
+            check_run_config(from_yaml(to_text(given), "r.yaml"))
         message = str(caught.value).removeprefix("r.yaml: ")
         assert message.startswith(f"{key} is ")
         assert why in message or "\ud800" in path  # which is refused as text, where text has bounds
@@ -401,7 +401,7 @@ def test_settings_that_contradict_each_other(flags: str, message: str) -> None:
      "--pack.tokens 4096 --pack.share_prompt false"],
 )  # fmt: skip
 def test_settings_that_go_together(flags: str) -> None:
-    check(load(None, *flags.split()))
+    check_run_config(load(None, *flags.split()))
 
 
 # Saving, comparing, splitting, help

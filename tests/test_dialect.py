@@ -9,7 +9,7 @@ from tests.bounds import within
 from tuningfork.config import SETTINGS, from_yaml, load_run_config
 from tuningfork.dialect import MOST_VALUES, DialectError, load
 from tuningfork.errors import ConfigError
-from tuningfork.recipe import LARGEST, parse, parse_flags
+from tuningfork.recipe import LARGEST, parse_flags, parse_recipe
 
 LAUGHS = "\n".join(
     ["a0: &a0 [x, x]"] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 10)]
@@ -73,7 +73,7 @@ def test_a_long_list_of_what_is_wrong_is_cut() -> None:
 
 def test_aliases_that_stay_small_are_read() -> None:
     text = "data:\n  train: &files [a, b]\n  eval: *files\n"
-    assert parse(text, "r.yaml", SETTINGS) == {"data.train": ["a", "b"], "data.eval": ["a", "b"]}
+    assert parse_recipe(text, "r.yaml", SETTINGS) == {"data.train": ["a", "b"], "data.eval": ["a", "b"]}
 
 
 def test_the_bounds_count_what_aliases_repeat_and_nothing_twice() -> None:

@@ -11,8 +11,8 @@ from tuningfork.config import SETTINGS, from_yaml
 from tuningfork.errors import ConfigError
 
 SECTIONS = {key.partition(".")[0] for key in SETTINGS}
-NAMES = sorted(hints.table())
-ENTRIES = list({id(entry): entry for entry in hints.table().values()}.values())
+NAMES = sorted(hints.all_hints())
+ENTRIES = list({id(entry): entry for entry in hints.all_hints().values()}.values())
 
 
 def said(text: str) -> str:
@@ -55,7 +55,7 @@ def test_a_name_is_met_at_the_top_of_a_recipe_in_a_section_and_as_a_flag(name):
         assert within == top.replace(name, f"train.{name}", 1)
     with pytest.raises(ConfigError, match=f"^--{name} is not a setting; ") as caught:
         recipe.parse_flags([f"--{name}", "1"], SETTINGS)
-    setting = hints.table()[name].setting
+    setting = hints.all_hints()[name].setting
     assert f"here it is --{setting}" in str(caught.value) or not setting
 
 
@@ -222,7 +222,7 @@ def test_the_batch_of_a_step_is_computed_where_a_recipe_gives_both_parts():
 
 
 def test_what_is_not_supported_is_said_first_and_a_recipe_of_another_trainer_is_said_whole():
-    known = [name for name, entry in hints.table().items() if entry.setting][:30]
+    known = [name for name, entry in hints.all_hints().items() if entry.setting][:30]
     text = said("\n".join([*(f"{name}: 1" for name in known), "lora_r: 8", "deepspeed: ds.json", "zzz: 1"]))
     lines = text.splitlines()
     named = [name for line in lines for name in re.split(", | and ", re.split(" (?:is|are) not ", line[8:])[0])]

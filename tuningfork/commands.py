@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from tuningfork import __version__
-from tuningfork.config import check, from_yaml
+from tuningfork.config import check_run_config, from_yaml
 from tuningfork.data.config import CHAT, NO_TEMPLATE
 from tuningfork.data.packing.loader import EpochOrder
 from tuningfork.data.packing.pack import PackLimits
@@ -56,7 +56,7 @@ def train(config: RunConfig, resume: bool, console: Console | None = None) -> in
     check_one_process()
     folder = Path(config.output.dir)
     if resume and not os.path.exists(folder):
-        run_folder.check(folder, resume)  # before it, or a folder above it, is made
+        run_folder.check_run_folder(folder, resume)  # before it, or a folder above it, is made
     try:
         return _train(config, resume, folder, console)
     except KeyboardInterrupt:
@@ -67,12 +67,12 @@ def train(config: RunConfig, resume: bool, console: Console | None = None) -> in
 
 def _train(config: RunConfig, resume: bool, folder: Path, console: Console) -> int:
     with exclusive(folder, cure="Choose another output.dir, or make room or permit it."):
-        run_folder.check(folder, resume)
+        run_folder.check_run_folder(folder, resume)
         before = _run_in(folder)
         config = _as_before(config, before)
         if before is not None:
             run_folder.check_settings(folder, before.differing(config), RunConfig().values())
-        optimizer.check(config.train)  # before minutes of reading and scoring
+        optimizer.check_optimizer(config.train)  # before minutes of reading and scoring
         sinks.check_installed(config.output.sinks)
         last = checkpoint.newest(folder / "checkpoints")
         if before is not None and last is None:
@@ -107,7 +107,7 @@ def data(config: RunConfig, strict: bool, console: Console | None = None) -> int
     console = console or Console()
     config = _dated_as_its_run(config)
     folder = Path(config.output.dir) / report_files.FOLDER
-    report_files.check(folder)  # before minutes of reading
+    report_files.check_report_folder(folder)  # before minutes of reading
     config, _ = _located(config, console, weights=False)
     with console.stage("data", READING_MODEL):
         model, tokenizer = load_config(config.model.path), load_tokenizer(config.model.path)
@@ -180,7 +180,7 @@ def evaluate(config: RunConfig, policy: str | None, console: Console | None = No
         raise ModelError(f"{path} is the folder of a run, not of a model. Did you mean {inside.parent}?")
     load_config(path)  # for what it refuses
     folder = Path(config.output.dir) / eval_files.FOLDER
-    eval_files.check(folder)  # before minutes of scoring
+    eval_files.check_eval_folder(folder)  # before minutes of scoring
     config, _ = _located(_dated_as_its_run(config), console)
     data, session = _prepare(config, console, train_too=False)
     weights = starting_weights(session.policy, console)
@@ -262,7 +262,7 @@ def _run_in(folder: Path) -> RunConfig | None:
     path = folder / run_folder.CONFIG
     before = from_yaml(text, str(path))
     try:
-        check(before)
+        check_run_config(before)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     return before

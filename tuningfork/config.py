@@ -70,7 +70,7 @@ def load_run_config(
     `without` those that are not taken from the recipe.
     Raises ConfigError; DataError for a template file.
     """
-    given = recipes.parse(recipes.read(recipe), str(recipe), SETTINGS) if recipe else {}
+    given = recipes.parse_recipe(recipes.read_recipe(recipe), str(recipe), SETTINGS) if recipe else {}
     given = {key: value for key, value in given.items() if key not in without}
     of_recipe = set(given)
     if {"-h", "--help"} & set(flags):
@@ -79,14 +79,14 @@ def load_run_config(
     given |= by_flag
     given |= {key: _at_home(given[key]) for key in PATHS if key in given}
     config = _build(given)
-    check(config, required)
+    check_run_config(config, required)
     if recipe:
         _check_beside(recipe, {key: given[key] for key in READ if key in of_recipe - by_flag.keys()})
     read_template(config.data.template)  # a file that is not there is said before anything is loaded
     return config
 
 
-def check(config: RunConfig, required: Mapping[str, str] = REQUIRED) -> None:
+def check_run_config(config: RunConfig, required: Mapping[str, str] = REQUIRED) -> None:
     """Refuse settings that are missing, contradict each other, or that nothing would read. Raises ConfigError."""
     name, defaults = config.objective.name, RunConfig()
 
@@ -118,7 +118,7 @@ def check(config: RunConfig, required: Mapping[str, str] = REQUIRED) -> None:
         raise ConfigError(
             f"model.weights is bfloat16, but train.optimizer {config.train.optimizer} rounds to the nearest: updates "
             "smaller than the spacing of bfloat16, most of them at usual learning rates, would be lost. Set "
-            "train.optimizer: adamw_8bit, which rounds by chance, or model.weights: float32."
+            "train.optimizer: adamw_8bit, which rounds stochastically, or model.weights: float32."
         )
     if config.model.weights == "float32" and config.train.gradient_dtype == "float32":
         raise ConfigError(
@@ -244,7 +244,7 @@ def _check_date(day: str | None) -> None:
 
 def from_yaml(text: str, name: str) -> RunConfig:
     """The settings that a recipe's text gives, not yet checked across rooms. `name` stands for it in errors."""
-    return _build(recipes.parse(text, name, SETTINGS))
+    return _build(recipes.parse_recipe(text, name, SETTINGS))
 
 
 def print_help(

@@ -75,7 +75,7 @@ def _first(ours: Mapping[str, list[str]], given: str) -> str:
 
 
 @cache
-def table() -> dict[str, Hint]:
+def all_hints() -> dict[str, Hint]:
     """Name elsewhere -> what to do here."""
     hints = [Hint(**entry) for entry in yaml.safe_load(TABLE.read_text(encoding="utf-8"))]
     return {name: hint for hint in hints for name in hint.names.split()}
@@ -88,7 +88,7 @@ def hint(key: str, value: Any = None, dashes: str = "", beside: Mapping[str, Any
     all keys that are given, with their values.
     """
     section, _, name = key.rpartition(".")
-    known = table()
+    known = all_hints()
     whole = known.get(_plain(section))
     found = whole or known.get(_plain(name))
     if found is None:
@@ -100,13 +100,13 @@ def hint(key: str, value: Any = None, dashes: str = "", beside: Mapping[str, Any
 def value_hint(setting: str, value: Any) -> str:
     """What stands here for another trainer's value of our `setting`; empty where that is not known."""
     given = _plain(value) if isinstance(value, str) else ""
-    of_setting = (entry for entry in table().values() if entry.setting == setting)
+    of_setting = (entry for entry in all_hints().values() if entry.setting == setting)
     return next(filter(None, (entry.of_value(given) for entry in of_setting)), "")
 
 
 def _step(given: Mapping[str, Any]) -> dict[str, int]:
     """The numbers of what makes up the batch of a step, by what they are."""
-    known = table()
+    known = all_hints()
     found = {known[name].step: value for key, value in given.items() if (name := _leaf(key)) in known}
     return {part: value for part, value in found.items() if part and type(value) is int}
 

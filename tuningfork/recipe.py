@@ -35,7 +35,7 @@ _LEAST_TO_GUESS = 5  # characters of a value: dpo and adam are a letter away fro
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
-def read(path: Path) -> str:
+def read_recipe(path: Path) -> str:
     """The text of a recipe file. Raises ConfigError where there is none, naming the file that was probably meant."""
     try:
         with opened(path) as file:
@@ -63,7 +63,7 @@ def read(path: Path) -> str:
         raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
 
 
-def parse(text: str, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+def parse_recipe(text: str, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted key -> validated value, for the keys that the YAML `text` gives. `settings` maps each key to its type.
 
     Raises ConfigError, with one line for everything that is wrong. `name` says where the text comes from.

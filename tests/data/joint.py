@@ -93,15 +93,15 @@ def cut(text: str, ids: list[int], spans: list[Span], counted: list[Span]) -> Wh
     return Whole(text, ids[:n], spans[:n], counted)
 
 
-def border(tokenizer: PreTrainedTokenizerBase, prompt: Turns, wholes: Sequence[Whole]) -> int:
+def boundary(tokenizer: PreTrainedTokenizerBase, prompt: Turns, wholes: Sequence[Whole]) -> int:
     """Bytes that are prompt: what the generation prompt and all conversations have in common."""
     generation = _normal(tokenizer, printed(tokenizer, prompt, open_turn=True))
     return min(_common(generation.encode(), whole.text.encode()) for whole in wholes)
 
 
-def shared(wholes: Sequence[Whole], border: int) -> list[int]:
-    """The ids of the prompt: as many as all conversations start with and lie before the border."""
-    n = min(sum(stop <= border for _, stop in whole.spans) for whole in wholes)
+def shared(wholes: Sequence[Whole], boundary: int) -> list[int]:
+    """The ids of the prompt: as many as all conversations start with and lie before the boundary."""
+    n = min(sum(stop <= boundary for _, stop in whole.spans) for whole in wholes)
     return wholes[0].ids[: min(n, *(_common(wholes[0].ids, whole.ids) for whole in wholes))]
 
 
@@ -197,12 +197,12 @@ def _in_bytes(text: str, span: Span) -> Span:
     return len(text[: span[0]].encode()), len(text[: span[1]].encode())
 
 
-def differences(example: TokenExample, wholes: Sequence[Whole], border: int) -> list[str]:
+def differences(example: TokenExample, wholes: Sequence[Whole], boundary: int) -> list[str]:
     """What is wrong with an example, in words; nothing if it is what it should be."""
     found = []
     prompt = example.prompt_ids.tolist()
-    if prompt != shared(wholes, border):
-        found.append(f"prompt of {len(prompt)} ids, expected {len(shared(wholes, border))}")
+    if prompt != shared(wholes, boundary):
+        found.append(f"prompt of {len(prompt)} ids, expected {len(shared(wholes, boundary))}")
     for i, (answer, expected) in enumerate(zip(example.answers, wholes, strict=True)):
         ids, mask = [*prompt, *answer.ids.tolist()], [*np.zeros(len(prompt), bool).tolist(), *answer.mask.tolist()]
         if ids != expected.ids:

@@ -42,7 +42,7 @@ class Crash(BaseException):
 
 @pytest.fixture(scope="module")
 def whole(shelf: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """A run of 20 steps over 38 pairs that nothing interrupts. Steps straddle the borders of its epochs."""
+    """A run of 20 steps over 38 pairs that nothing interrupts. Steps straddle the boundaries of its epochs."""
     folder = tmp_path_factory.mktemp("whole")
     write_rows(folder / "pairs.jsonl", make_pairs(38, seed=3))
     job = job_in(folder, shelf).but(
@@ -559,7 +559,7 @@ def test_activation_memory_may_change_on_resume_and_auto_stays_what_it_was(job: 
 
 
 def test_chance_in_a_step_depends_on_seed_and_step_alone(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounding by chance draws on the GPU, whose generator no checkpoint holds."""
+    """Stochastic rounding draws on the GPU, whose generator no checkpoint holds."""
     seeds: list[int] = []
     train_step = steps.train_step
 

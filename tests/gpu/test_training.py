@@ -253,7 +253,7 @@ def test_steps_learn_and_agree_however_the_batch_is_cut(mode):
 
 
 def test_bfloat16_weights_learn_and_repeat_to_the_bit():
-    """8-bit AdamW with rounding by chance: margins rise, and the same seeds give the same weights."""
+    """8-bit AdamW with stochastic rounding: margins rise, and the same seeds give the same weights."""
     pytest.importorskip("torchao", reason="torchao is not installed")
     pairs = random_pairs(32, longest=40)
     config = TrainConfig(learning_rate=1e-3, optimizer="adamw_8bit")

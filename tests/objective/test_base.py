@@ -46,8 +46,8 @@ def test_answers_say_what_their_rows_say() -> None:
 
 @pytest.mark.parametrize(("first", "last"), [(0, 2), (2, 3), (2, 6), (3, 8), (0, 8), (6, 8)])
 def test_a_chunk_has_its_own_answers_and_examples(first: int, last: int) -> None:
-    borders = [0, 2, 3, 6, 8]
-    its_own = slice(borders.index(first), borders.index(last))
+    boundaries = [0, 2, 3, 6, 8]
+    its_own = slice(boundaries.index(first), boundaries.index(last))
     chunk = answers().chunk(first, last)
     alone = Answers.of(EXAMPLES[its_own], LENGTHS[first:last], -np.arange(8.0)[first:last])
     for item in fields(Answers):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.tiny import random_examples, random_pairs
-from tuningfork.config import check
+from tuningfork.config import check_run_config
 from tuningfork.errors import ConfigError, DataError
 from tuningfork.objective import losses
 from tuningfork.objective.base import Answers, BatchTotals, Objective
@@ -234,7 +234,7 @@ def test_every_knob_changes_the_loss_or_is_refused(name, knob):
     run = RunConfig(objective=turned)
     run.model.path, run.data.train = "model", "pairs.jsonl"
     try:
-        check(run)
+        check_run_config(run)
     except ConfigError as error:
         assert f"objective.{knob}" in str(error)
         return

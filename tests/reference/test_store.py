@@ -80,7 +80,7 @@ def test_an_example_with_one_answer_missing_is_missing(tmp_path):
 def rewritten(folder: Path, change) -> Path:
     """The folder's one shard with other content under the checksum of that content, as anybody can write it."""
     origin = json.dumps(sorted(FINGERPRINT.items())).encode()
-    shard = shards.read(shard_of(folder), origin)
+    shard = shards.read_shard(shard_of(folder), origin)
     assert shard.path is not None
     contents, logps = change(np.array(shard.contents), np.array(shard.logps))
     shard.path.unlink()
@@ -199,7 +199,7 @@ def test_a_process_may_join_what_another_is_just_writing_too(tmp_path, monkeypat
     for part in (examples[:3], examples[3:]):
         first.add(part, logps_of(part))
         first.flush()
-    read, joined = shards.read, []
+    read, joined = shards.read_shard, []
 
     def late(path, origin):
         if not joined:
@@ -208,7 +208,7 @@ def test_a_process_may_join_what_another_is_just_writing_too(tmp_path, monkeypat
             assert not path.exists()
         return read(path, origin)
 
-    monkeypatch.setattr(shards, "read", late)
+    monkeypatch.setattr(shards, "read_shard", late)
     for part in (examples[:3], examples[3:]):
         second.add(part, logps_of(part))
         second.flush()
@@ -470,7 +470,7 @@ def test_a_store_that_opens_while_another_joins_its_shards_reads_all(tmp_path, m
     for example in examples:
         store.add([example], logps_of([example]))
         store.flush()
-    read, joined = shards.read, []
+    read, joined = shards.read_shard, []
 
     def reading(path: Path, origin: bytes) -> shards.Shard:
         if not joined:  # the folder was listed, and now its files go
@@ -478,7 +478,7 @@ def test_a_store_that_opens_while_another_joins_its_shards_reads_all(tmp_path, m
             store.join()
         return read(path, origin)
 
-    monkeypatch.setattr(shards, "read", reading)
+    monkeypatch.setattr(shards, "read_shard", reading)
     again = ReferenceStore(tmp_path, FINGERPRINT)
     assert joined and again.lookup(examples).tolist() == logps_of(examples)
 

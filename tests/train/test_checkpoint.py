@@ -48,7 +48,7 @@ def test_8_bit_moments_and_bfloat16_weights_go_on_to_the_bit(tmp_path, uncompile
         return model, build_optimizer(model, TrainConfig(optimizer="adamw_8bit", learning_rate=1e-3))
 
     def move(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-        torch.manual_seed(number)  # as the training loop does: rounding is by chance
+        torch.manual_seed(number)  # as the training loop does: rounding is stochastic
         for weight in model.parameters():
             weight.grad = torch.randn_like(weight)
         set_learning_rate(optimizer, 1e-3 / (1 + number))

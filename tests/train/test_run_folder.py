@@ -18,7 +18,7 @@ from tuningfork.train.run_folder import (
     FILES,
     FOLDERS,
     LOG,
-    check,
+    check_run_folder,
     check_settings,
     has_begun,
     read_config,
@@ -47,12 +47,12 @@ def test_no_two_things_of_a_run_folder_have_one_name() -> None:
 
 
 def test_a_run_goes_on_where_all_is_its_own(run: Path, tmp_path: Path) -> None:
-    check(run, resume=True)
+    check_run_folder(run, resume=True)
     (run / "notes").symlink_to(tmp_path)  # of the user, and no name of ours
     (tmp_path / "link").symlink_to(run)
-    check(tmp_path / "link", resume=True)
+    check_run_folder(tmp_path / "link", resume=True)
     with pytest.raises(RunFolderError, match="Add --resume"):
-        check(run, resume=False)
+        check_run_folder(run, resume=False)
 
 
 @pytest.mark.parametrize("name", [*FILES, *FOLDERS])
@@ -64,7 +64,7 @@ def test_a_name_of_ours_that_is_a_link_or_a_pipe_is_refused_before_anything_is_r
     path.rename(elsewhere)
     os.mkfifo(path) if kind == "pipe" else path.symlink_to(elsewhere if kind == "link" else "absent")
     with pytest.raises(RunFolderError, match=rf"{name} is a (link|named pipe).*(Remove it|Move it away)"):
-        check(run, resume=True)
+        check_run_folder(run, resume=True)
     if name == CONFIG:  # also read for its day by commands that do not train
         assert has_begun(run)
         with pytest.raises(RunFolderError, match=r"config\.yaml is a (link|named pipe)"):
@@ -74,16 +74,16 @@ def test_a_name_of_ours_that_is_a_link_or_a_pipe_is_refused_before_anything_is_r
 def test_a_log_with_a_second_name_is_refused(run: Path) -> None:
     (run.parent / "other").hardlink_to(run / LOG)
     with pytest.raises(RunFolderError, match=r"log\.txt is a file with 2 names"):
-        check(run, resume=True)
+        check_run_folder(run, resume=True)
 
 
 @pytest.mark.parametrize("name", ["notes.partial", "model.partial", ".step-1.partial"])
 def test_a_strangers_partial_is_no_rest_of_a_run(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
     with pytest.raises(RunFolderError, match="is no run folder"):
-        check(tmp_path, resume=False)
+        check_run_folder(tmp_path, resume=False)
     (tmp_path / name).rename(tmp_path / f".config.yaml.tuningfork-{'0' * 16}.partial")
-    check(tmp_path, resume=False)
+    check_run_folder(tmp_path, resume=False)
 
 
 def test_settings_with_a_checksum_are_the_same_settings(tmp_path: Path) -> None:

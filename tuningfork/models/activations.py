@@ -36,7 +36,7 @@ def budget_of(mode: str) -> float | None:
     return float(share) if name == "budget" else None
 
 
-def check(mode: str, compiled: bool) -> None:
+def check_mode(mode: str, compiled: bool) -> None:
     """Raises ConfigError where a mode is unknown, or needs compiled blocks and they are not."""
     if budget_of(mode) is not None and not compiled:
         raise ConfigError(

@@ -247,7 +247,7 @@ def sum_by_answer(row_logps: Tensor, answer_of_row: Tensor, answers: int) -> Ten
 
 
 def _chunks(batch: PackedBatch, limit: int) -> Iterator[_Chunk]:
-    """Cut a pack's logit rows at example borders, each chunk within the limit unless one example alone exceeds it."""
+    """Cut a pack's logit rows between examples, each chunk within the limit unless one example alone exceeds it."""
     lengths = iter(batch.answer_lengths)
     row = answer = rows_in_chunk = answers_in_chunk = 0
     for k in batch.answers_per_example:

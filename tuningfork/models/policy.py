@@ -139,7 +139,7 @@ class Policy:
         Raises:
             ConfigError: there is no such mode, or it needs compiled blocks and they are not.
         """
-        activations.check(mode, self.compiled)
+        activations.check_mode(mode, self.compiled)
         compiling = activations.compiler(mode, compiler.options(self.device))
         forwards = []
         for block in self.blocks:

@@ -63,8 +63,8 @@ class Answers:
 
     def chunk(self, first: int, last: int) -> Answers:
         """The answers numbered from `first` to before `last`, which are all those of some examples."""
-        borders = [0, *accumulate(self.answers_per_example)]
-        answers, examples = slice(first, last), slice(bisect_left(borders, first), bisect_left(borders, last))
+        boundaries = [0, *accumulate(self.answers_per_example)]
+        answers, examples = slice(first, last), slice(bisect_left(boundaries, first), bisect_left(boundaries, last))
         return Answers(
             self.answers_per_example[examples],
             self.lengths[answers],

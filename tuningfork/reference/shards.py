@@ -79,12 +79,12 @@ class Shard:
             file.write(np.ascontiguousarray(self.contents).data.cast("B"))
             file.write(np.ascontiguousarray(self.logps).data)
         try:
-            return read(path, origin)
+            return read_shard(path, origin)
         except FileNotFoundError:
             return self
 
 
-def read(path: Path, origin: bytes) -> Shard:
+def read_shard(path: Path, origin: bytes) -> Shard:
     """A shard, mapped. Raises ReferenceMismatch where it is not as it was written; RunFolderError where it is a link;
     FileNotFoundError."""
     try:

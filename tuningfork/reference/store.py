@@ -184,7 +184,7 @@ class ReferenceStore:
         """The folder's shards, the largest first. Another process may just be joining some of its own."""
         while True:
             try:
-                found = [shards.read(path, self._origin) for path in sorted(self.folder.glob(shards.PATTERN))]
+                found = [shards.read_shard(path, self._origin) for path in sorted(self.folder.glob(shards.PATTERN))]
             except FileNotFoundError:
                 continue
             return sorted(found, key=lambda shard: -len(shard.contents))

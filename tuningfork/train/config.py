@@ -59,7 +59,7 @@ class TrainConfig:
     trying. Log-probs stay the same to the bit; a budget rounds gradients differently. May change on --resume, where
     auto keeps what it chose."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Seed of the data order, and of rounding by chance."""
+    """Seed of the data order, and of stochastic rounding."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if there is a GPU. May change on --resume; what is computed from there on is rounded differently."""
 

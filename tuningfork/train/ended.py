@@ -50,7 +50,7 @@ def is_whole(
         return False
     if {step_of(folder), last, metrics[-1]["step"] if metrics else 0} != {saved.step}:
         return False
-    digests.check(str(model), weights=True)
+    digests.check_export(str(model), weights=True)
     dtype = load_config(str(model)).dtype
     return dtype is not None and dtype == ASKED.get(output.export_dtype, load_config(starting).dtype)
 

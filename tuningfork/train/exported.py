@@ -42,7 +42,7 @@ def export_model(
     dtype = asked or session.loaded.stored_dtype
     there = step_of(folder) if path.exists() else None
     if there == step:
-        digests.check(str(path), weights=True)  # the small files are compared when the config is read
+        digests.check_export(str(path), weights=True)  # the small files are compared when the config is read
         stored = load_config(str(path)).dtype
         if stored != dtype:
             raise RunFolderError(

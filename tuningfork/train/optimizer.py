@@ -21,9 +21,9 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     that an update smaller than their spacing is kept on average.
 
     Raises:
-        ConfigError: adamw_8bit is asked for and cannot be had, see `check`.
+        ConfigError: adamw_8bit is asked for and cannot be had, see `check_optimizer`.
     """
-    check(config)
+    check_optimizer(config)
     weights = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in weights if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -81,7 +81,7 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
             group["lr"] = rate
 
 
-def check(config: TrainConfig) -> None:
+def check_optimizer(config: TrainConfig) -> None:
     """Raises ConfigError where the optimizer cannot be had: adamw_8bit without torchao, or, since torchao compiles its
     step, on a CPU without a compiler for C++."""
     if config.optimizer != "adamw_8bit":

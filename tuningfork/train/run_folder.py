@@ -51,7 +51,7 @@ def to_go_on(folder: Path) -> str:
     return f"tuningfork train {shlex.quote(str(folder / CONFIG))} --resume"
 
 
-def check(folder: Path, resume: bool) -> None:
+def check_run_folder(folder: Path, resume: bool) -> None:
     """Whether a run may begin in this folder, or with `resume` go on there. It may be absent.
 
     Raises:

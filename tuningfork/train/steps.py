@@ -49,7 +49,7 @@ def training_steps(
             torch.cuda.reset_peak_memory_stats()
         lr = learning_rate(config, step, loader.order.total_steps)
         set_learning_rate(optimizer, lr)
-        torch.manual_seed(config.seed * 2**32 + step)  # for rounding by chance: a pure function of (seed, step)
+        torch.manual_seed(config.seed * 2**32 + step)  # for stochastic rounding: a pure function of (seed, step)
         try:
             largest = max(len(pack.input_ids) for pack in batch.packs)
             with enough_memory(f"step {step + 1}, with packs of up to {largest:,} tokens"):

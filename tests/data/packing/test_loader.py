@@ -129,7 +129,7 @@ def contents(loader: PackLoader, first: int) -> list[tuple[int, list[list[int]],
 def test_resuming_at_any_step_gives_the_same_stream_in_later_epochs_too():
     """ms-swift#10050: a resume in epoch >= 1 replayed the order of epoch 0."""
     examples = random_pairs(10)
-    order = EpochOrder.plan(10, 3, seed=5, epochs=3, max_steps=None)  # 10 steps, borders of epochs inside steps
+    order = EpochOrder.plan(10, 3, seed=5, epochs=3, max_steps=None)  # 10 steps, boundaries of epochs inside steps
 
     def fresh() -> PackLoader:
         return PackLoader(examples, order, limits_of(tokens=64))

@@ -167,7 +167,7 @@ def test_what_counts_is_what_the_assistant_says_and_nothing_else(name: str, trai
         assert_lost_for_a_reason(unusable, printed)
         return
     swapped = render(other, tokenizer, train_on)  # type: ignore[arg-type]
-    assert (swapped.border, swapped.texts, swapped.spans) == (got.border, got.texts[::-1], got.spans[::-1])
+    assert (swapped.boundary, swapped.texts, swapped.spans) == (got.boundary, got.texts[::-1], got.spans[::-1])
     assert_spans(got, example, printed, train_on)
     (tokens,) = encoder([got])
     for answer, text, spans in zip(tokens.answers, got.texts, got.spans, strict=True):
@@ -208,7 +208,7 @@ def assert_spans(got: RenderedExample, example: Example, printed: Printed, train
                 continue
             once = range(1, 1 + max(1, len(turn.extra.get("tool_calls", ()))))  # or once for each call
             assert ends and (not ends[0] or tail.count(ends[0]) in once), tail
-        assert not left and got.texts[0][: got.border] == got.texts[1][: got.border]
+        assert not left and got.texts[0][: got.boundary] == got.texts[1][: got.boundary]
 
 
 @pytest.mark.parametrize("one", ["", "\n", "\n\n", " \n"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from tests.data.joint import Style, border, differences, encoded, printed, refused, whole
+from tests.data.joint import Style, boundary, differences, encoded, printed, refused, whole
 from tests.real_tokenizers import DEEPSEEK_V4, REAL, Unavailable, real_tokenizer, vocabulary
 from tuningfork.data.examples.values import Unusable
 from tuningfork.data.tokens.template import render
@@ -122,7 +122,7 @@ def test_ids_masks_and_prompts_are_those_of_the_whole_conversations(name: str, c
         return
     wholes = [whole(tokenizer, STYLES[name], prompt, answer) for answer in answers]
     example = encoded(tokenizer, prompt, answers, encoder)
-    assert differences(example, wholes, border(tokenizer, prompt, wholes)) == []
+    assert differences(example, wholes, boundary(tokenizer, prompt, wholes)) == []
 
 
 @pytest.mark.parametrize("name", REAL)

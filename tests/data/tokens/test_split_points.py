@@ -68,9 +68,9 @@ def check(tokenizer: PreTrainedTokenizerBase, text: str, cut: int) -> None:
 def test_any_added_tokens(added: list, normalizer: str, splitter: str, text: str) -> None:
     tokenizer = made(added, normalizer, splitter)
     points = SplitPoints(tokenizer)
-    for border in range(len(text) + 1):
-        if cut := points.last(text, border):
-            assert cut < border and any(text.startswith(token, cut) for token in points.tokens)
+    for boundary in range(len(text) + 1):
+        if cut := points.last(text, boundary):
+            assert cut < boundary and any(text.startswith(token, cut) for token in points.tokens)
             check(tokenizer, text, cut)
 
 

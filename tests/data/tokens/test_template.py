@@ -46,7 +46,7 @@ def test_chatml() -> None:
     got = rendered(CHATML, answer("yes"), answer("no\n"))
     prompt = f"{SYSTEM}<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
     assert got.source == SOURCE
-    assert got.border == len(prompt)
+    assert got.boundary == len(prompt)
     assert got.texts == (f"{prompt}yes<|im_end|>", f"{prompt}no\n<|im_end|>")
     assert counted(got) == [["yes<|im_end|>"], ["no\n<|im_end|>"]]
 
@@ -59,9 +59,9 @@ def test_a_system_message_of_its_own_takes_the_default_ones_place() -> None:
 def test_all_assistant_turns_of_an_answer_count_and_no_other() -> None:
     got = rendered(CHATML, answer("a", "u", "b", "v", "c"), answer("d"), prompt=turns("p", "x", "q"))
     assert counted(got) == [["a<|im_end|>", "b<|im_end|>", "c<|im_end|>"], ["d<|im_end|>"]]
-    prompt = got.texts[0][: got.border]
+    prompt = got.texts[0][: got.boundary]
     assert prompt.endswith("assistant\nx<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n")
-    assert got.texts[0][got.border :] == (
+    assert got.texts[0][got.boundary :] == (
         "a<|im_end|>\n<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n"
         "b<|im_end|>\n<|im_start|>user\nv<|im_end|>\n<|im_start|>assistant\nc<|im_end|>"
     )
@@ -69,7 +69,7 @@ def test_all_assistant_turns_of_an_answer_count_and_no_other() -> None:
 
 def test_a_template_without_generation_prompt() -> None:
     got = rendered(INST, answer("yes", "u", "z"), answer("no"))
-    assert got.border == len("<s>[INST] q [/INST]")
+    assert got.boundary == len("<s>[INST] q [/INST]")
     assert got.texts == ("<s>[INST] q [/INST] yes </s>[INST] u [/INST] z </s>", "<s>[INST] q [/INST] no </s>")
     assert counted(got) == [[" yes </s>", " z </s>"], [" no </s>"]]
 
@@ -115,7 +115,7 @@ def test_a_rewriting_template_prints_a_whole_conversation_as_it_will_be_met() ->
     """An earlier turn of the answer has lost its thought, and counts as it is printed now."""
     got = rendered(REWRITING, answer("a", "u", "b"), answer("c"))
     prompt = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
-    assert got.border == len(prompt)
+    assert got.boundary == len(prompt)
     assert got.texts[0] == (
         f"{prompt}a<|im_end|>\n<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n<think></think>b<|im_end|>"
     )
@@ -133,7 +133,7 @@ REOPENING = (
 
 def test_a_generation_prompt_that_no_printed_turn_has_is_no_part_of_the_prompt() -> None:
     got = rendered(REOPENING, answer("yes"), answer("no", "u", "z"))
-    assert got.border == len("<s><U>q<A>")
+    assert got.boundary == len("<s><U>q<A>")
     assert got.texts == ("<s><U>q<A>yes<E>", "<s><U>q<A>no<E><U>u<A>z<E>")
     assert counted(got) == [["yes<E>"], ["no<E>", "z<E>"]]
     assert got.notes == (REOPENS,)
@@ -142,15 +142,15 @@ def test_a_generation_prompt_that_no_printed_turn_has_is_no_part_of_the_prompt()
 def test_the_border_is_the_last_that_all_answers_share() -> None:
     # The one answer begins as the generation prompt goes on; the other does not, and decides.
     got = rendered(REOPENING, answer("<think>\nyes"), answer("no"))
-    assert got.border == len("<s><U>q<A>")
+    assert got.boundary == len("<s><U>q<A>")
     both = rendered(REOPENING, answer("<think>\nyes"), answer("<think>\nno"))
-    assert both.border == len("<s><U>q<A><think>\n") and counted(both) == [["yes<E>"], ["no<E>"]]
+    assert both.boundary == len("<s><U>q<A><think>\n") and counted(both) == [["yes<E>"], ["no<E>"]]
 
 
 def test_a_template_that_counts_its_messages_shares_no_prompt() -> None:
     got = rendered("{{ messages | length }}: {% for m in messages %}{{ m['content'] }};{% endfor %}",
                    answer("a", "u", "b"), answer("c"))  # fmt: skip
-    assert got.border == 0 and got.texts == ("4: q;a;u;b;", "2: q;c;")
+    assert got.boundary == 0 and got.texts == ("4: q;a;u;b;", "2: q;c;")
     assert counted(got) == [["a;", "b;"], ["c;"]]
 
 
@@ -165,7 +165,7 @@ def test_only_the_last_turn_counts_where_that_is_asked_for() -> None:
     got = render(example, byte_bpe(chat_template=CHATML), "last")
     assert counted(got) == [["b<|im_end|>"], ["c<|im_end|>"]]
     every = render(example, byte_bpe(chat_template=CHATML), "all_assistant")
-    assert (got.texts, got.border) == (every.texts, every.border)
+    assert (got.texts, got.boundary) == (every.texts, every.boundary)
 
 
 def test_a_turn_that_its_file_does_not_let_count_does_not() -> None:

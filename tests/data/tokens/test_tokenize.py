@@ -1,4 +1,4 @@
-"""Ids, borders and masks, each against values worked out by hand or against the joint encoding."""
+"""Ids, boundaries and masks, each against values worked out by hand or against the joint encoding."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def counted(tokenizer: PreTrainedTokenizerFast, example: TokenExample) -> list[s
     return [tokenizer.decode(answer.ids[answer.mask].tolist()) for answer in example.answers]
 
 
-# ---- the border
+# ---- the boundary
 
 
 def test_tokens_that_merge_across_the_border_belong_to_the_answer() -> None:
@@ -71,7 +71,7 @@ def test_a_merge_that_both_answers_share_still_belongs_to_them() -> None:
 
 
 def test_a_tokens_trimmed_white_space_does_not_hide_that_it_crosses_the_border() -> None:
-    # ") " is one token; GPT-2's offsets would report only ")" for it, which ends at the border
+    # ") " is one token; GPT-2's offsets would report only ")" for it, which ends at the boundary
     backend = byte_bpe([(")", "Ġ")]).backend_tokenizer
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
@@ -102,7 +102,7 @@ def test_answers_with_a_common_start_keep_it() -> None:
 def test_characters_of_several_tokens_on_both_sides_of_the_border() -> None:
     tokenizer = byte_bpe()
     example = encode(tokenizer, "é\U0001f600", "\U0001f600", "\U0001f601")
-    # UTF-8: 2 + 4 bytes before the border, 4 behind; the two answers share 3 bytes of a character, which stay theirs
+    # UTF-8: 2 + 4 bytes before the boundary, 4 behind; the two answers share 3 bytes of a character, which stay theirs
     assert len(example.prompt_ids) == 6
     assert [len(a.ids) for a in example.answers] == [5, 5]
     assert all(a.mask.all() for a in example.answers)

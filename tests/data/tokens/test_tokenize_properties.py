@@ -1,4 +1,4 @@
-"""Any conversation, in any of the common kinds of template, with tokenizers that merge across every border."""
+"""Any conversation, in any of the common kinds of template, with tokenizers that merge across every boundary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from tests.data.joint import Style, border, byte_spans, differences, encoded, refused, whole
+from tests.data.joint import Style, boundary, byte_spans, differences, encoded, refused, whole
 from tests.data.tiny_tokenizers import CHATML, INST, REWRITING, SPECIAL, byte_bpe, sentence_piece
 from tuningfork.data.examples.values import Unusable
 from tuningfork.data.tokens.template import render
@@ -137,7 +137,7 @@ def test_what_is_used_is_the_joint_reading_and_nothing_else_is_lost(
         return
     assert not refused(tokenizer, prompt, answers)
     wholes = [whole(tokenizer, family.style, prompt, answer) for answer in answers]
-    assert differences(example, wholes, border(tokenizer, prompt, wholes)) == []
+    assert differences(example, wholes, boundary(tokenizer, prompt, wholes)) == []
     assert all(answer.mask.any() for answer in example.answers)
 
 
@@ -145,7 +145,7 @@ def test_content_that_reads_like_its_end_marker_takes_no_white_space_from_the_te
     tokenizer = byte_bpe(chat_template=CHATML)
     prompt, answers = (Message("user", "q"),), [(Message("assistant", text),) for text in ("<|im_end|>\n", "no")]
     wholes = [whole(tokenizer, TURN, prompt, answer) for answer in answers]
-    assert differences(encoded(tokenizer, prompt, answers), wholes, border(tokenizer, prompt, wholes)) == []
+    assert differences(encoded(tokenizer, prompt, answers), wholes, boundary(tokenizer, prompt, wholes)) == []
 
 
 harmless = st.text("ab4 .\n\té\u0301\U0001f600你", min_size=1, max_size=5).filter(lambda text: bool(text.strip()))

@@ -17,7 +17,7 @@ from tests.models.hf.folders import edit, folder_of, logits, plain_load, rewrite
 from tests.tiny import FAMILIES, tiny_model
 from tuningfork.errors import ModelError
 from tuningfork.models.hf import attention, digests
-from tuningfork.models.hf.export import check, exported_config, exported_dtype, save
+from tuningfork.models.hf.export import check_exportable, exported_config, exported_dtype, save
 from tuningfork.models.hf.load import Loaded, comparable, load, load_config, load_tokenizer
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -414,7 +414,7 @@ def test_settings_of_what_a_model_hands_out_cost_no_export(tmp_path, setting):
         assert "config.json cannot be read: Validation error for field" in str(error)
         return
     assert loaded.model.config.return_dict and not loaded.model.config.output_hidden_states
-    check(loaded, "original")
+    check_exportable(loaded, "original")
     save(loaded, tmp_path / "export")
     written = content(tmp_path / "export" / "config.json")
     assert written | setting | {"architectures": ["LlamaForCausalLM"]} == written
@@ -426,7 +426,7 @@ def test_what_could_not_be_exported_is_refused_before_it_is_trained(tmp_path, se
     edit(folder_of(tmp_path / "original") / "config.json", **setting)
     loaded = load(str(tmp_path / "original"))
     with pytest.raises(ModelError, match=r"^original: the model could be trained, but not exported: .* Correct config"):
-        check(loaded, "original")
+        check_exportable(loaded, "original")
 
 
 def test_whatever_the_library_would_not_save_is_refused_before_it_is_trained(tmp_path, monkeypatch):
@@ -437,7 +437,7 @@ def test_whatever_the_library_would_not_save_is_refused_before_it_is_trained(tmp
 
     monkeypatch.setattr(type(loaded.model.config), "save_pretrained", objects)
     with pytest.raises(ModelError, match=r"cannot save it: no such thing\. Correct"):
-        check(loaded, "original")
+        check_exportable(loaded, "original")
 
 
 @pytest.mark.parametrize("name", ["validate", "save_pretrained", "get_text_config"])

@@ -232,13 +232,13 @@ def test_nothing_is_read_of_weights_that_do_not_fit(tmp_path, monkeypatch):
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
     folder_of(tmp_path)
-    real = safetensors_reader.read
+    real = safetensors_reader.read_weights
 
     def cut_first(tensors, progress):
         os.truncate(tmp_path / "model.safetensors", 5000)
         real(tensors, progress)
 
-    monkeypatch.setattr(safetensors_reader, "read", cut_first)
+    monkeypatch.setattr(safetensors_reader, "read_weights", cut_first)
     refused(tmp_path, r"the weights cannot be read: .*model\.safetensors ends too early")
 
 

@@ -289,14 +289,14 @@ def test_weights_of_another_folder_are_read_to_where_the_models_own_are(tmp_path
     rewrite(second, lambda stored: [weight.mul_(-1.5).add_(0.01) for weight in stored.values()])
     model = load(str(first), dtype=held).model
     places = {name: weight.data_ptr() for name, weight in model.named_parameters()}
-    read, filled = safetensors_reader.read, set()
+    read, filled = safetensors_reader.read_weights, set()
 
     def noting(tensors, *args):
         tensors = list(tensors)
         filled.update(tensor.data_ptr() for tensor, _ in tensors)
         read(tensors, *args)
 
-    monkeypatch.setattr(safetensors_reader, "read", noting)
+    monkeypatch.setattr(safetensors_reader, "read_weights", noting)
     replace_weights(model, str(second))
     assert filled == set(places.values())
     assert places == {name: weight.data_ptr() for name, weight in model.named_parameters()}

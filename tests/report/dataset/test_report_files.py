@@ -10,7 +10,7 @@ import pytest
 from tests.data.summary.workbench import pair, summary_of
 from tuningfork.data.summary.records import DataSummary
 from tuningfork.errors import RunFolderError
-from tuningfork.report.dataset.report_files import PAGE, REPORT, check, write
+from tuningfork.report.dataset.report_files import PAGE, REPORT, check_report_folder, write
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def summary(tmp_path_factory: pytest.TempPathFactory) -> DataSummary:
 
 def test_an_earlier_report_is_replaced(tmp_path: Path, summary: DataSummary) -> None:
     folder = tmp_path / "run" / "data"
-    check(folder)
+    check_report_folder(folder)
     assert not folder.exists()
     assert write(folder, summary, "1.0") == [folder / REPORT, folder / PAGE]
     assert json.loads((folder / REPORT).read_text()) == {
@@ -49,7 +49,7 @@ def test_what_somebody_else_made_stays(tmp_path: Path, summary: DataSummary, nam
     (tmp_path / name).unlink()
     (tmp_path / name).mkdir()
     with pytest.raises(RunFolderError, match=name):
-        check(tmp_path)
+        check_report_folder(tmp_path)
 
 
 @pytest.mark.parametrize("name", [REPORT, PAGE, ""])
@@ -75,4 +75,4 @@ def test_what_a_kill_left_of_a_report_is_cleared_away(tmp_path: Path, summary: D
 def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     with pytest.raises(RunFolderError, match=r"run is a file.*Choose another output\.dir"):
-        check(tmp_path / "run" / "data")
+        check_report_folder(tmp_path / "run" / "data")

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from tuningfork.errors import RunFolderError
-from tuningfork.report.run.eval_files import check, write
+from tuningfork.report.run.eval_files import check_eval_folder, write
 
 SAID, FACTS, SCORES = "model on held_out", {"policy": "a"}, {"loss": 0.5}
 
 
 def test_an_evaluation_of_the_same_facts_is_replaced(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "evaluations"
-    check(folder)
+    check_eval_folder(folder)
     path = write(folder, SAID, FACTS, SCORES, {"seconds": 1})
     assert write(folder, SAID, FACTS, SCORES, {"seconds": 2}) == path
     assert json.loads(path.read_text()) == {"made_by": "tuningfork eval", "scores": SCORES, **FACTS, "seconds": 2}
@@ -43,7 +43,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path, linked: str) -> None:
     else:
         folder.symlink_to(elsewhere if linked == "folder" else tmp_path / "absent")
         with pytest.raises(RunFolderError, match=r"evaluations is a link.*Remove it"):
-            check(folder)
+            check_eval_folder(folder)
     with pytest.raises(RunFolderError, match=r"is a link.*Remove it"):
         write(folder, SAID, FACTS, SCORES, {"seconds": 2})
     assert before.read_text() == text and list(elsewhere.iterdir()) == [before]

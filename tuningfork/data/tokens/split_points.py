@@ -36,9 +36,9 @@ class SplitPoints:
         if getattr(tokenizer, "split_special_tokens", False) or getattr(backend, "encode_special_tokens", False):
             self.tokens = []  # they are text like any other
 
-    def last(self, text: str, border: int) -> int:
-        """The start of the last token that lies before the border: where to cut. 0 where there is none."""
-        return max((0, *(text.rfind(token, 0, border) for token in self.tokens)))
+    def last(self, text: str, boundary: int) -> int:
+        """The start of the last token that lies before the boundary: where to cut. 0 where there is none."""
+        return max((0, *(text.rfind(token, 0, boundary) for token in self.tokens)))
 
 
 def _stands_alone(token: Any) -> bool:

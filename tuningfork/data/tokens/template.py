@@ -38,15 +38,15 @@ __all__ = ["LEAVES_OUT", "REFUSES", "REOPENS", "REWRITES", "RenderedExample", "S
 class RenderedExample:
     """An example as text. `texts[i]` is the whole sequence of answer i: prompt, then answer.
 
-    The prompt is the first `border` characters of every text, the generation prompt included. `spans[i]` are the
-    characters of `texts[i]` that count; the first may begin before the border, where all answers begin as the
+    The prompt is the first `boundary` characters of every text, the generation prompt included. `spans[i]` are the
+    characters of `texts[i]` that count; the first may begin before the boundary, where all answers begin as the
     generation prompt goes on, and what of it ends up in the prompt does not count. `plain` text is no template's: BOS
     and EOS are not in it yet. `notes` say what is worth knowing, in short phrases. `tokens` are the ids of every text
     and the characters that each covers, where they are not the tokenizer's own reading of it.
     """
 
     source: Source
-    border: int
+    boundary: int
     texts: tuple[str, ...]
     spans: tuple[tuple[Span, ...], ...]
     plain: bool = False
@@ -68,10 +68,10 @@ def render(
         DataError: it does not come to an end.
     """
     if isinstance(example.prompt, str):
-        border = len(example.prompt)
-        _check_whole(border * len(example.answers) + sum(map(len, example.answers)))
+        boundary = len(example.prompt)
+        _check_whole(boundary * len(example.answers) + sum(map(len, example.answers)))
         texts = tuple(_encodable(f"{example.prompt}{answer}") for answer in example.answers)
-        return RenderedExample(example.source, border, texts, tuple(((border, len(t)),) for t in texts), plain=True)
+        return RenderedExample(example.source, boundary, texts, tuple(((boundary, len(t)),) for t in texts), plain=True)
     answers, arguments = cast(tuple[Turns, ...], example.answers), dict(example.template)
     printer = Printer(tokenizer, arguments)
     work = partial(_conversations, example.source, example.prompt, answers, train_on, printer)
@@ -104,7 +104,7 @@ def _rendered(
     printer: Printer,
 ) -> RenderedExample:  # fmt: skip
     notes: set[str] = set()
-    located, texts, borders = [], [], []
+    located, texts, boundaries = [], [], []
     opened = printer(prompt, open_turn=True)
     for name, answer in zip(_names(len(answers)), answers, strict=True):
         turns = (*prompt, *answer)
@@ -116,14 +116,14 @@ def _rendered(
         finder = Finder(turns, printer)
         found = {place: finder.find(place) for place in dict.fromkeys((*wanted, last))}
         end = found[last].stop
-        borders.append(min(common_prefix(opened, finder.whole), end))
+        boundaries.append(min(common_prefix(opened, finder.whole), end))
         texts.append(_encodable(finder.whole[:end]))
         _check_whole(sum(map(len, texts)))
         located.append(Located(finder, [found[place] for place in wanted]))
         said = {turn.note for turn in found.values() if turn.note}
-        notes |= said or ({REOPENS} if borders[-1] < len(opened) else set())
+        notes |= said or ({REOPENS} if boundaries[-1] < len(opened) else set())
     spans = tuple(tuple(span for turn in turns for span in turn.spans) for turns in evened(located))
-    return RenderedExample(source, min(borders), tuple(texts), spans, notes=tuple(sorted(notes)))
+    return RenderedExample(source, min(boundaries), tuple(texts), spans, notes=tuple(sorted(notes)))
 
 
 def _places(turns: Turns, first: int) -> list[int]:

@@ -1,8 +1,8 @@
 """Rendered text -> token ids: prompt once, each answer after it, and a mask over the tokens that count.
 
-A sequence has the ids of its whole text, since tokens can merge across the border of prompt and answer; where it is
+A sequence has the ids of its whole text, since tokens can merge across the boundary of prompt and answer; where it is
 encoded in two parts, that gives the same (`split_points.py`). The shared prompt is then what an example's sequences
-have in common before the border, and what the border cuts through belongs to the answer. Whether a token counts is
+have in common before the boundary, and what the boundary cuts through belongs to the answer. Whether a token counts is
 decided by its characters, never by its id, so a pad token that is also the end token loses nothing.
 """
 
@@ -32,7 +32,7 @@ FAILS = "the tokenizer fails"
 SECONDS = 10.0  # of processor time for one call, and for each letter of its texts; those in use take a 20th of that
 SECONDS_A_LETTER = 20e-6
 MERGES = (  # a note
-    "tokens merge across the border of prompt and answer, and belong to the answer then; a space at the end of a "
+    "tokens merge across the boundary of prompt and answer, and belong to the answer then; a space at the end of a "
     "prompt, or of a template's generation prompt, does so: take it out"
 )
 
@@ -120,7 +120,7 @@ class Encoder:
 
     def _read(self, examples: Sequence[RenderedExample]) -> Iterator[list[_Sequence]]:
         """The sequences of each example, as the tokenizer reads them."""
-        cuts = [self.split_points.last(e.texts[0], e.border) if len(e.texts) > 1 else 0 for e in examples]
+        cuts = [self.split_points.last(e.texts[0], e.boundary) if len(e.texts) > 1 else 0 for e in examples]
         parts = [_parts(example, cut) for example, cut in zip(examples, cuts, strict=True)]
         texts = [text for start, rests in parts for text in (*start, *rests)]
         call: Any = self.tokenizer
@@ -142,14 +142,14 @@ class Encoder:
     def _split(self, example: RenderedExample, sequences: list[_Sequence]) -> Encoded:
         """Cut an example's sequences behind the prompt tokens that all of them share."""
         bos, eos = (self.bos, self.eos) if example.plain else (_ids([]), _ids([]))
-        p = min(sequence.tokens_before(example.border) for sequence in sequences)
+        p = min(sequence.tokens_before(example.boundary) for sequence in sequences)
         for other in sequences[1:]:
             differ = np.flatnonzero(sequences[0].ids[:p] != other.ids[:p])
             p = int(differ[0]) if len(differ) else p
         given = all(np.array_equal(sequence.ids[:1], bos) for sequence in sequences)
         prompt_ids = sequences[0].ids[:p] if given else np.concatenate([bos, sequences[0].ids[:p]])
         answers = tuple(_answer(s, p, spans, eos) for s, spans in zip(sequences, example.spans, strict=True))
-        merged = any(p < len(s.ids) and s.starts[p] < example.border for s in sequences)
+        merged = any(p < len(s.ids) and s.starts[p] < example.boundary for s in sequences)
         notes = (*example.notes, MERGES) if merged else example.notes
         return Encoded(TokenExample(example.source, prompt_ids, answers), notes)
 
@@ -203,7 +203,7 @@ def _one_by_one() -> Iterator[None]:
 
 @contextmanager
 def _no_post_processing(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Post-processing may trim white space from a token's offsets, which would hide that it reaches over a border. It
+    """Post-processing may trim white space from a token's offsets, which would hide that it reaches over a boundary. It
     also adds special tokens, and those are not wanted here. Afterwards the tokenizer is as it was; a copy of a large
     one would take seconds.
 
@@ -265,9 +265,9 @@ class _Sequence(NamedTuple):
         """The tokens as they stand in a text that has this many characters in front."""
         return _Sequence(self.ids, self.starts + characters, self.stops + characters)
 
-    def tokens_before(self, border: int) -> int:
-        """How many leading tokens end at or before the border."""
-        beyond = np.flatnonzero(self.stops > border)
+    def tokens_before(self, boundary: int) -> int:
+        """How many leading tokens end at or before the boundary."""
+        beyond = np.flatnonzero(self.stops > boundary)
         return int(beyond[0]) if len(beyond) else len(self.ids)
 
     def covered(self, spans: Sequence[Span]) -> np.ndarray:

@@ -30,7 +30,7 @@ def write(folder: Path) -> None:
     (folder / NAME).write_text(json.dumps({"about": _ABOUT, _KIND: digests}, indent=2) + "\n")
 
 
-def check(path: str, weights: bool) -> None:
+def check_export(path: str, weights: bool) -> None:
     """Whether an exported model is as it was exported; a folder without checksums is not looked at.
 
     Args:

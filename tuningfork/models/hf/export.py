@@ -48,7 +48,7 @@ def save(loaded: Loaded, folder: Path, dtype: torch.dtype | None = None) -> None
     digests.write(folder)
 
 
-def check(loaded: Loaded, path: str) -> None:
+def check_exportable(loaded: Loaded, path: str) -> None:
     """Try what an export does, but for the weights: what the library objects to must not cost a run its model.
 
     Raises:

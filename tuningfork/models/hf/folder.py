@@ -81,7 +81,7 @@ class Origin:
     files: Mapping[str, bytes] = field(default_factory=dict)  # what an export has as it is, by path in the folder
 
 
-def check(path: str) -> None:
+def check_folder(path: str) -> None:
     """Refuse what is no model folder, or one that other readers of it would take for another model.
 
     Raises:
@@ -236,8 +236,8 @@ def _is_count(key: str) -> bool:
     return last in _COUNTED and not {"n", "num"}.isdisjoint(before)
 
 
-def read(path: str) -> tuple[Origin, tuple[str, ...]]:
-    """A folder that passes `check`, and notes on what of it an export leaves out. Raises ModelError."""
+def read_origin(path: str) -> tuple[Origin, tuple[str, ...]]:
+    """A folder that passes `check_folder`, and notes on what of it an export leaves out. Raises ModelError."""
     folder = Path(path)
     config = read_json(path, CONFIG)
     there = sorted({file for pattern in _TRAVELS for file in folder.glob(pattern) if file.is_file()})

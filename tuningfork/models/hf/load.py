@@ -112,8 +112,8 @@ def load_config(path: str) -> Any:
 
 def _config(path: str) -> Any:
     """The folder's config of whatever model. Raises ModelError."""
-    folder.check(path)
-    digests.check(path, weights=False)
+    folder.check_folder(path)
+    digests.check_export(path, weights=False)
     settings = folder.settings(path)
     kind, library = settings["model_type"], f"transformers {transformers.__version__}"
     trust.check_settings(settings, path)
@@ -201,11 +201,11 @@ def _loading(path: str) -> str:
 def _opened(path: str, progress: Callable[[int, int], None] = lambda done, total: None) -> tuple[_Draft, Loaded]:
     """What a folder holds, the weights of its model or some of them yet to be read. Raises ModelError."""
     config = load_config(path)
-    origin, notes = folder.read(path)
+    origin, notes = folder.read_origin(path)
     if not folder.has_weights(path):
         looked = f"looked for {', '.join(safetensors_reader.FILES)}"
         raise ModelError(f"{path}: no weights found ({looked}).{folder.other_formats(Path(path))}")
-    digests.check(path, weights=True)
+    digests.check_export(path, weights=True)
     try:
         found = safetensors_reader.stored_tensors(Path(path))
         if found is not None:
@@ -232,7 +232,7 @@ def _opened(path: str, progress: Callable[[int, int], None] = lambda done, total
 def _read(draft: _Draft, path: str, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
     """Fill the weights that are still on the disk alone. Raises ModelError, also where a weight is no number."""
     try:
-        safetensors_reader.read(((weight.detach(), there) for weight, there in draft.unread), progress)
+        safetensors_reader.read_weights(((weight.detach(), there) for weight, there in draft.unread), progress)
     except OSError as error:
         raise ModelError(f"{path}: the weights cannot be read: {first_line(error)}") from error
     checks.check_finite(draft.model, path)
@@ -280,7 +280,7 @@ def _whole(config: Any, path: str, found: Found | None, progress: Callable[[int,
     else:
         checks.check_room(sum(there.bytes for there in found.tensors.values()))
         state = {name: torch.empty(there.shape, dtype=there.dtype) for name, there in found.tensors.items()}
-        safetensors_reader.read(((state[name], there) for name, there in found.tensors.items()), progress)
+        safetensors_reader.read_weights(((state[name], there) for name, there in found.tensors.items()), progress)
     _, _, traced = _traced(config, path, state)
     dtypes = {own: state[name].dtype for own, (name, _) in traced.items()}
     model, info = _from_state(config, path, state)

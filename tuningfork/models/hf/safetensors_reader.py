@@ -235,7 +235,7 @@ def _first(things: list[str]) -> str:
     return things[0] + (f", and {len(things) - 1} more" if len(things) > 1 else "")
 
 
-def read(
+def read_weights(
     tensors: Iterable[tuple[Tensor, Stored]], progress: Callable[[int, int], None] = lambda done, total: None
 ) -> None:
     """Fill contiguous tensors, on any device, with what lies on the disk, cast to their dtype there.

@@ -15,7 +15,7 @@ MADE_BY = "tuningfork data"
 _OURS = {REPORT: f'"made_by": "{MADE_BY}"', PAGE: f'<meta name="generator" content="{MADE_BY} '}  # and in no other file
 
 
-def check(folder: Path) -> None:
+def check_report_folder(folder: Path) -> None:
     """Look whether a report may be written into a folder, before minutes are spent on it.
 
     Raises:
@@ -32,7 +32,7 @@ def write(folder: Path, summary: DataSummary, version: str) -> list[Path]:
     Raises:
         RunFolderError: a file there is not an earlier report, or the disk refuses.
     """
-    check(folder)
+    check_report_folder(folder)
     clear_abandoned(folder)
     write_json(folder / REPORT, {"made_by": MADE_BY, "version": version, **summary.as_dict()})
     write_text(folder / PAGE, draw_page(summary, f"{MADE_BY} {version}"))

@@ -21,7 +21,7 @@ LONGEST = 80  # characters of a name before its hash
 _MARK = f'{{\n  "made_by": "{MADE_BY}"'
 
 
-def check(folder: Path) -> None:
+def check_eval_folder(folder: Path) -> None:
     """Raise RunFolderError where no folder can be, before minutes are spent, or where there is a link."""
     check_folder(folder)
 
@@ -42,7 +42,7 @@ def write(
     """
     digest = xxhash.xxh3_64_hexdigest(json.dumps(facts, sort_keys=True).encode())
     path = folder / f"{re.sub(r'[^A-Za-z0-9_.]+', '-', said).strip('-.')[:LONGEST]}-{digest}.json"
-    check(folder)  # it may have changed since
+    check_eval_folder(folder)  # it may have changed since
     check_file(path, MADE_BY, _MARK)
     write_json(path, {"made_by": MADE_BY, "scores": scores, **facts, **more})
     return path

@@ -44,14 +44,14 @@ def start_model(config: RunConfig, device: torch.device, console: Console) -> Se
     dtype = choose_dtype(model, device)
     compiled = choose_compile(model.compile, device)
     # What cannot be had is said now, before minutes of reading and scoring.
-    activations.check(train.activation_memory, compiled)
+    activations.check_mode(train.activation_memory, compiled)
     with console.stage("device", f"setting up {device_name(device)}"):
         torch.zeros(1, device=device)  # the first use of a GPU sets it up, which is no part of what follows
     with console.startup.time("weights"):
         loaded = _load(model, device, console)
     with console.stage("self-check", "checking that packed examples equal the same ones alone"):
         check_packed_equals_alone(loaded.model, model.path)
-        export.check(loaded, model.path)
+        export.check_exportable(loaded, model.path)
     hold_gradients(loaded.model, train)
     policy = Policy.fast(loaded.model, dtype)
     scorer = Scorer.of(policy, config.objective.head_chunk_rows)
