@@ -207,20 +207,20 @@ MUTATIONS = (
     # --- layout and attention
     Mutation(
         "answer-one-position-late",
-        "self._lay(answer.ids, first_position=p, prompt=prompt)",
-        "self._lay(answer.ids, first_position=p + 1, prompt=prompt)",
+        "np.arange(first_position, first_position + len(ids))",
+        "np.arange(first_position, first_position + len(ids)) + (parent != ROOT)",
         ("test_content_equals_the_obvious_construction", "test_float64_packed_equals_alone[llama-shared]"),
     ),
     Mutation(
         "first-token-from-another-row",
-        "last_prompt_row=prompt[1] - 1 if p else None",
-        "last_prompt_row=prompt[0] if p else None",
+        "predictors[:1] = segment.ancestors_end - 1",
+        "predictors[:1] = segment.ancestors_start",
         ("test_content_equals_the_obvious_construction", "test_float64_packed_equals_alone[llama-shared]"),
     ),
     Mutation(
         "answer-predicts-itself",
-        "np.arange(start - 1, start - 1 + len(ids))",
-        "np.arange(start, start + len(ids))",
+        "np.arange(segment.start - 1, segment.start - 1 + len(ids))",
+        "np.arange(segment.start, segment.start + len(ids))",
         ("test_content_equals_the_obvious_construction", "test_float64_packed_equals_alone[llama-shared]"),
     ),
     Mutation(
@@ -240,8 +240,8 @@ MUTATIONS = (
     ),
     Mutation(
         "prompt-cut-by-a-row",
-        "torch.cat([t[prompt], t[i]], dim=1)",
-        "torch.cat([t[prompt][:, 1:], t[i]], dim=1)",
+        "torch.cat([t[j] for j in path], dim=1)",
+        "torch.cat([t[j] if j == i else t[j][:, 1:] for j in path], dim=1)",
         (
             "test_values_and_gradients_are_those_of_a_dense_masked_softmax",
             "test_float64_packed_equals_alone[llama-shared]",
@@ -380,8 +380,8 @@ MUTATIONS = (
     # --- a run and its files
     Mutation(
         "resume-one-step-early",
-        "training_steps(loader, start, optimizer, reference, config, result.steps_done)",
-        "training_steps(loader, start, optimizer, reference, config, max(result.steps_done - 1, 0))",
+        "training_steps(loader, session, keeper.optimizer, reference, train, result.steps_done)",
+        "training_steps(loader, session, keeper.optimizer, reference, train, max(result.steps_done - 1, 0))",
         ("test_a_crash_costs_only_the_steps_since_the_last_checkpoint",),
     ),
     Mutation(

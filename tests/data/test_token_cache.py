@@ -357,7 +357,9 @@ def test_what_somebody_else_wrote_with_its_checksums_is_made_again(
 # --- the source in the key -------------------------------------------------------------------------------------------
 
 OUTSIDE = {
-    "errors": "classes of errors, and the wording of messages",
+    "errors": "classes of errors",
+    "wording": "the wording of messages",
+    "library_words": "how what libraries log and warn of is shown",
     "files": "opens, locks and writes files; what is in them is the business of those who read them",
     "json_files": "reads what lies beside the tables of a saved data set, which names the files that are hashed",
     "data.config": "the settings, whose values are in the key",

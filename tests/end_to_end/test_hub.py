@@ -48,7 +48,7 @@ def test_a_folder_of_that_name_wins(cached: Job, shelf: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("command", ["train", "reference", "data", "eval"])
 def test_a_model_that_is_not_to_be_had_is_said_once_with_the_way_to_get_it(cached: Job, command: str) -> None:
-    options = ("--policy", str(cached.folder)) if command == "eval" else ()
+    options = ("--policy", str(cached.settings["model.path"])) if command == "eval" else ()
     message = cached.but({"model.path": "owner/nmae"}).refused(command, *options)
     assert "hf download owner/nmae --include" in message and "HF_HUB_OFFLINE is set" in message
     assert not cached.run.exists()

@@ -273,7 +273,10 @@ def test_losses_with_and_without_an_sft_term_are_told_apart(job: Job, shelf: Pat
     job = job.but({"objective.sft_weight": 1.0, "data.eval": shelf / "held_out.jsonl", "train.max_steps": 2})
     out = job.done().out
     progress, trained, held = out.index("training: 2/2 steps, loss with SFT term "), *map(out.index, _TITLES)
-    assert out.index("the loss of steps has the SFT term (objective.sft_weight) in it; that of held") < progress
+    assert (
+        out.index("the loss of steps is the loss with SFT term, that of held-out pairs the loss without SFT term")
+        < progress
+    )
     assert out.index("loss with SFT term ", trained) < held < out.index("loss without SFT term ", held)
     plain = job.but({"objective.sft_weight": 0.0}).elsewhere("plain").done().out
     assert "SFT" not in plain and "training: 2/2 steps, loss 0." in plain

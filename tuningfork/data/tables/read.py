@@ -232,6 +232,7 @@ def _of_dataset(name: str, load: Callable[[], datasets.Dataset]) -> Rows:
 
 def _from_disk(folder: Path) -> datasets.Dataset:
     """A saved data set whose buffers hold together."""
+    # private: datasets._data_files
     files = [folder / str(part["filename"]) for part in read_object(folder / "state.json")["_data_files"]]
     for file in files:
         check_uncompressed(file)
