@@ -16,7 +16,13 @@ PAGE = ROOT.parent / "docs" / "private_apis.md"
 
 DOCUMENTED = {"_asdict", "_exit", "_fields", "_make", "_replace"}  # of named tuples and of os
 REPLACED = {"excepthook", "showwarning"}  # in sys and warnings, whose pages say that one may
-PYTHONS = {"__doc__", "__main__", "__metadata__", "__name__", "__version__"}  # names of Python itself, and of safetensors' format
+PYTHONS = {
+    "__doc__",
+    "__main__",
+    "__metadata__",
+    "__name__",
+    "__version__",
+}  # names of Python itself, and of safetensors' format
 SOURCES = {"currentframe", "findsource", "getsource", "getsourcefile", "getsourcelines"}  # of the module inspect
 SHOWING = (ast.Import, ast.ImportFrom, ast.Attribute, ast.keyword, ast.Constant)  # what can show a use
 

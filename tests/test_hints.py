@@ -9,6 +9,7 @@ import pytest
 from tuningfork import hints, recipe
 from tuningfork.config import SETTINGS, from_yaml
 from tuningfork.errors import ConfigError
+from tuningfork.objective.kinds import OBJECTIVES
 
 SECTIONS = {key.partition(".")[0] for key in SETTINGS}
 NAMES = sorted(hints.all_hints())
@@ -140,7 +141,7 @@ def test_a_flag_is_met_with_a_flag_also_without_its_value_and_with_hyphens():
 @pytest.mark.parametrize(
     ("given", "said_of_it"),
     [
-        ("objective.name sigmoid", ": here it is dpo; allowed: one of dpo, dpo_norm, ipo, ipo_sum, simpo."),
+        ("objective.name sigmoid", f": here it is dpo; allowed: one of {', '.join(OBJECTIVES)}."),
         ("objective.name DPO", ": here it is dpo; allowed"),
         ("objective.name sigmoid-norm", ": here it is dpo_norm; allowed"),
         ("objective.name cdpo", ": wrong labels are objective.label_smoothing, of objective.name: dpo; allowed"),

@@ -36,7 +36,7 @@ from tuningfork.train.batch import StepBatch
 from tuningfork.train.checks.head_check import check_head
 from tuningfork.train.checks.kernel_check import KernelCheck
 from tuningfork.train.config import TrainConfig
-from tuningfork.train.optimizer import build_optimizer, hold_gradients, optimizer_bytes, step
+from tuningfork.train.optimizer import build_optimizer, hold_gradients, move_weights, optimizer_bytes
 from tuningfork.train.setup import activation_memory
 from tuningfork.train.step import train_step
 
@@ -416,7 +416,7 @@ def test_a_clipped_step_is_that_of_scaled_gradients():
         for _ in range(2):
             for weight, gradient in zip(weights, gradients, strict=True):
                 weight.grad = factor * gradient
-            step(optimizer, scale)
+            move_weights(optimizer, scale)
         return weights
 
     ours, expected = moved(torch.tensor(0.25, device=CUDA)), moved(None, 0.25)

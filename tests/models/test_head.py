@@ -16,6 +16,7 @@ from tuningfork.kernels.select import plain
 from tuningfork.models.head import Head, sum_by_answer
 from tuningfork.objective.base import Answers
 from tuningfork.objective.config import ObjectiveConfig
+from tuningfork.objective.kinds import OBJECTIVES
 from tuningfork.records import LogitTransform, PackedBatch
 
 # k = 1, 2 and 3; a document, alone and forked, whose first token has no row; one-token answers; masks with holes.
@@ -152,7 +153,7 @@ def test_a_frozen_weight_gets_no_gradient():
     torch.testing.assert_close(hidden.grad, through_the_head(case, coupled, Head(plain(), LogitTransform(), 16))[2])
 
 
-@pytest.mark.parametrize("name", ["dpo", "dpo_norm", "ipo", "ipo_sum", "simpo"])
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_objective_has_the_gradient_of_the_plain_path(name):
     """Liger#676: the fused path's own idea of the loss."""
     pairs = random_pairs(6, vocab=V)

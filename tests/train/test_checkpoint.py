@@ -19,7 +19,7 @@ from tuningfork.files import checksum
 from tuningfork.report.run.metrics import Evaluation, Means
 from tuningfork.train.checkpoint import Progress, newest, progress, restore, save
 from tuningfork.train.config import TrainConfig
-from tuningfork.train.optimizer import build_optimizer, set_learning_rate, step
+from tuningfork.train.optimizer import build_optimizer, move_weights, set_learning_rate
 from tuningfork.train.run import _check_same_run
 
 _BEFORE = Evaluation(2, "pairs", 0.1, Means({"rewards/chosen": 0.5}, {"rewards/chosen": 2}))
@@ -52,7 +52,7 @@ def test_8_bit_moments_and_bfloat16_weights_go_on_to_the_bit(tmp_path, uncompile
         for weight in model.parameters():
             weight.grad = torch.randn_like(weight)
         set_learning_rate(optimizer, 1e-3 / (1 + number))
-        step(optimizer)
+        move_weights(optimizer)
 
     whole = fresh()
     for number in range(4):

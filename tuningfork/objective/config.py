@@ -21,7 +21,7 @@ class ObjectiveConfig:
     """Which loss is minimised. docs/glossary.md gives each formula."""
 
     name: ObjectiveName = "dpo"
-    """dpo; dpo_norm and ipo (log-ratios per token); ipo_sum (the paper's sums); simpo (without a reference)."""
+    """Which loss; docs/glossary.md has the formula of each."""
     beta: Annotated[float, Field(gt=0)] = 0.1
     """Strength of the pull towards the reference; for simpo, the scale of the per-token reward."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0

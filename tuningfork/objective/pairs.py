@@ -31,8 +31,7 @@ class PairObjective(Objective):
     takes_margins: ClassVar[bool] = False
     """Whether a row may say by how much its chosen answer should be ahead."""
     statistics_defined: ClassVar[Mapping[str, str]] = {
-        "rewards/chosen": "Mean reward of the chosen answers, nats: beta x log-ratio to the reference, a token's mean "
-        "for dpo_norm and ipo; beta x mean log-prob of a token for simpo.",
+        "rewards/chosen": "Mean reward of the chosen answers, nats, as the objective defines rewards.",
         "rewards/rejected": "Mean reward of the rejected answers, as that of the chosen ones.",
         "rewards/margin": "Mean of (reward of chosen - reward of rejected), nats.",
         "rewards/accuracy": "Share of pairs whose chosen answer has the higher reward; a tie counts half.",

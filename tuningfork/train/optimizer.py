@@ -54,7 +54,7 @@ def gradient_norm(optimizer: Optimizer) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype)))
 
 
-def step(optimizer: Optimizer, scale: Tensor | None = None) -> None:
+def move_weights(optimizer: Optimizer, scale: Tensor | None = None) -> None:
     """Move the weights once, by gradients times `scale` (a scalar on their device; a fused optimizer rounds it to
     float32). Gradients are used up."""
     if scale is None:

@@ -15,7 +15,9 @@ from tuningfork.models.scorer import Scorer
 from tuningfork.objective.base import Objective
 from tuningfork.reference.build import unequal
 from tuningfork.train.batch import StepBatch
-from tuningfork.train.optimizer import gradient_norm, step
+from tuningfork.train.optimizer import gradient_norm, move_weights
+
+_ROUNDING = 1e-3  # nats: more above 0 is no log-prob of any kernel that only rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +66,10 @@ def train_step(
     _check_finite(outcome, batch)
     if starting:
         _check_starting(outcome, batch)
-    limit = max_grad_norm
-    step(optimizer, scale=limit / (norm + 1e-6) if limit is not None and outcome.grad_norm > limit else None)
+    scale = None
+    if max_grad_norm is not None and outcome.grad_norm > max_grad_norm:
+        scale = max_grad_norm / (norm + 1e-6)
+    move_weights(optimizer, scale)
     optimizer.zero_grad(set_to_none=True)
     return outcome
 
@@ -90,7 +94,7 @@ def _check_starting(outcome: StepOutcome, batch: StepBatch) -> None:
 
 def _check_finite(outcome: StepOutcome, batch: StepBatch) -> None:
     logps = outcome.logps.numpy()
-    for place in np.flatnonzero(~np.isfinite(logps) | (logps > 1e-3))[:1].tolist():
+    for place in np.flatnonzero(~np.isfinite(logps) | (logps > _ROUNDING))[:1].tolist():
         answer, above = batch.answer_name(place), ", above 0" if np.isfinite(logps[place]) else ""
         raise NonFiniteError(f"the log-prob of {answer} is {float(logps[place])}{above}.")
     if not (np.isfinite(outcome.loss) and np.isfinite(outcome.grad_norm)):

@@ -10,7 +10,7 @@ import pytest
 from tests.data.rows import PAIR, assistant, read_examples, user, write
 from tests.data.tiny_tokenizers import word_level
 from tuningfork.data.config import DataConfig
-from tuningfork.data.examples.field_names import check_columns, check_renames_used
+from tuningfork.data.examples.field_names import OURS, check_columns, check_renames_used
 from tuningfork.data.examples.roles import MessageNames, check_roles
 from tuningfork.data.prepare import check_names_used, prepare_examples
 from tuningfork.data.tokens.printing import message_fields
@@ -54,7 +54,7 @@ def test_a_row_with_the_field_under_our_name_is_read_too(tmp_path: Path) -> None
     ("columns", "words"),
     [
         ({"a": "promt"}, "{a: promt} names no field that is read; did you mean prompt?"),
-        ({"a": "zzzzzz"}, "formats read answers, better_response_id, chat_template_kwargs, chosen"),
+        ({"a": "zzzzzz"}, f"formats read {', '.join(OURS[:4])}"),
         ({"a": "prompt", "b": "prompt"}, "a and b are both to be prompt"),
     ],
 )

@@ -1,8 +1,8 @@
 """The formats that rows have: which field is the prompt, which are the answers, and which of them is the better one.
 
-A file has one of the formats below, told apart by the fields that its rows fill, the most specific first; `data.format`
-names one instead. A format only says which field is what; what prompts and answers may look like is the same for all of
-them (`data/examples/row_reader.py`).
+A file has one of the formats below, told apart by the fields that its rows fill; of several that fit, the one that
+stands first in FORMATS. `data.format` names one instead. A format only says which field is what; what prompts and
+answers may look like is the same for all of them (`data/examples/row_reader.py`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ and its name is the one that `output.sinks` gives it. A module here and a test o
         return Printed()
 
 `folder` is the sink's own: it lies in the run folder beside config.yaml, is named as the sink is, and is made by it if
-need be. A run that continues sends `first_step` and later steps anew, so what the sink has of these is void.
+need be. A run that continues sends `first_step` and later steps anew, so what the sink has of these is void; and where
+its held-out examples are others than before, the evaluation of step 0 as well.
 
 A sink that cannot be opened is an error before the first step. One that fails later gets no more numbers, and the run
 goes on: that is said at once and again at the end, and metrics.jsonl has the numbers.
@@ -40,7 +41,7 @@ class Sink(Protocol):
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         """Take the finite numbers of a step: those of a line of metrics.jsonl that are not null, by the same names.
 
-        Steps never go back; several calls may be of one step, such as one of training and one of an evaluation.
+        Several calls may be of one step, such as one of training and one of an evaluation.
         """
 
     def close(self) -> None:
