@@ -269,12 +269,12 @@ def _run_in(folder: Path) -> RunConfig | None:
 
 
 def _dated(config: RunConfig, run: RunConfig | None) -> RunConfig:
-    """The same with the day that chat templates print: its own, or that of the `run` in its folder, or today."""
+    """Settings with the day that chat templates print: its own, or that of the `run` in its folder, or today."""
     return replace(config, data=config.data.with_day(began=run.data.date if run else None))
 
 
 def _as_before(config: RunConfig, run: RunConfig | None) -> RunConfig:
-    """The same with what the run in its folder has settled: the day, and the commits of what is from the hub."""
+    """Settings with what the run in their folder has settled: the day, and the commits of what is from the hub."""
     config = _dated(config, run)
     if run is None:
         return config
@@ -289,7 +289,7 @@ def _as_before(config: RunConfig, run: RunConfig | None) -> RunConfig:
 
 
 def _located(config: RunConfig, console: Console, weights: bool = True) -> tuple[RunConfig, str]:
-    """The same with everything from the hub at one commit and the model's path on this machine; and as config.yaml
+    """Settings with everything from the hub at one commit and the model's path on this machine; and as config.yaml
     keeps it, where the model's name with that commit stands for its path. Raises ModelError."""
     data = replace(config.data, train=pinned_sources(config.data.train, newest_commit))
     if data.eval is not None:
@@ -311,7 +311,7 @@ def _fetched(name: HubName, console: Console, weights: bool) -> tuple[str, HubNa
 
 
 def _dated_as_its_run(config: RunConfig) -> RunConfig:
-    """The same with a day, for a command that only reads. Raises ConfigError where the run does not tell its day."""
+    """Settings with a day, for a command that only reads. Raises ConfigError where the run does not tell its day."""
     try:
         return _as_before(config, _run_in(Path(config.output.dir)))
     except (ConfigError, RunFolderError) as error:

@@ -34,17 +34,17 @@ REQUIRED = {"model.path": "./model", "data.train": "./pairs.jsonl"}
 """Settings without a usable default, each with an example."""
 
 TO_EVALUATE = {"model.path": "./model", "data.eval": "./held_out.jsonl"}
-"""Those of a command that does not train."""
+"""Settings that a command which does not train cannot do without, each with an example."""
 
 
 PATHS = ("model.path", "data.train", "data.eval", "data.cache", "data.template", "reference.cache", "output.dir")
 """Settings that name files or folders, or lists of them, in which ~ is the user's home."""
 
 READ = ("model.path", "data.train", "data.eval", "data.template")
-"""Those of what must be there before."""
+"""Settings that name what must be there before a command begins."""
 
 WRITTEN = ("output.dir", "data.cache", "reference.cache")
-"""Those of folders that a command writes to."""
+"""Settings that name folders to which a command writes."""
 
 _NO_PATHS = {("data.template", CHAT), ("data.template", NO_TEMPLATE)}
 _PERHAPS_OF_HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # owner/name

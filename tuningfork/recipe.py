@@ -176,7 +176,7 @@ def validate(
 
 
 def _joined(wrong: Sequence[_Wrong]) -> list[_Wrong]:
-    """The same with names of which the very same paragraph is to be said, as of the two parts of a batch, in one."""
+    """What is wrong with names, joined where one paragraph is to be said of several, as of the two parts of a batch."""
     names: dict[str, list[str]] = {}
     for line in wrong:
         name, _, rest = line.said.partition(_NO_SETTING)

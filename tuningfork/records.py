@@ -318,11 +318,11 @@ class PackedBatch:
         return [len(example.answers) for example in self.examples]
 
     def to(self, device: torch.device) -> PackedBatch:
-        """The same pack with its tensors on a device; the copy may still be under way if they are pinned."""
+        """This pack with its tensors on a device; the copy may still be under way if they are pinned."""
         return _map_tensors(self, lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> PackedBatch:
-        """The same pack in page-locked memory, from which a GPU copies without blocking the host."""
+        """This pack with its tensors in page-locked memory, from which a GPU copies without blocking the host."""
         return _map_tensors(self, lambda tensor: tensor.pin_memory())
 
 

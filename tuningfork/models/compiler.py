@@ -63,7 +63,7 @@ class Float32WeightGradients(CustomGraphPass):
         )
 
     def uuid(self) -> Any:
-        """Of this file's content: the compiler's cache keeps graphs that went through the pass."""
+        """A hash of this file's content: the compiler's cache keeps graphs that went through the pass."""
         return get_hash_for_files((__file__,))
 
     def __eq__(self, other: object) -> bool:  # to the compiler, unequal options mean other graphs: one for every block

@@ -75,11 +75,11 @@ class Answers:
         )
 
     def to(self, device: torch.device) -> Answers:
-        """The same on a device. From page-locked memory, the host goes on while the device is busy."""
+        """These answers on a device. From page-locked memory, the host goes on while the device is busy."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> Answers:
-        """The same in page-locked memory, from which a GPU copies without blocking the host."""
+        """These answers in page-locked memory, from which a GPU copies without blocking the host."""
         return self._map(lambda tensor: tensor.pin_memory())
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Answers:

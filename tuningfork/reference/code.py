@@ -53,7 +53,7 @@ def scoring_digest() -> str:
 
 
 def model_code_digest(model: object) -> str:
-    """The same of the file that a model's class is written in: a library may be changed without a change of version."""
+    """A hash of the file that a model's class is written in: a library may be changed without a change of version."""
     module = sys.modules[type(model).__module__]
     return _digest([(module.__name__, inspect.getsource(module))])  # private: transformers by inspect.getsource
 

@@ -68,7 +68,7 @@ class Shard:
             raise ReferenceMismatch(_not_ours(self.path, "has other answers of an example than there are"))
 
     def written(self, folder: Path, origin: bytes) -> Shard:
-        """The same, in a file of that folder: whoever scores the same again, after a kill perhaps, writes the same.
+        """This shard, in a file of a folder: whoever scores the same again, after a kill perhaps, writes the same.
 
         Another process that has written it too may have joined it with others meanwhile. It is then on the disk within
         that shard, and stays in memory here. Raises RunFolderError where the disk refuses.

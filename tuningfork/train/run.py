@@ -328,7 +328,7 @@ def _accounts(data: Data) -> dict[str, object]:
 
 
 def _peak_flops(session: Session) -> float | None:
-    """Of the device that the run is on, in the dtype that it computes in; None where it is not known."""
+    """Peak flops of the run's device in the dtype that it computes in; None where they are not known."""
     device, dtype = session.scorer.device, session.policy.dtype
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return peak_flops(card, "bfloat16" if dtype == torch.bfloat16 else "float32")

@@ -138,7 +138,7 @@ class _Room:
 
 
 def _as_bytes(array: pa.Array) -> pa.Array:
-    """The same buffers with bytes for text, dates and the like, of which nothing can be wrong but where they lie."""
+    """A table's buffers with bytes for text, dates and the like, of which nothing can be wrong but where they lie."""
     if isinstance(array, pa.ExtensionArray):
         array = array.storage
     try:

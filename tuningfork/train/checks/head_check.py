@@ -66,7 +66,7 @@ def _by_the_head(head: Head, given: list[Tensor], batch: PackedBatch, factors: T
 def _by_autograd(
     policy: Policy, given: list[Tensor], batch: PackedBatch, factors: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
-    """The same by PyTorch, in float32 from the same hidden states and the weight as it is multiplied."""
+    """Answer log-probs and gradients by PyTorch alone, in float32 from the hidden states and the weight used."""
     hidden, weight, *bias = given
     weight = weight.to(hidden.dtype) if hidden.is_cuda else weight
     leaf, weight, *bias = leaves = [t.float().detach().requires_grad_() for t in (hidden, weight, *bias)]

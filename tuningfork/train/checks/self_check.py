@@ -118,7 +118,7 @@ def probes(model: Backbone) -> list[TokenExample]:
 
 
 def probe_pack(examples: list[TokenExample], share_prompt: bool, compiled: bool) -> PackedBatch:
-    """Them in one pack, of as many rows as a run would give it."""
+    """Examples in one pack, with as many token slots as a run would give it."""
     rows = sum(example.slots(share_prompt) for example in examples)
     limits = PackLimits.plan(2 * rows + SMALLEST_COMPILED, share_prompt, compiled)
     return build_pack(examples, limits.slots(rows), share_prompt)
