@@ -336,8 +336,8 @@ MUTATIONS = (
     ),
     Mutation(
         "clipping-the-wrong-way",
-        "limit / (norm + 1e-6)",
-        "(norm + 1e-6) / limit",
+        "max_grad_norm / (norm + 1e-6)",
+        "(norm + 1e-6) / max_grad_norm",
         ("test_clipping_scales_the_whole_step_and_reports_the_norm_before",),
     ),
     Mutation(

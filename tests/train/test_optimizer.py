@@ -17,8 +17,8 @@ from tuningfork.train.optimizer import (
     gradient_norm,
     hold_gradients,
     learning_rate,
+    move_weights,
     set_learning_rate,
-    step,
 )
 
 
@@ -137,7 +137,7 @@ def moved(optimizer_of, gradients: list[torch.Tensor], scale: float | None) -> l
     for _ in range(2):
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.grad = gradient.clone()
-        step(optimizer, None if scale is None else torch.tensor(scale))
+        move_weights(optimizer, None if scale is None else torch.tensor(scale))
     assert getattr(optimizer, "grad_scale", None) is None
     return [weight.detach() for weight in weights]
 
@@ -178,7 +178,7 @@ def eight_bits(weights: torch.Tensor, gradient: float, steps: int, seed: int, ra
     torch.manual_seed(seed)
     for _ in range(steps):
         model[0].grad = torch.full_like(weights, gradient)
-        step(optimizer)
+        move_weights(optimizer)
     return model[0].detach()
 
 
@@ -204,7 +204,7 @@ def test_8_bit_adamw_takes_float32_gradients_of_bfloat16_weights(uncompiled):
         model[0].grad = gradient.to(model[0].grad_dtype)
         assert gradient_norm(optimizer) == pytest.approx(float(gradient.float().norm()), rel=1e-6)
         torch.manual_seed(0)
-        step(optimizer, torch.tensor(0.5))
+        move_weights(optimizer, torch.tensor(0.5))
         after.append(model[0].detach().clone())
         assert model[0].grad.dtype == model[0].grad_dtype
     assert model[0].grad_dtype == torch.bfloat16
@@ -221,7 +221,7 @@ def test_8_bit_adamw_moves_float32_weights_as_adamw_does(uncompiled):
         optimizer = build_optimizer(model, TrainConfig(optimizer=kind, learning_rate=1e-2))
         for gradient in gradients:
             model[0].grad = gradient.clone()
-            step(optimizer)
+            move_weights(optimizer)
         steps[kind] = model[0].detach() - start
     # A moment of 8 bits is off by a few percent where it is far below the largest of its block.
     assert (steps["adamw_8bit"] - steps["adamw"]).norm() < 0.1 * steps["adamw"].norm()
