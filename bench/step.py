@@ -258,7 +258,7 @@ def _start(model: str, train: TrainConfig, head_chunk_rows: int, limits: PackLim
         torch.cuda.synchronize()
     scorer = Scorer.of(policy, head_chunk_rows)
     objective, loaded = ObjectiveConfig().build(), Loaded(built, torch.float32)
-    session = Session(scorer, objective, loaded, compiled)
+    session = Session(scorer, objective, loaded)
     if train.activation_memory != "auto":
         policy.keep_activations(train.activation_memory)
     choose_activations(session, train, limits, None, Console())

@@ -91,10 +91,10 @@ MUTATIONS = (
     ),
     Mutation(
         "log-ratios-not-per-token",
-        "super().rewards(logps, answers) / answers.lengths",
-        "super().rewards(logps, answers)",
+        "ratios / answers.lengths if self.per_token else ratios",
+        "ratios",
         ("test_hand_computed_table", "test_doubled_lengths_at_the_same_log_ratio_per_token"),
-        within="DPONorm",
+        within="LogRatioObjective",
     ),
     Mutation(
         "simpo-not-per-token",

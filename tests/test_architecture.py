@@ -403,3 +403,15 @@ def test_a_process_that_makes_tokens_imports_no_more_than_it_needs() -> None:
         check=True,
     )
     assert told.stdout == "[]\n"
+
+
+def test_the_output_weight_is_read_in_one_place():
+    """But by the checks of a start, which hold the head against other code. Who keeps it may then keep it in parts."""
+    readers = {
+        name
+        for name, tree in modules().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in ("head_weight", "head_bias")
+    }
+    checks = {"train.checks.head_check", "train.checks.self_check"}
+    assert readers == {"models.scorer", "models.policy", *checks}

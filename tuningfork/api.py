@@ -21,6 +21,7 @@ from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.packing.loader import build_packs
 from tuningfork.data.packing.pack import PackLimits
 from tuningfork.data.prepare import prepare_examples
+from tuningfork.models.config import ModelConfig
 from tuningfork.models.hf import attention
 from tuningfork.models.hf.load import Loaded, load
 from tuningfork.models.hf.support import check_config, check_modules
@@ -36,6 +37,7 @@ from tuningfork.train.checks.head_check import check_head
 from tuningfork.train.checks.self_check import check_packed_equals_alone
 from tuningfork.train.session import Session
 from tuningfork.train.setup import reference as reference_setup
+from tuningfork.train.setup.device import choose_device, choose_dtype
 
 
 def read_examples(
@@ -95,12 +97,9 @@ def build_scorer(
         model.train()  # one mode for scoring and training, so that both run the same code
     else:
         name = str(model)
-        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        model = load(name, chosen).model
+        model = load(name, choose_device("auto") if device is None else torch.device(device)).model
     check_packed_equals_alone(model, name)
-    scorer = Scorer.of(
-        Policy.fast(model, dtype or (torch.bfloat16 if model.device.type == "cuda" else torch.float32)), chunk_rows
-    )
+    scorer = Scorer.of(Policy.fast(model, dtype or choose_dtype(ModelConfig(), model.device)), chunk_rows)
     check_head(scorer, name)
     return scorer
 
@@ -118,7 +117,7 @@ def open_reference(
     """
     config = RunConfig(pack=PackConfig(tokens, share_prompt), reference=ReferenceConfig(str(cache)))
     model = scorer.policy.model
-    session = Session(scorer, DPO(), Loaded(model, model.dtype), scorer.policy.compiled)
+    session = Session(scorer, DPO(), Loaded(model, model.dtype))
     limits = PackLimits.plan(tokens, share_prompt, session.compiled)
     return reference_setup.open_reference(config, session, examples, limits, Console(io.StringIO()))
 

@@ -319,11 +319,11 @@ class PackedBatch:
 
     def to(self, device: torch.device) -> PackedBatch:
         """This pack with its tensors on a device; the copy may still be under way if they are pinned."""
-        return _map_tensors(self, lambda tensor: tensor.to(device, non_blocking=True))
+        return map_tensors(self, lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> PackedBatch:
         """This pack with its tensors in page-locked memory, from which a GPU copies without blocking the host."""
-        return _map_tensors(self, lambda tensor: tensor.pin_memory())
+        return map_tensors(self, lambda tensor: tensor.pin_memory())
 
 
 ChunkLoss = Callable[[int, int, "Tensor"], "Tensor"]
@@ -341,18 +341,18 @@ class LogitTransform:
     softcap: float | None = None
 
 
-Record = TypeVar("Record", ForkLayout, PackedBatch)
+Record = TypeVar("Record")
 
 
-def _map_tensors(record: Record, change: Callable[[Tensor], Tensor]) -> Record:
-    """A copy of a record with every tensor in it changed."""
+def map_tensors(record: Record, change: Callable[[Tensor], Tensor]) -> Record:
+    """A copy of a record with every tensor in it changed, those of its layout too."""
     from torch import Tensor
 
     changed: dict[str, Any] = {}
-    for item in fields(record):
+    for item in fields(record):  # type: ignore[arg-type]  # records are dataclasses
         value = getattr(record, item.name)
         if isinstance(value, Tensor):
             changed[item.name] = change(value)
         elif isinstance(value, ForkLayout):
-            changed[item.name] = _map_tensors(value, change)
-    return replace(record, **changed)
+            changed[item.name] = map_tensors(value, change)
+    return replace(record, **changed)  # type: ignore[type-var]

@@ -94,7 +94,7 @@ def test_start_scores_by_nothing_else(tmp_path: Path, monkeypatch: pytest.Monkey
     """What comes into the cache is what the scorer says of the policy, so train/setup.py decides no bit."""
     policy, examples = tiny_policy("llama", torch.float32), random_pairs(5)
     objective, loaded = ObjectiveConfig().build(), Loaded(policy.model, torch.float32)
-    session = Session(scorer_of(policy), objective, loaded, compiled=False)
+    session = Session(scorer_of(policy), objective, loaded)
     scored: list[PackedBatch] = []
 
     def noted(scorer: Scorer, pack: PackedBatch) -> torch.Tensor:

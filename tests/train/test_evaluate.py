@@ -57,7 +57,7 @@ def run_of(cache: str, share_prompt: bool = True) -> RunConfig:
 
 def session_of(policy: Policy, objective: str = "dpo", chunk_rows: int = 8192) -> Session:
     objective_ = ObjectiveConfig(objective).build()
-    return Session(scorer_of(policy, chunk_rows), objective_, Loaded(policy.model, torch.float32), False)
+    return Session(scorer_of(policy, chunk_rows), objective_, Loaded(policy.model, torch.float32))
 
 
 def test_what_a_step_needs_from_the_host_is_looked_up_in_the_loaders_thread(tmp_path, monkeypatch):
@@ -308,7 +308,9 @@ def test_the_fingerprint_of_a_run_names_all_that_decides_a_bit(tmp_path):
         moved.model.model.norm.weight[0] += 2**-20
     differs(session_of(moved), "weights")
     differs(session_of(_in(torch.bfloat16, session.policy)), "dtype")
-    differs(replace(session, compiled=True), "compiled")
+    compiled = copy.deepcopy(session.policy)
+    compiled.compiled = True
+    differs(session_of(compiled), "compiled")
     other_kernels = replace(session.policy.kernels, names={"attention": "fork", "row_logps": "plain"})
     differs(session_of(Policy(session.policy.model, other_kernels, torch.float32)), "attention kernel")
     scaled = copy.deepcopy(session.policy)

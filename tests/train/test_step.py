@@ -434,7 +434,7 @@ def test_rows_that_the_objective_refuses_have_no_loss(answers):
     packs = build_packs(random_examples([(5, answers), (7, answers)]), limits_of())
     with pytest.raises(DataError, match=r"random:1: has \d answers?, objective dpo compares two"):
         StepBatch.of(packs, objective, np.full(2 * len(answers), -20.0))
-    session = Session(scorer_of(policy), objective, Loaded(policy.model, torch.float32), False)
+    session = Session(scorer_of(policy), objective, Loaded(policy.model, torch.float32))
     with pytest.raises(DataError, match="random:1: has"):
         evaluate(session, packs, None)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from tuningfork.errors import DataError
-from tuningfork.records import ChunkLoss, TokenExample, column
+from tuningfork.records import ChunkLoss, TokenExample, column, map_tensors
 from tuningfork.wording import counted
 
 if TYPE_CHECKING:
@@ -61,9 +61,14 @@ class Answers:
             torch.from_numpy(labels),
         )
 
+    @property
+    def boundaries(self) -> list[int]:
+        """The first answer of each example, and A behind the last: N + 1 numbers."""
+        return [0, *accumulate(self.answers_per_example)]
+
     def chunk(self, first: int, last: int) -> Answers:
         """The answers numbered from `first` to before `last`, which are all those of some examples."""
-        boundaries = [0, *accumulate(self.answers_per_example)]
+        boundaries = self.boundaries
         answers, examples = slice(first, last), slice(bisect_left(boundaries, first), bisect_left(boundaries, last))
         return Answers(
             self.answers_per_example[examples],
@@ -76,21 +81,11 @@ class Answers:
 
     def to(self, device: torch.device) -> Answers:
         """These answers on a device. From page-locked memory, the host goes on while the device is busy."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+        return map_tensors(self, lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> Answers:
         """These answers in page-locked memory, from which a GPU copies without blocking the host."""
-        return self._map(lambda tensor: tensor.pin_memory())
-
-    def _map(self, change: Callable[[Tensor], Tensor]) -> Answers:
-        return Answers(
-            self.answers_per_example,
-            change(self.lengths),
-            None if self.reference is None else change(self.reference),
-            change(self.weights),
-            change(self.margins),
-            change(self.labels),
-        )
+        return map_tensors(self, lambda tensor: tensor.pin_memory())
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,17 +108,26 @@ class PairObjective(Objective):
 
 
 @dataclass(frozen=True)
-class DPO(PairObjective):
+class LogRatioObjective(PairObjective):
+    """A loss of pairs whose rewards are log-ratios to the reference, summed over an answer's tokens or their mean."""
+
+    per_token: ClassVar[bool] = False
+    """Whether a reward is the mean over its answer's tokens."""
+
+    def rewards(self, logps: Tensor, answers: Answers) -> Tensor:
+        assert answers.reference is not None
+        ratios = losses.log_ratio_rewards(logps, answers.reference, self.beta)
+        return ratios / answers.lengths if self.per_token else ratios
+
+
+@dataclass(frozen=True)
+class DPO(LogRatioObjective):
     """DPO (Rafailov et al. 2023, eq. 7), conservative with label smoothing (Mitchell 2023)."""
 
     label_smoothing: float = 0.0
 
     name: ClassVar[str] = "dpo"
     takes_margins: ClassVar[bool] = True
-
-    def rewards(self, logps: Tensor, answers: Answers) -> Tensor:
-        assert answers.reference is not None
-        return losses.log_ratio_rewards(logps, answers.reference, self.beta)
 
     def margin_losses(self, margins: Tensor) -> Tensor:
         return losses.sigmoid_loss(margins, self.label_smoothing)
@@ -129,20 +138,14 @@ class DPONorm(DPO):
     """DPO with log-ratios averaged over an answer's tokens."""
 
     name: ClassVar[str] = "dpo_norm"
-
-    def rewards(self, logps: Tensor, answers: Answers) -> Tensor:
-        return super().rewards(logps, answers) / answers.lengths
+    per_token: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
-class IPOSum(PairObjective):
+class IPOSum(LogRatioObjective):
     """IPO (Azar et al. 2023, eq. 17) as the paper has it, with log-ratios summed over an answer's tokens."""
 
     name: ClassVar[str] = "ipo_sum"
-
-    def rewards(self, logps: Tensor, answers: Answers) -> Tensor:
-        assert answers.reference is not None
-        return losses.log_ratio_rewards(logps, answers.reference, self.beta)
 
     def margin_losses(self, margins: Tensor) -> Tensor:
         return losses.identity_loss(margins, self.beta)
@@ -153,9 +156,7 @@ class IPO(IPOSum):
     """IPO with log-ratios averaged over an answer's tokens, as most trainers have it."""
 
     name: ClassVar[str] = "ipo"
-
-    def rewards(self, logps: Tensor, answers: Answers) -> Tensor:
-        return super().rewards(logps, answers) / answers.lengths
+    per_token: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 
@@ -70,6 +69,6 @@ class StepBatch:
 
     def answer_name(self, place: int) -> str:
         """What messages call the answer at this place of the batch, counted from 0: ``answer 1 of pairs.jsonl:7``."""
-        firsts = [0, *accumulate(self.answers.answers_per_example)]
-        example = bisect_right(firsts, place) - 1
-        return f"answer {place - firsts[example]} of {self.examples[example].id}"
+        boundaries = self.answers.boundaries
+        example = bisect_right(boundaries, place) - 1
+        return f"answer {place - boundaries[example]} of {self.examples[example].id}"

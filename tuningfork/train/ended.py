@@ -12,10 +12,11 @@ from tuningfork.models.hf.load import load_config
 from tuningfork.report.run.writer import read_metrics
 from tuningfork.train.checkpoint import Progress
 from tuningfork.train.config import OutputConfig, TrainConfig
-from tuningfork.train.exported import ASKED, MODEL, step_of
+from tuningfork.train.exported import MODEL, step_of
 from tuningfork.train.extend import plan
 from tuningfork.train.run_folder import CONFIG, LOG, ROWS
 from tuningfork.train.session import Data
+from tuningfork.train.setup.device import DTYPES
 from tuningfork.wording import visible
 
 
@@ -52,7 +53,7 @@ def is_whole(
         return False
     digests.check_export(str(model), weights=True)
     dtype = load_config(str(model)).dtype
-    return dtype is not None and dtype == ASKED.get(output.export_dtype, load_config(starting).dtype)
+    return dtype is not None and dtype == DTYPES.get(output.export_dtype, load_config(starting).dtype)
 
 
 def places(folder: Path, exported_step: int | None, held_out: bool) -> list[str]:

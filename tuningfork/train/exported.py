@@ -17,10 +17,9 @@ from tuningfork.report.run.console import Console
 from tuningfork.train import checkpoint
 from tuningfork.train.config import OutputConfig
 from tuningfork.train.session import Session
-from tuningfork.train.setup.device import dtype_name
+from tuningfork.train.setup.device import DTYPES, dtype_name
 
 MODEL = "model"
-ASKED = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # by output.export_dtype, else the stored one
 RECORD = "export.json"  # written before the model, so that it is true of any model that is there
 
 
@@ -38,7 +37,7 @@ def export_model(
         RunFolderError: the disk refuses, the checkpoint is damaged, or the model was exported before in another dtype.
     """
     path = folder / MODEL
-    asked = ASKED.get(output.export_dtype)
+    asked = DTYPES.get(output.export_dtype)  # else the stored one
     dtype = asked or session.loaded.stored_dtype
     there = step_of(folder) if path.exists() else None
     if there == step:

@@ -37,13 +37,17 @@ class Session:
     scorer: Scorer
     objective: Objective
     loaded: Loaded
-    compiled: bool
     check: KernelCheck | None = None  # where blocks are compiled, or kernels are not the plain ones
     ranks: Ranks = ONE_PROCESS
 
     @property
     def policy(self) -> Policy:
         return self.scorer.policy
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the policy's blocks are compiled."""
+        return self.policy.compiled
 
     @property
     def pin_memory(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from tests.tiny import limits_of, random_examples, random_pairs
 from tuningfork.data.packing.loader import EpochOrder, PackLoader, ahead, build_packs, packs_in_windows
 from tuningfork.data.packing.pack import PackLimits
+from tuningfork.records import PackedBatch
 
 
 def stream(order: EpochOrder, first: int = 0) -> list[int]:
@@ -108,21 +110,26 @@ def test_three_examples_and_a_batch_of_thirty_two():
     examples = random_pairs(3)
     order = EpochOrder.plan(3, 32, seed=0, epochs=1, max_steps=None)
     loader = PackLoader(examples, order, limits_of())
-    [(step, packs)] = loader.steps(0)
+    [(step, packs)] = steps_of(loader, 0)
     assert step == 0
     assert Counter(e.id for pack in packs for e in pack.examples) == {e.id: 1 for e in examples}
 
     order = EpochOrder.plan(3, 32, seed=0, epochs=1, max_steps=2)
     loader = PackLoader(examples, order, limits_of())
-    steps = [[e.id for pack in packs for e in pack.examples] for _, packs in loader.steps(0)]
+    steps = [[e.id for pack in packs for e in pack.examples] for _, packs in steps_of(loader, 0)]
     assert [len(ids) for ids in steps] == [32, 32]
     assert all(10 <= count <= 11 for ids in steps for count in Counter(ids).values())
+
+
+def steps_of(loader: PackLoader, first: int) -> Iterator[tuple[int, list[PackedBatch]]]:
+    """The packs of each step from `first` on, as a run asks for them."""
+    return ((step, loader.step(step)) for step in range(first, loader.order.total_steps))
 
 
 def contents(loader: PackLoader, first: int) -> list[tuple[int, list[list[int]], list[list[str]]]]:
     return [
         (step, [pack.input_ids.tolist() for pack in packs], [[e.id for e in pack.examples] for pack in packs])
-        for step, packs in loader.steps(first)
+        for step, packs in steps_of(loader, first)
     ]
 
 
@@ -148,10 +155,10 @@ def test_resuming_at_any_step_gives_the_same_stream_in_later_epochs_too():
 def test_a_stream_can_be_left_early_and_taken_up_again():
     examples = random_pairs(8)
     loader = PackLoader(examples, EpochOrder.plan(8, 2, 0, 2, None), limits_of())
-    steps = loader.steps(0)
+    steps = steps_of(loader, 0)
     assert next(steps)[0] == 0
     steps.close()
-    assert [step for step, _ in loader.steps(1)] == [1, 2, 3, 4, 5, 6, 7]
+    assert [step for step, _ in steps_of(loader, 1)] == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_seeds_differ_and_repeat():
@@ -172,7 +179,7 @@ def test_global_random_generators_are_left_alone():
     examples = random_pairs(6)
     before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state())
     loader = PackLoader(examples, EpochOrder.plan(6, 4, 3, 2, None), limits_of())
-    assert len(list(loader.steps(0))) == 3
+    assert len(list(steps_of(loader, 0))) == 3
     assert random.getstate() == before[0]
     assert np.random.get_state()[1].tolist() == before[1]
     assert torch.equal(torch.get_rng_state(), before[2])
@@ -183,7 +190,7 @@ def test_an_error_in_the_thread_reaches_the_caller():
     limits = limits_of()
     loader = PackLoader([*examples[:3], None], EpochOrder.plan(4, 1, 0, 1, None), limits)  # type: ignore[list-item]
     with pytest.raises(AttributeError):
-        list(ahead(loader.steps(0)))
+        list(ahead(steps_of(loader, 0)))
 
 
 def test_the_next_item_is_made_in_a_thread_while_the_one_before_is_used():

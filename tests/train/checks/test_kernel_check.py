@@ -263,7 +263,7 @@ def test_blocks_are_compared_in_the_mode_that_auto_has_found(monkeypatch, tmp_pa
     """A budget has the compiler make other graphs for the backward pass than those of the start."""
     policy, check = begun(attention_of(finely))
     objective = ObjectiveConfig().build()
-    session = Session(scorer_of(policy), objective, Loaded(policy.model, torch.float32), False, check)
+    session = Session(scorer_of(policy), objective, Loaded(policy.model, torch.float32), check)
     monkeypatch.setattr(checkpoint, "progress", lambda last: SimpleNamespace(activation_memory="none"))
 
     def settled():

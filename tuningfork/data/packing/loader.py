@@ -86,7 +86,7 @@ def _permutation(examples: int, seed: int, epoch: int) -> np.ndarray:
 
 
 class PackLoader:
-    """Yields `(step, packs)` from any step on, each built as it is asked for; `ahead` does it while others are used."""
+    """The examples and packs of any step, built as they are asked for; `ahead` does it while others are used."""
 
     def __init__(
         self, examples: Sequence[TokenExample], order: EpochOrder, limits: PackLimits, pin_memory: bool = False
@@ -107,9 +107,6 @@ class PackLoader:
     def step(self, step: int) -> list[PackedBatch]:
         """The packs of one step, of a run in one process."""
         return self.packs(self.examples_of(step))
-
-    def steps(self, first: int) -> Iterator[tuple[int, list[PackedBatch]]]:
-        return ((step, self.step(step)) for step in range(first, self.order.total_steps))
 
 
 def ahead(items: Iterable[Item]) -> Iterator[Item]:

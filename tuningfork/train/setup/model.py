@@ -80,7 +80,7 @@ def start_model(config: RunConfig, device: torch.device, console: Console) -> Se
             check.compare(policy)
     for words in untried(policy):
         console.print(f"checks at the start: {words}")
-    return Session(scorer, config.objective.build(), loaded, compiled, check)
+    return Session(scorer, config.objective.build(), loaded, check)
 
 
 def choose_activations(
