@@ -5,14 +5,16 @@
 One idea carries everything: an *example* is a prompt with k answers. k=1 is a single answer or a plain document (empty
 prompt), k=2 is a preference pair (answer 0 is the chosen one), k>2 is a ranking.
 
-In a pack an example is a *tree* of segments: its prompt is the root, and each answer a child that continues it. Code
-that computes speaks of segments, parents and ancestors; which of them is a prompt is no concern of it.
+In a pack tokens lie in *trees* of segments: what several answers begin with is a segment, and what each of them has
+for itself a descendant. Code that computes speaks of segments, parents and ancestors; what of them is a prompt is no
+concern of it.
 
 Shape legend, used in names and comments throughout:
 
-    T  token rows of a pack, padding included     R  logit rows: rows whose next-token log-prob is needed
+    T  token rows of a pack, padding included     R  logit rows: rows and tokens whose log-prob is needed
     S  segments of a pack (padded)                A  answers of a pack, all examples together
-    N  examples of a pack                         k  answers of one example
+    N  examples of a pack                         C  counted tokens of all answers
+    k  answers of one example
     D  hidden size        V  vocabulary size      H  attention heads        d  width of a head
 """
 
@@ -90,6 +92,16 @@ class Example:
         return str(self.source)
 
 
+class Span(NamedTuple):
+    """Tokens of all ancestors of a segment, and of its own.
+
+    What tokens cost is a sum over segments: each token is computed once, after all that it sees.
+    """
+
+    above: int
+    own: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenAnswer:
     """One answer's tokens: `ids` int32 [a]; `mask` bool [a], true where the token's log-prob counts."""
@@ -122,8 +134,8 @@ class TokenExample:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence, which is a segment with its ancestors: prompt + answer."""
-        return max(above + own for above, own in self.segments)
+        """Tokens of the longest sequence: prompt + answer."""
+        return len(self.prompt_ids) + max(len(answer.ids) for answer in self.answers)
 
     @property
     def plain_tokens(self) -> int:
@@ -132,22 +144,15 @@ class TokenExample:
 
     @property
     def unique_tokens(self) -> int:
-        """Tokens of all segments: the prompt counted once."""
-        return sum(own for _, own in self.segments)
-
-    def slots(self, share_prompt: bool) -> int:
-        """Token slots that it takes up in a pack: its prompt once, or before each of its answers."""
-        return self.unique_tokens if share_prompt else self.plain_tokens
+        """Tokens with the prompt counted once: what it takes up in a pack, if it shares nothing with other examples."""
+        return sum(own for _, own in self.spans)
 
     @property
-    def segments(self) -> list[tuple[int, int]]:
-        """The example's tree, depth first: of each segment (tokens of its ancestors, tokens of its own).
-
-        What an example costs is a sum over its segments: each token is computed once, after all of its ancestors.
-        """
+    def spans(self) -> list[Span]:
+        """Those of a tree of its own: its prompt, and each of its answers."""
         p = len(self.prompt_ids)
-        root = [(0, p)] if p else []
-        return root + [(p, len(answer.ids)) for answer in self.answers]
+        root = [Span(0, p)] if p else []
+        return root + [Span(p, len(answer.ids)) for answer in self.answers]
 
     def alone(self) -> list[TokenExample]:
         """Each answer as an example of its own, with the whole prompt: how a plain trainer has it."""
@@ -254,6 +259,9 @@ class DataReport:
 ROOT = -1
 """The parent of a segment that has none."""
 
+GRID = 32
+"""Positions of a step: a mixer reads the rows of a path in steps of so many positions, counted from the path's first."""
+
 
 class Segment(NamedTuple):
     """One segment of a pack: consecutive rows, and where its relatives lie. See ForkLayout."""
@@ -261,61 +269,79 @@ class Segment(NamedTuple):
     start: int
     end: int  # one past its last row, as every end here
     parent: int  # the entry of its parent in the table; ROOT if it has none
-    ancestors_start: int  # the rows of all of its ancestors: one run, and an empty one for a root
-    ancestors_end: int
+    first_position: int  # of its first row in the path: how many rows all of its ancestors have
     subtree_end: int  # its descendants' rows lie right behind its own, up to here
+    steps_start: int  # where its ancestors' steps begin in ForkLayout.steps: one for each GRID positions, or part of it
 
 
 @dataclass(frozen=True, slots=True)
 class ForkLayout:
-    """Which rows of a pack see each other: a forest of segments, a tree for each example.
+    """Which rows of a pack see each other: a forest of segments.
 
     A *segment* is a run of rows that see themselves causally. Each row sees all rows of its segment's ancestors, too,
-    and none besides. Trees lie depth first, so that a segment's descendants, the only other rows that see it, are right
-    behind it. A prompt is a root and its answers are its children; this prompt P of three tokens has two, A and B:
+    and none besides; these together are its *path*, and a row's position is its place in it. Trees lie depth first, so
+    that a segment's descendants, the only other rows that see it, are right behind it. A prompt P of three tokens with
+    two answers, A and B, of which B is also what another answer, C, continues:
 
         P ─┬─ A             row       0  1  2  3  4  5  6  7  8
-           └─ B             segment   P  P  P  A  A  B  B  B  B
+           └─ B ── C        segment   P  P  P  A  A  B  B  C  C
                             position  0  1  2  3  4  3  4  5  6
 
-                    start  end  parent  ancestors_start  ancestors_end  subtree_end
-        entry 0, P      0    3    ROOT                0              0            9
-        entry 1, A      3    5       0                0              3            5
-        entry 2, B      5    9       0                0              3            9
+                    start  end  parent  first_position  subtree_end
+        entry 0, P      0    3    ROOT               0            9
+        entry 1, A      3    5       0               3            5
+        entry 2, B      5    7       0               3            9
+        entry 3, C      7    9       2               5            9
 
-    Without sharing the same example is two trees, ``P A P B``, each answer behind a root of its own; an answer without
-    a prompt is a root. Trees are no deeper than that today, so the rows of a segment's ancestors are one run: those of
-    its parent.
+    Without sharing the same answers are three roots. Where a path is cut into segments depends on what else is in the
+    pack, and must decide no bit. So a mixer goes along a path in *steps* of GRID positions, which lie where they lie
+    whatever the cuts are. `steps` says where a segment's ancestors' rows are, from the root on: step i, of positions
+    GRID·i and following, is at ``steps[steps_start + i]``. If that is a row, it is the first of GRID consecutive ones.
+    If it is negative, a cut lies within the step, and -1 - it is the line of `seams` that has its rows one by one.
+    The last step of the ancestors, where it is not whole, goes on with the segment's own rows; its line has these too,
+    and repeats the last where the segment ends before. From the next step on a segment's own rows are consecutive.
 
     Every row belongs to exactly one segment, padding too: attention leaves rows outside the segments unwritten. Entries
     are in the order of the rows; unused ones at the end are empty.
     """
 
     segments: Tensor  # int32 [S, 6], a Segment each
-    position_of_row: Tensor  # int64 [T], the position within the row's own sequence
+    position_of_row: Tensor  # int64 [T]
+    steps: Tensor  # int32, rows or lines of `seams`; unused ones at the end are 0
+    seams: Tensor  # int32 [S, GRID], the line of each segment whose first position is no multiple of GRID
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """One pack: whole examples side by side in T rows, and the few logit rows whose log-probs are needed.
+    """One pack: whole examples in T rows, and the few logit rows whose log-probs are needed.
 
-    Row r of `logit_rows` predicts `targets[r]`, a counted token of answer `answer_of_logit_row[r]`. Answers are
-    numbered through the pack in order; example n owns `answers_per_example[n]` of them. Logit rows lie in the order of
-    their answers, so an example's are contiguous.
+    Row r of `logit_rows` predicts `targets[r]`; no two of these R have both in common. An answer's log-prob is a sum
+    over its counted tokens: `logit_row_of_counted` says which of the R each of them is. A row of a path that several
+    answers share belongs to all of them.
+
+    Answers are numbered through the pack in order; example n owns `answers_per_example[n]` of them. Counted tokens lie
+    in the order of their answers, and logit rows in that of the first counted token that needs them.
     """
 
     input_ids: Tensor  # int64 [T]
     layout: ForkLayout
     logit_rows: Tensor  # int64 [R]
     targets: Tensor  # int64 [R]
-    answer_of_logit_row: Tensor  # int64 [R]
-    answer_lengths: list[int]  # counted tokens of each of the A answers; stays on the host, as what follows does
+    logit_row_of_counted: Tensor  # int64 [C], a place in `logit_rows`
+    answer_of_counted: Tensor  # int64 [C]
+    answer_lengths: list[int]  # counted tokens of each of the A answers, C together; on the host, as what follows
+    groups: list[tuple[int, int]]  # (answers, logit rows) of examples side by side that share logit rows with no other
     examples: tuple[TokenExample, ...]  # N of them, in pack order
-    used_slots: int  # of the T slots, those that are no padding
+    spans: list[Span]  # of each segment that is no padding
 
     @property
     def answers_per_example(self) -> list[int]:
         return [len(example.answers) for example in self.examples]
+
+    @property
+    def used_slots(self) -> int:
+        """Of the T slots, those that are no padding."""
+        return sum(own for _, own in self.spans)
 
     def to(self, device: torch.device) -> PackedBatch:
         """This pack with its tensors on a device; the copy may still be under way if they are pinned."""

@@ -1,4 +1,4 @@
-"""Bins to tensors: the fork layout of one pack, exactly as records.ForkLayout describes it."""
+"""Trees to tensors: one pack, exactly as records.PackedBatch and records.ForkLayout describe it."""
 
 from __future__ import annotations
 
@@ -7,84 +7,110 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from tuningfork.records import ROOT, ForkLayout, PackedBatch, Segment, TokenExample
+from tuningfork.data.packing.tree import Forest, grow
+from tuningfork.records import GRID, ROOT, ForkLayout, PackedBatch, Segment, Span, TokenExample
 
 PADDING_ID = 0  # any id of the vocabulary serves: padding rows are computed like others and used by nobody
-SEGMENT_QUANTUM = 32  # the table of segments is filled up with empty ones: a compiler takes lengths of 0 and 1 apart
+SEGMENT_QUANTUM = 32  # tables are filled up with empty entries: a compiler takes lengths of 0 and 1 apart
+STEP_QUANTUM = 256
 
 
-def build_pack(examples: Sequence[TokenExample], rows: int, share_prompt: bool) -> PackedBatch:
-    """Lay whole examples side by side into a pack of `rows` rows, the last of them padding. Tensors are on the CPU."""
-    laid, examples = _Rows(), tuple(examples)  # made as they are asked for
-    for example in examples:
-        laid.add(example, share_prompt)
-    used_slots = laid.count
+def build_pack(examples: Sequence[TokenExample], rows: int, share: str) -> PackedBatch:
+    """Lay whole examples into a pack of `rows` rows, the last of them padding. Tensors are on the CPU.
+
+    Args:
+        share: how much of them is laid once: see `tree.grow`.
+    """
+    examples = tuple(examples)  # made as they are asked for
+    return lay(examples, grow(examples, share).of(range(len(examples))), rows)
+
+
+def lay(examples: Sequence[TokenExample], forest: Forest, rows: int) -> PackedBatch:
+    """Lay the trees of some examples into a pack of `rows` rows, the last of them padding. Tensors are on the CPU."""
+    examples, laid = tuple(examples), _Rows()
+    for node in forest.nodes:
+        laid.add(node.ids, node.parent)
+    spans = [Span(segment.first_position, segment.end - segment.start) for segment in laid.segments]
+    logits = _LogitRows(laid)
+    for example, leaves in zip(examples, forest.leaves, strict=True):
+        logits.add(example, leaves)
     laid.pad(rows, longest=max((example.longest for example in examples), default=1))
     return PackedBatch(
         input_ids=_tensor(laid.ids, torch.int64),
-        layout=ForkLayout(
-            segments=_table(laid.segments, rows),
-            position_of_row=_tensor(laid.positions, torch.int64),
-        ),
-        logit_rows=_tensor(laid.logit_rows, torch.int64),
-        targets=_tensor(laid.targets, torch.int64),
-        answer_of_logit_row=_tensor(laid.answer_of_logit_row, torch.int64),
-        answer_lengths=[len(rows) for rows in laid.logit_rows],
+        layout=laid.layout(rows),
+        **logits.columns(),
+        answer_lengths=logits.lengths,
+        groups=logits.groups(),
         examples=examples,
-        used_slots=used_slots,
+        spans=spans,
     )
 
 
 class _Rows:
-    """The rows of a pack as they are laid down; each list holds arrays to be joined at the end."""
+    """The rows of a pack as they are laid down, segment after segment."""
 
     def __init__(self) -> None:
         self.count = 0  # rows so far
-        self.answer = 0  # answers so far
         self.segments: list[Segment] = []
-        self.ids: list[np.ndarray] = []
+        self.ids: list[np.ndarray] = []  # of each segment, as what follows
         self.positions: list[np.ndarray] = []
-        self.logit_rows: list[np.ndarray] = []  # this and the next two have one of each answer
-        self.targets: list[np.ndarray] = []
-        self.answer_of_logit_row: list[np.ndarray] = []
+        self.steps: list[np.ndarray] = []  # of its ancestors
+        self.seams: list[np.ndarray] = []
+        self._steps = 0  # of all segments so far
+        self._open: list[int] = []  # the last segment and its ancestors: what comes next may continue these
 
-    def add(self, example: TokenExample, share_prompt: bool) -> None:
-        """Lay an example's tree; without sharing, a tree for each answer."""
-        parent = ROOT
-        for i, answer in enumerate(example.answers):
-            if len(example.prompt_ids) and (i == 0 or not share_prompt):
-                parent = self._lay(example.prompt_ids)
-            segment = self.segments[self._lay(answer.ids, parent)]
-            self._predict(answer.ids, answer.mask, segment)
-            self.answer += 1
-
-    def _lay(self, ids: np.ndarray, parent: int = ROOT) -> int:
-        """Lay one segment behind all that is there, the last child of its parent; its place in the table."""
-        start, end = self.count, self.count + len(ids)
-        ancestors = (start, start)
-        if parent != ROOT:
-            above = self.segments[parent]
-            assert above.parent == ROOT, "the ancestors of a segment are one run of rows only up to this depth"
-            ancestors = (above.start, above.end)
-            self.segments[parent] = above._replace(subtree_end=end)
-        first_position = ancestors[1] - ancestors[0]
+    def add(self, ids: np.ndarray, parent: int) -> None:
+        """Lay one segment behind all that is there. `parent` is the last one laid, or one of its ancestors."""
+        entry, start, end = len(self.segments), self.count, self.count + len(ids)
+        while self._open and self._open[-1] != parent:
+            self._close(start)
+        first_position = 0 if parent == ROOT else self.path_end(parent)
         self.ids.append(ids)
         self.positions.append(np.arange(first_position, first_position + len(ids)))
-        self.segments.append(Segment(start, end, parent, *ancestors, subtree_end=end))
+        self.segments.append(Segment(start, end, parent, first_position, end, self._steps))
+        self._step(entry)
+        self._open.append(entry)
         self.count = end
-        return len(self.segments) - 1
 
-    def _predict(self, ids: np.ndarray, mask: np.ndarray, segment: Segment) -> None:
-        """Row j-1 of the answer predicts its token j; the last row of its ancestors the first, if there are any."""
-        predictors = np.arange(segment.start - 1, segment.start - 1 + len(ids))
-        counted = mask.copy()
+    def path_end(self, entry: int) -> int:
+        """Rows of the path from the root to the end of a segment."""
+        segment = self.segments[entry]
+        return segment.first_position + segment.end - segment.start
+
+    def rows_at(self, entry: int, positions: np.ndarray) -> np.ndarray:
+        """Where the path that a segment ends has these positions, which rise; int64."""
+        rows = np.empty(len(positions), np.int64)
+        behind = len(positions)
+        while behind:
+            segment = self.segments[entry]
+            before = int(np.searchsorted(positions[:behind], segment.first_position))
+            rows[before:behind] = positions[before:behind] + (segment.start - segment.first_position)
+            behind, entry = before, segment.parent
+        return rows
+
+    def _step(self, entry: int) -> None:
+        """Say in which steps a segment reads its ancestors."""
+        segment = self.segments[entry]
+        seam = segment.first_position // GRID * GRID
+        line = np.full(GRID, segment.start, np.int64)
+        steps = np.zeros(0, np.int64)
         if segment.parent != ROOT:
-            predictors[:1] = segment.ancestors_end - 1
-        else:
-            counted[:1] = False
-        self.logit_rows.append(predictors[counted])
-        self.targets.append(ids[counted])
-        self.answer_of_logit_row.append(np.full(int(counted.sum()), self.answer))
+            above = self.segments[segment.parent]
+            whole = np.arange(-(-above.first_position // GRID), segment.first_position // GRID)
+            own = above.start + GRID * whole - above.first_position  # of the parent's own rows
+            steps = np.concatenate([self.steps[segment.parent][: seam // GRID], own])
+        if seam < segment.first_position:
+            last = segment.first_position + segment.end - segment.start - 1
+            line = self.rows_at(entry, np.minimum(np.arange(seam, seam + GRID), last))
+            steps = np.append(steps, -1 - entry)
+        self.steps.append(steps)
+        self._steps += len(steps)
+        self.seams.append(line)
+
+    def _close(self, end: int) -> None:
+        """Nothing more continues the last open segment."""
+        entry = self._open.pop()
+        self.segments[entry] = self.segments[entry]._replace(subtree_end=end)
 
     def pad(self, rows: int, longest: int) -> None:
         """Fill up to `rows` with segments of their own, so that attention writes those rows too.
@@ -92,12 +118,77 @@ class _Rows:
         None is longer than the pack's longest sequence, so padding is at no position that the model may not know.
         """
         while self.count < rows:
-            self._lay(np.full(min(rows - self.count, longest), PADDING_ID))
+            self.add(np.full(min(rows - self.count, longest), PADDING_ID), ROOT)
+
+    def layout(self, rows: int) -> ForkLayout:
+        """The tables, in which all rows are."""
+        while self._open:
+            self._close(self.count)
+        empty = -len(self.segments) % SEGMENT_QUANTUM
+        segments = self.segments + [Segment(rows, rows, ROOT, 0, rows, 0)] * empty
+        steps = np.concatenate(self.steps) if self.steps else np.zeros(0, np.int64)
+        steps = np.pad(steps, (0, (-len(steps)) % STEP_QUANTUM if len(steps) else STEP_QUANTUM))
+        seams = np.concatenate([np.reshape(self.seams, (-1, GRID)), np.zeros((empty, GRID), np.int64)])
+        return ForkLayout(
+            segments=torch.tensor(segments, dtype=torch.int32),
+            position_of_row=_tensor(self.positions, torch.int64),
+            steps=torch.from_numpy(steps).int(),
+            seams=torch.from_numpy(seams).int(),
+        )
 
 
-def _table(segments: list[Segment], rows: int) -> torch.Tensor:
-    empty = [Segment(rows, rows, ROOT, rows, rows, rows)] * (-len(segments) % SEGMENT_QUANTUM)
-    return torch.tensor(segments + empty, dtype=torch.int32)
+class _LogitRows:
+    """What of each answer counts, and from which rows and tokens its log-prob is read."""
+
+    def __init__(self, laid: _Rows) -> None:
+        self._laid = laid
+        self.lengths: list[int] = []  # counted tokens of each answer
+        self._answers: list[int] = []  # of each example
+        self._predictors: list[np.ndarray] = []  # of each answer's counted tokens: the rows before them
+        self._targets: list[np.ndarray] = []  # and the tokens
+
+    def add(self, example: TokenExample, leaves: Sequence[int]) -> None:
+        """Read an example's answers; `leaves` are the segments with which their sequences end.
+
+        A path's row at position t - 1 predicts its token at t, so the first token of a path has no predictor.
+        """
+        p = len(example.prompt_ids)
+        for answer, leaf in zip(example.answers, leaves, strict=True):
+            counted = np.flatnonzero(answer.mask)
+            counted = counted[counted + p > 0]
+            self._predictors.append(self._laid.rows_at(leaf, counted + p - 1))
+            self._targets.append(answer.ids[counted])
+            self.lengths.append(len(counted))
+        self._answers.append(len(example.answers))
+
+    def columns(self) -> dict[str, torch.Tensor]:
+        """The columns of PackedBatch that speak of logit rows and counted tokens."""
+        rows, targets = (np.concatenate(parts or [np.zeros(0, np.int64)]) for parts in (self._predictors, self._targets))
+        _, first, which = np.unique((rows << 32) | targets, return_index=True, return_inverse=True)
+        order = np.argsort(first)  # as the first of the counted tokens comes that needs it
+        place = np.empty(len(first), np.int64)
+        place[order] = np.arange(len(first))
+        first, self._logit_rows = first[order], place[which]
+        answers = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        return {
+            "logit_rows": _tensor([rows[first]], torch.int64),
+            "targets": _tensor([targets[first]], torch.int64),
+            "logit_row_of_counted": _tensor([self._logit_rows], torch.int64),
+            "answer_of_counted": _tensor([answers], torch.int64),
+        }
+
+    def groups(self) -> list[tuple[int, int]]:
+        """Answers and logit rows of each group of examples that share logit rows with no other. Needs `columns`."""
+        counted = np.cumsum([0, *self.lengths])
+        ends = np.cumsum(self._answers)  # of each example, in answers
+        most = np.maximum.accumulate(np.concatenate([[-1], self._logit_rows])) + 1  # logit rows up to each counted token
+        least = np.minimum.accumulate(np.concatenate([self._logit_rows, [most[-1]]])[::-1])[::-1]  # first one from it on
+        clean = [int(end) for end in ends if most[counted[end]] <= least[counted[end]]]
+        rows = [int(most[counted[end]]) for end in clean]
+        return [
+            (end - before, own - fewer)
+            for before, end, fewer, own in zip([0, *clean], clean, [0, *rows], rows, strict=False)
+        ]
 
 
 def _tensor(parts: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
