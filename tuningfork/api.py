@@ -20,6 +20,7 @@ from tuningfork.config import load_run_config
 from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.packing.loader import build_packs
 from tuningfork.data.packing.pack import PackLimits
+from tuningfork.data.packing.tree import Share
 from tuningfork.data.prepare import prepare_examples
 from tuningfork.models.config import ModelConfig
 from tuningfork.models.hf import attention
@@ -62,13 +63,17 @@ def read_examples(
     return prepare_examples(sources, tokenizer, config, vocab_size or len(tokenizer))
 
 
-def pack(examples: Sequence[TokenExample], tokens: int = 8192, share_prompt: bool = True) -> list[PackedBatch]:
-    """Lay examples side by side into packs of at most `tokens` token slots, each prompt once for all its answers.
+def pack(examples: Sequence[TokenExample], tokens: int = 8192, share: Share = "tree") -> list[PackedBatch]:
+    """Lay examples side by side into packs of at most `tokens` token slots.
+
+    Args:
+        share: what is laid once: tree, whatever examples begin with in common; prompt, each prompt for all its
+            answers; none, nothing. Log-probs are the same to the bit.
 
     Raises:
         DataError: an example does not fit a pack by itself.
     """
-    return build_packs(examples, PackLimits.plan(tokens, share_prompt, compiled=False))
+    return build_packs(examples, PackLimits.plan(tokens, share, compiled=False))
 
 
 def build_scorer(
@@ -105,7 +110,7 @@ def build_scorer(
 
 
 def open_reference(
-    scorer: Scorer, examples: Sequence[TokenExample], cache: str | Path, tokens: int = 8192, share_prompt: bool = True
+    scorer: Scorer, examples: Sequence[TokenExample], cache: str | Path, tokens: int = 8192, share: Share = "tree"
 ) -> ReferenceStore:
     """The log-probs of a model as it is now, from the cache folder, where missing ones are scored and kept.
 
@@ -115,10 +120,10 @@ def open_reference(
     Raises:
         ReferenceMismatch: the cache holds other log-probs than the model has now.
     """
-    config = RunConfig(pack=PackConfig(tokens, share_prompt), reference=ReferenceConfig(str(cache)))
+    config = RunConfig(pack=PackConfig(tokens, share), reference=ReferenceConfig(str(cache)))
     model = scorer.policy.model
     session = Session(scorer, DPO(), Loaded(model, model.dtype))
-    limits = PackLimits.plan(tokens, share_prompt, session.compiled)
+    limits = PackLimits.plan(tokens, share, session.compiled)
     return reference_setup.open_reference(config, session, examples, limits, Console(io.StringIO()))
 
 

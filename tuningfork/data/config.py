@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from tuningfork.data.examples.formats import FORMATS
+from tuningfork.data.packing.tree import Share
 
 if TYPE_CHECKING:
     FormatName = str
@@ -85,5 +86,7 @@ class PackConfig:
 
     tokens: Annotated[int, Field(ge=64)] = 8192
     """Tokens of a full pack. Larger packs run faster and need more memory; the numbers do not change."""
-    share_prompt: bool = True
-    """Store and compute each prompt once for all of its answers."""
+    share: Share = "tree"
+    """What is stored and computed once. tree: whatever the examples of a pack begin with in common: system prompts,
+    tools, earlier turns, answers. prompt: each prompt, for all answers of its example. none: nothing, each answer has
+    its prompt again. Log-probs are the same to the bit."""

@@ -36,7 +36,8 @@ def training_steps(
         for step in range(first, loader.order.total_steps):
             of_all_ranks = loader.examples_of(step)
             totals = session.objective.totals(of_all_ranks)
-            packs = loader.packs(session.ranks.mine(of_all_ranks, lambda example: flops.training([example])))
+            portions = loader.portions(of_all_ranks)
+            packs = loader.packs(session.ranks.mine(portions, lambda portion: flops.training(portion.spans, 0)))
             examples = [example for pack in packs for example in pack.examples]
             cached = None if reference is None else reference.lookup(examples)
             batch = StepBatch.of(packs, session.objective, cached, totals, session.pin_memory)

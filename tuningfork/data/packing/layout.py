@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from tuningfork.data.packing.tree import Forest, grow
+from tuningfork.data.packing.tree import Forest, Share, grow
 from tuningfork.records import GRID, ROOT, ForkLayout, PackedBatch, Segment, Span, TokenExample
 
 PADDING_ID = 0  # any id of the vocabulary serves: padding rows are computed like others and used by nobody
@@ -15,7 +15,7 @@ SEGMENT_QUANTUM = 32  # tables are filled up with empty entries: a compiler take
 STEP_QUANTUM = 256
 
 
-def build_pack(examples: Sequence[TokenExample], rows: int, share: str) -> PackedBatch:
+def build_pack(examples: Sequence[TokenExample], rows: int, share: Share) -> PackedBatch:
     """Lay whole examples into a pack of `rows` rows, the last of them padding. Tensors are on the CPU.
 
     Args:

@@ -14,8 +14,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from tuningfork.data.packing.layout import build_pack
-from tuningfork.data.packing.pack import PackLimits, pack_evenly, pack_stream
+from tuningfork.data.packing.layout import lay
+from tuningfork.data.packing.pack import Bin, PackLimits, pack_evenly, pack_stream, portions_of
+from tuningfork.data.packing.portions import Portion
 from tuningfork.records import PackedBatch, TokenExample
 
 Item = TypeVar("Item")
@@ -100,13 +101,17 @@ class PackLoader:
         """The examples of one step, of all ranks."""
         return [self.examples[i] for i in self.order.indices(step)]
 
-    def packs(self, examples: Sequence[TokenExample]) -> list[PackedBatch]:
-        """These examples of a step in packs."""
-        return build_packs(examples, self.limits, self.pin_memory)
+    def portions(self, examples: Sequence[TokenExample]) -> list[Portion]:
+        """What ranks can share out of these examples of a step: one by one, or trees of them."""
+        return portions_of(examples, self.limits)
+
+    def packs(self, portions: Sequence[Portion]) -> list[PackedBatch]:
+        """Portions of a step in packs."""
+        return _laid(pack_evenly(portions, self.limits), self.pin_memory)
 
     def step(self, step: int) -> list[PackedBatch]:
         """The packs of one step, of a run in one process."""
-        return self.packs(self.examples_of(step))
+        return self.packs(self.portions(self.examples_of(step)))
 
 
 def ahead(items: Iterable[Item]) -> Iterator[Item]:
@@ -124,12 +129,15 @@ def packs_in_windows(
 ) -> Iterator[PackedBatch]:
     """All examples in packs, each built while the one before is used. They are chosen from a window of examples at a
     time: enough to fill packs well, few enough to begin at once and to keep in memory."""
-    bins = pack_stream(examples, limits, window)
-    packs = (build_pack(members, slots, limits.share_prompt) for slots, members in bins)
+    packs = (lay(found.examples, found.forest, found.slots) for found in pack_stream(examples, limits, window))
     return ahead(pack.pinned() for pack in packs) if pin_memory else ahead(packs)
 
 
 def build_packs(examples: Sequence[TokenExample], limits: PackLimits, pin_memory: bool = False) -> list[PackedBatch]:
     """Pack the examples and lay each bin out as tensors."""
-    batches = [build_pack(members, slots, limits.share_prompt) for slots, members in pack_evenly(examples, limits)]
-    return [batch.pinned() for batch in batches] if pin_memory else batches
+    return _laid(pack_evenly(portions_of(examples, limits), limits), pin_memory)
+
+
+def _laid(bins: Iterable[Bin], pin_memory: bool) -> list[PackedBatch]:
+    packs = [lay(found.examples, found.forest, found.slots) for found in bins]
+    return [pack.pinned() for pack in packs] if pin_memory else packs

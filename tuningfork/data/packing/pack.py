@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from tuningfork.data.packing.bin_packing import best_fit, even_fit, members_of, stream_fit
+from tuningfork.data.packing.portions import Portion, joined, portion_out
+from tuningfork.data.packing.tree import Forest, Share
 from tuningfork.errors import DataError
 from tuningfork.records import DroppedRow, TokenExample, column, taken
 
@@ -19,40 +22,47 @@ COMPILED_QUANTUM = 128  # slots; matrix products of such sizes keep their kernel
 SMALLEST_COMPILED = 1024  # below, a compiled graph may add up rows in another order
 EAGER_QUANTUM = 64
 
-Bin = tuple[int, Sequence[TokenExample]]
-"""A pack's slots and its examples, in their given order."""
+WINDOW_TOKENS = 1 << 24  # of a long sequence, among which trees are looked for at a time
+
+
+class Bin(NamedTuple):
+    """A pack to be laid out."""
+
+    slots: int
+    examples: list[TokenExample]
+    forest: Forest  # their trees
 
 
 @dataclass(frozen=True, slots=True)
 class PackLimits:
-    """How large packs are, in token slots, and whether prompts are shared."""
+    """How large packs are, in token slots, and what of them is laid once."""
 
     tokens: int  # of a full pack
-    share_prompt: bool
+    share: Share  # none, prompt or tree: see tree.py
     quantum: int
     smallest: int
 
     @classmethod
-    def plan(cls, tokens: int, share_prompt: bool, compiled: bool) -> PackLimits:
+    def plan(cls, tokens: int, share: Share, compiled: bool) -> PackLimits:
         if compiled:
-            return cls(tokens, share_prompt, COMPILED_QUANTUM, SMALLEST_COMPILED)
-        return cls(tokens, share_prompt, EAGER_QUANTUM, EAGER_QUANTUM)
+            return cls(tokens, share, COMPILED_QUANTUM, SMALLEST_COMPILED)
+        return cls(tokens, share, EAGER_QUANTUM, EAGER_QUANTUM)
 
     def slots(self, used: int) -> int:
         """Slots of a pack whose content takes up `used` of them."""
         return min(max(_round_up(used, self.quantum), self.smallest), self.tokens)
 
 
-def slots_of_each(examples: Sequence[TokenExample], share_prompt: bool) -> np.ndarray:
-    """int64 [n]: what `TokenExample.slots` says of each example."""
-    return column(examples, "unique_tokens" if share_prompt else "plain_tokens")
+def slots_of_each(examples: Sequence[TokenExample], share: Share) -> np.ndarray:
+    """int64 [n]: slots that each example takes up by itself; together with others it may take fewer."""
+    return column(examples, "plain_tokens" if share == "none" else "unique_tokens")
 
 
 def split_fitting(
-    examples: Sequence[TokenExample], tokens: int, share_prompt: bool
+    examples: Sequence[TokenExample], tokens: int, share: Share
 ) -> tuple[Sequence[TokenExample], list[DroppedRow]]:
     """Part the examples into those that fit a pack of `tokens` and listed drops."""
-    slots = slots_of_each(examples, share_prompt)
+    slots = slots_of_each(examples, share)
     dropped = []
     for place in np.flatnonzero(slots > tokens).tolist():
         source, detail = examples[place].source, f"needs {slots[place]:,} tokens, pack.tokens is {tokens}"
@@ -60,55 +70,86 @@ def split_fitting(
     return taken(examples, np.flatnonzero(slots <= tokens)), dropped
 
 
-def pack_examples(examples: Sequence[TokenExample], limits: PackLimits) -> list[Bin]:
-    """Best-fit decreasing: each example, largest first, goes into the fullest bin that still holds it.
-
-    Deterministic; every example is in exactly one bin.
+def portions_of(examples: Sequence[TokenExample], limits: PackLimits) -> list[Portion]:
+    """What is to be packed: examples one by one, or whole trees of them.
 
     Raises:
         DataError: an example does not fit a pack by itself.
     """
-    slots = _fitting_slots(examples, limits)
-    return [_bin(examples, slots, members, limits) for members in members_of(best_fit(slots, limits.tokens))]
+    _check_fitting(examples, limits)
+    return portion_out(examples, limits.share, limits.tokens)
 
 
-def pack_evenly(examples: Sequence[TokenExample], limits: PackLimits) -> list[Bin]:
+def pack_examples(portions: Sequence[Portion], limits: PackLimits) -> list[Bin]:
+    """Best-fit decreasing: each portion, largest first, goes into the fullest bin that still holds it.
+
+    Deterministic; every portion is in exactly one bin.
+    """
+    bin_of = best_fit([portion.rows for portion in portions], limits.tokens)
+    return [_bin([portions[i] for i in members], limits) for members in members_of(bin_of)]
+
+
+def pack_evenly(portions: Sequence[Portion], limits: PackLimits) -> list[Bin]:
     """As few packs as `pack_examples` makes, and the largest of them as small as that allows.
 
     A small pack takes a GPU nearly as long as one of middle size, so what does not fit one pack is better halved than
     cut into a full pack and a rest.
-
-    Raises:
-        DataError: an example does not fit a pack by itself.
     """
-    slots = _fitting_slots(examples, limits)
-    return [_bin(examples, slots, members, limits) for members in members_of(even_fit(slots, limits.tokens))]
+    bin_of = even_fit([portion.rows for portion in portions], limits.tokens)
+    return [_bin([portions[i] for i in members], limits) for members in members_of(bin_of)]
 
 
 def pack_stream(examples: Sequence[TokenExample], limits: PackLimits, window: int) -> Iterator[Bin]:
     """Packs of many examples, one by one and nearly all of them full: see `stream_fit`.
 
-    An example shares a pack with some of the `window` examples behind it; the last `window` lie in packs of like size.
+    Trees are looked for among as many examples as have WINDOW_TOKENS tokens. A portion shares a pack with some of the
+    `window` portions behind it; the last `window` lie in packs of like size.
 
     Raises:
         DataError: an example does not fit a pack by itself.
     """
-    slots = _fitting_slots(examples, limits)
-    return (_bin(examples, slots, members, limits) for members in stream_fit(slots, limits.tokens, window))
+    _check_fitting(examples, limits)
+    return _stream(examples, limits, window)
 
 
-def _fitting_slots(examples: Sequence[TokenExample], limits: PackLimits) -> list[int]:
-    slots = slots_of_each(examples, limits.share_prompt)
+def _stream(examples: Sequence[TokenExample], limits: PackLimits, window: int) -> Iterator[Bin]:
+    waiting: dict[int, Portion] = {}  # by their number
+
+    def rows() -> Iterator[int]:
+        number = 0
+        for some in _windows(examples):
+            for portion in portion_out(some, limits.share, limits.tokens):
+                waiting[number] = portion
+                number += 1
+                yield portion.rows
+
+    for members in stream_fit(rows(), limits.tokens, window):
+        yield _bin([waiting.pop(number) for number in members], limits)
+
+
+def _windows(examples: Sequence[TokenExample]) -> Iterator[Sequence[TokenExample]]:
+    """The examples in their order, cut where WINDOW_TOKENS tokens are reached."""
+    ends = np.cumsum(column(examples, "plain_tokens"))
+    first = 0
+    while first < len(examples):
+        before = int(ends[first - 1]) if first else 0
+        last = max(int(np.searchsorted(ends, before + WINDOW_TOKENS, side="right")), first + 1)
+        yield taken(examples, np.arange(first, last))
+        first = last
+
+
+def _check_fitting(examples: Sequence[TokenExample], limits: PackLimits) -> None:
+    slots = slots_of_each(examples, limits.share)
     for place in np.flatnonzero(slots > limits.tokens)[:1].tolist():
         raise DataError(
             f"{examples[place].id}: needs {slots[place]:,} tokens, but a pack has {limits.tokens}. "
             "Raise pack.tokens or lower data.max_length."
         )
-    return slots.tolist()
 
 
-def _bin(examples: Sequence[TokenExample], slots: list[int], members: list[int], limits: PackLimits) -> Bin:
-    return limits.slots(sum(map(slots.__getitem__, members))), taken(examples, np.array(members))
+def _bin(portions: Sequence[Portion], limits: PackLimits) -> Bin:
+    examples, forest = joined(portions)
+    return Bin(limits.slots(forest.rows), examples, forest)
 
 
 def _round_up(value: int, multiple: int) -> int:

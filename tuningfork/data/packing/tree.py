@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from tuningfork.records import ROOT, TokenExample
+
+Share = Literal["none", "prompt", "tree"]
+"""What of a pack's examples is laid once: see `grow`."""
 
 SMALLEST_STEM = 32
 """Rows that a cut saves at least: below, a segment of its own costs more than it saves."""
@@ -119,7 +122,7 @@ class Trie:
         return answer[start - p : end - p] if start >= p else np.concatenate([prompt[start:], answer[: end - p]])
 
 
-def grow(examples: Sequence[TokenExample], share: str, smallest_stem: int = SMALLEST_STEM) -> Trie:
+def grow(examples: Sequence[TokenExample], share: Share, smallest_stem: int = SMALLEST_STEM) -> Trie:
     """The trees of some examples.
 
     Args:

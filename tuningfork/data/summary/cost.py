@@ -12,7 +12,7 @@ from math import ceil
 import numpy as np
 
 from tuningfork.data.packing.loader import EpochOrder
-from tuningfork.data.packing.pack import PackLimits, pack_evenly, slots_of_each
+from tuningfork.data.packing.pack import PackLimits, pack_evenly, portions_of, slots_of_each
 from tuningfork.data.summary.records import PLAIN_BATCH, Cost, Layout, RunPlan
 from tuningfork.data.summary.sizes import Sizes
 from tuningfork.records import TokenExample
@@ -54,7 +54,7 @@ class FirstSteps:
     def packed_alone(self, limits: PackLimits) -> Packed:
         """Their packs if each sequence were an example of its own."""
         alone = ([one for example in members for one in example.alone()] for members in self.steps)
-        return _pack(alone, replace(limits, share_prompt=False))
+        return _pack(alone, replace(limits, share="none"))
 
 
 def count_cost(examples: Sequence[TokenExample], sizes: Sizes, steps: FirstSteps, limits: PackLimits) -> Cost:
@@ -67,7 +67,7 @@ def count_cost(examples: Sequence[TokenExample], sizes: Sizes, steps: FirstSteps
     shared = int(_causal(prompt).sum() + (answer * prompt[sizes.owner] + _causal(answer)).sum())
     padded = round(padded_slots(sizes.longest, sizes.answers, PLAIN_BATCH))
     packed = round(tokens * steps.packed_alone(limits).slots_per_token)
-    ours = round(unique * steps.packed(replace(limits, share_prompt=True)).slots_per_token)
+    ours = round(unique * steps.packed(replace(limits, share="prompt")).slots_per_token)
     layouts = [
         Layout("padded", padded, p, again, c, r, padded - tokens, 1 - tokens / padded),
         Layout("packed", packed, p, again, c, r, packed - tokens, 1 - tokens / packed),
@@ -92,7 +92,6 @@ def plan_run(sizes: Sizes, order: EpochOrder, steps: FirstSteps, limits: PackLim
     n, in_all = len(sizes.prompt), order.total_examples
     whole = packed.steps == order.total_steps
     tokens = int(sizes.sequence.sum()) / n
-    size = int(sizes.prompt.sum() + sizes.answer.sum()) / n if limits.share_prompt else tokens
     return RunPlan(
         examples=n,
         examples_per_step=order.examples_per_step,
@@ -105,7 +104,7 @@ def plan_run(sizes: Sizes, order: EpochOrder, steps: FirstSteps, limits: PackLim
         steps_packed=packed.steps,
         pad_share=1 - packed.used / packed.slots,
         tokens=packed.tokens if whole else round(tokens * in_all),
-        slots=packed.slots if whole else round(size * in_all * packed.slots_per_token),
+        slots=packed.slots if whole else round(packed.slots / packed.examples * in_all),
     )
 
 
@@ -143,9 +142,9 @@ def _causal(length: np.ndarray) -> np.ndarray:
 def _pack(steps: Iterable[Sequence[TokenExample]], limits: PackLimits) -> Packed:
     number = examples = packs = slots = used = tokens = 0
     for members in steps:
-        bins = pack_evenly(members, limits)
+        bins = pack_evenly(portions_of(members, limits), limits)
         number, examples, packs = number + 1, examples + len(members), packs + len(bins)
-        slots += sum(size for size, _ in bins)
-        used += int(slots_of_each(members, limits.share_prompt).sum())
-        tokens += int(slots_of_each(members, share_prompt=False).sum())
+        slots += sum(found.slots for found in bins)
+        used += sum(found.forest.rows for found in bins)
+        tokens += int(slots_of_each(members, "none").sum())
     return Packed(number, examples, packs, slots, used, tokens)

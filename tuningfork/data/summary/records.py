@@ -356,7 +356,7 @@ class DataSummary:
     max_length: int
     over_length: str  # what becomes of longer rows
     pack_tokens: int
-    share_prompt: bool
+    share: str  # what of a pack is laid once: none, prompt or tree
     mix: Mix | None
     train: SetSummary
     eval: SetSummary | None

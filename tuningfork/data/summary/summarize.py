@@ -59,7 +59,7 @@ def summarize(
         max_length=data.max_length,
         over_length=data.over_length,
         pack_tokens=pack.tokens,
-        share_prompt=pack.share_prompt,
+        share=pack.share,
         mix=summarize_mix(train, data),
         train=train_set,
         eval=eval_set,

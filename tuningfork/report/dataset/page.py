@@ -136,8 +136,8 @@ def _few(finding: Finding, names: Mapping[str, str]) -> str:
 def _figures(summary: DataSummary) -> str:
     cost, run, unit = summary.cost, summary.run, summary.unit
     slots = {layout.name: layout.slots for layout in cost.layouts}
-    ours = slots["shared" if summary.share_prompt else "packed"]
-    saved = "of the tokens saved by sharing prompts" + ("" if summary.share_prompt else " (pack.share_prompt is off)")
+    ours = slots["packed" if summary.share == "none" else "shared"]
+    saved = "of the tokens saved by sharing prompts" + (" (pack.share is none)" if summary.share == "none" else "")
     times = slots["padded"] / ours
     less, word = (times, "fewer") if times >= 1 else (1 / times, "more")
     step = "step" if run.steps == 1 else "steps"
@@ -338,8 +338,8 @@ def _run(summary: DataSummary) -> str:
         (
             "Prompts",
             "stored once for all of their answers"
-            if summary.share_prompt
-            else "stored once per answer (pack.share_prompt is off)",
+            if summary.share != "none"
+            else "stored once per answer (pack.share is none)",
         ),
     ]
     first = counted(run.steps_packed, "step")

@@ -129,7 +129,7 @@ class DryRun:
         rows = self.limits.slots(rows)
         config = self.scorer.policy.config
         longest = positions(config) or rows
-        return build_pack(list(_pairs(rows, config.vocab_size, longest)), rows, self.limits.share_prompt)
+        return build_pack(list(_pairs(rows, config.vocab_size, longest)), rows, self.limits.share)
 
 
 def _pairs(rows: int, vocabulary: int, positions: int) -> Iterator[TokenExample]:

@@ -71,7 +71,7 @@ def read_data(
         )
     for part in (train, held_out):
         objective.check(part)
-    limits = PackLimits.plan(pack.tokens, pack.share_prompt, compiled)
+    limits = PackLimits.plan(pack.tokens, pack.share, compiled)
     return Data(train, train_report, held_out, held_out_report, limits)
 
 
@@ -95,7 +95,7 @@ def read_sources(
 
         cache = None if data.cache is None else Path(data.cache)
         prepared, report = prepare_examples(sources, tokenizer, data, vocab_size, progress, use, cache, console.print)
-    examples, too_large = split_fitting(prepared, pack.tokens, pack.share_prompt)
+    examples, too_large = split_fitting(prepared, pack.tokens, pack.share)
     report.used = len(examples)
     report.dropped_rows += too_large
     if not examples:

@@ -60,7 +60,7 @@ def start_model(config: RunConfig, device: torch.device, console: Console) -> Se
     check = None
     if compiled or not policy.has_plain_kernels:
         with console.stage("kernel check", "computing what kernels and compiled blocks are checked against"):
-            check = KernelCheck.begin(policy, model.path, config.pack.share_prompt, compiled)
+            check = KernelCheck.begin(policy, model.path, config.pack.share, compiled)
     console.print(
         f"{model.path}: {sum(p.numel() for p in loaded.model.parameters()):,} parameters on {device_name(device)}, "
         f"kept in {model.weights}, computing in {dtype_name(dtype)}, "

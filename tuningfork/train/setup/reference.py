@@ -44,7 +44,6 @@ def open_reference(
         dtype=dtype_name(policy.dtype),
         **{f"{kind} kernel": name for kind, name in policy.kernels.names.items()},
         compiled=str(session.compiled),
-        share_prompt=str(config.pack.share_prompt),
         device=device_name(policy.device),
         threads=str(torch.get_num_threads() if policy.device.type == "cpu" else "any"),
         transformers=transformers.__version__,

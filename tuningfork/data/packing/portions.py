@@ -1,0 +1,186 @@
+"""Examples that must share a pack or had better: whole trees, and parts of trees that are larger than a pack."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tuningfork.data.packing.tree import Forest, Share, Trie, grow
+from tuningfork.records import ROOT, Span, TokenExample
+
+_MOST = 1024
+"""Examples of a large tree that are cut at once, in the order of their tokens. The time grows with its square."""
+
+_FEW = 8
+"""Of so few examples all ways to part them are tried; the time grows as three to the power of it."""
+
+
+class Portion(NamedTuple):
+    """Whole examples of a trie, in the order of their tokens, and the rows that they take up together."""
+
+    trie: Trie
+    members: list[int]
+    rows: int
+
+    @property
+    def examples(self) -> list[TokenExample]:
+        return [self.trie.examples[member] for member in self.members]
+
+    @property
+    def spans(self) -> list[Span]:
+        """Those of its segments."""
+        return [Span(node.position, len(node.ids)) for node in self.trie.of(self.members).nodes]
+
+
+def portion_out(examples: Sequence[TokenExample], share: Share, capacity: int) -> list[Portion]:
+    """All examples in portions of at most `capacity` rows, each example in exactly one.
+
+    A portion is a tree, with all trees that an example of it has a part in. One that is larger is parted so that its
+    parts together have as few rows as can be: of all ways to part it if it has few examples, else of all ways to cut it
+    between examples in the order of their tokens.
+
+    Args:
+        share: what makes a tree: see `tree.grow`.
+    """
+    trie = grow(examples, share)
+    nodes, users = trie.users()
+    tree_of = _trees(trie)  # of each example
+    first = np.flatnonzero(np.diff(nodes, prepend=-1))  # of the users of each node
+    rows_of = np.bincount(tree_of[users[first]], weights=trie.lengths, minlength=len(examples)).astype(np.int64)
+    members_of: dict[int, list[int]] = {}
+    for example in _by_rank(trie).tolist():
+        members_of.setdefault(int(tree_of[example]), []).append(example)
+    found = []
+    for tree, members in members_of.items():
+        if rows_of[tree] <= capacity:
+            found.append(Portion(trie, members, int(rows_of[tree])))
+        else:
+            found += _parted(trie, nodes, users, members, capacity)
+    return found
+
+
+def joined(portions: Sequence[Portion]) -> tuple[list[TokenExample], Forest]:
+    """The examples of some portions, which are to share a pack, and their trees."""
+    of_trie: dict[int, tuple[Trie, list[int]]] = {}
+    for portion in portions:
+        of_trie.setdefault(id(portion.trie), (portion.trie, []))[1].extend(portion.members)
+    examples: list[TokenExample] = []
+    forests = []
+    for trie, members in of_trie.values():
+        members.sort(key=_by_rank(trie, places=True).__getitem__)
+        forests.append(trie.of(members))
+        examples += (trie.examples[member] for member in members)
+    return examples, Forest.joined(forests)
+
+
+def _by_rank(trie: Trie, places: bool = False) -> np.ndarray:
+    """The examples in the order of their first sequences; or, of each example, its place in that order."""
+    _, first = np.unique(trie.example_of, return_index=True)
+    order = np.argsort(first)
+    return np.argsort(order) if places else order
+
+
+def _trees(trie: Trie) -> np.ndarray:
+    """Of each example the first one that shares a tree with it, itself or by way of others."""
+    top: list[int] = []  # of each node: the root above it
+    for n, parent in enumerate(trie.parent.tolist()):
+        top.append(n if parent == ROOT else top[parent])
+    first = list(range(len(trie.examples)))
+
+    def find(example: int) -> int:
+        while first[example] != example:
+            first[example] = first[first[example]]
+            example = first[example]
+        return example
+
+    owner: dict[int, int] = {}  # of a root: an example that has a part in its tree
+    for example, leaf in zip(trie.example_of.tolist(), trie.leaf.tolist(), strict=True):
+        if leaf != ROOT:
+            one, other = sorted((find(example), find(owner.setdefault(top[leaf], example))))
+            first[other] = one
+    return np.array([find(example) for example in first], dtype=np.int64)
+
+
+def _parted(trie: Trie, nodes: np.ndarray, users: np.ndarray, members: list[int], capacity: int) -> list[Portion]:
+    """Some examples of one tree in portions that together have as few rows as can be.
+
+    Args:
+        nodes, users: which examples need which nodes, see `Trie.users`.
+        members: the examples, in the order of their tokens.
+    """
+    place = np.full(len(trie.examples), -1)
+    place[members] = np.arange(len(members))
+    found = []
+    for start in range(0, len(members), _MOST):
+        some = members[start : start + _MOST]
+        here = (place[users] >= start) & (place[users] < start + len(some))
+        nodes_here, users_here = nodes[here], place[users[here]] - start
+        if len(some) <= _FEW:
+            found += [
+                Portion(trie, [some[i] for i in chosen], rows)
+                for chosen, rows in _best_parts(trie.lengths, nodes_here, users_here, len(some), capacity)
+            ]
+        else:
+            added = _added_rows(trie.lengths, nodes_here, users_here, len(some))
+            found += [Portion(trie, some[first:last], rows) for first, last, rows in _fewest_rows(added, capacity)]
+    return found
+
+
+def _best_parts(
+    lengths: np.ndarray, nodes: np.ndarray, users: np.ndarray, count: int, capacity: int
+) -> list[tuple[list[int], int]]:
+    """The examples and rows of each part, of all ways to part `count` examples; sets of them are bits of a number."""
+    sets = np.arange(1 << count)
+    needed_by = np.bincount(nodes, weights=1 << users, minlength=len(lengths)).astype(np.int64)
+    rows = ((sets[:, None] & needed_by[None, :] > 0) * lengths).sum(1).tolist()
+    best: list[tuple[int, int, int]] = [(0, 0, 0)]  # of all up to each set: rows, parts, the part with its first example
+    for of in range(1, 1 << count):
+        first, part, found = of & -of, of, (2**62, 0, 0)
+        while part:
+            if part & first and rows[part] <= capacity:
+                others = best[of ^ part]
+                found = min(found, (others[0] + rows[part], others[1] + 1, part))
+            part = (part - 1) & of
+        best.append(found)
+    parts, left = [], (1 << count) - 1
+    while left:
+        part = best[left][2]
+        parts.append(([i for i in range(count) if part >> i & 1], rows[part]))
+        left ^= part
+    return parts
+
+
+def _added_rows(lengths: np.ndarray, nodes: np.ndarray, users: np.ndarray, count: int) -> np.ndarray:
+    """int64 [count, count]: at [m, i] the rows that example m adds to a portion that begins with example i.
+
+    These are its nodes that no example from i on had before it.
+    """
+    order = np.lexsort((users, nodes))
+    nodes, users = nodes[order], users[order]
+    before = np.full(len(nodes), -1)  # the last example before this one that needs the node, too
+    again = np.flatnonzero(nodes[1:] == nodes[:-1]) + 1
+    before[again] = users[again - 1]
+    places = users * (count + 1) + before + 1
+    added = np.bincount(places, weights=lengths[nodes], minlength=count * (count + 1)).astype(np.int64)
+    return added.reshape(count, count + 1).cumsum(axis=1)[:, :count]
+
+
+def _fewest_rows(added: np.ndarray, capacity: int) -> list[tuple[int, int, int]]:
+    """Where to cut: (first, last + 1, rows) of each portion. As few rows as can be, and then as few portions."""
+    count = len(added)
+    rows = np.zeros(count, np.int64)  # of the portion from each example to the present one
+    best = np.zeros(count + 1, np.int64)  # rows · (count + 1) + portions, of all up to each example
+    begun = np.zeros((count + 1, 2), np.int64)  # of the last portion up to there: where it begins, and its rows
+    for last in range(count):
+        rows[: last + 1] += added[last, : last + 1]
+        found = np.where(rows[: last + 1] <= capacity, best[: last + 1] + rows[: last + 1] * (count + 1) + 1, 2**62)
+        first = int(found.argmin())
+        best[last + 1], begun[last + 1] = found[first], (first, rows[first])
+    portions, end = [], count
+    while end:
+        first, size = begun[end].tolist()
+        portions.append((first, end, size))
+        end = first
+    return portions[::-1]
