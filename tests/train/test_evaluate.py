@@ -36,9 +36,9 @@ from tuningfork.train.batch import StepBatch
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.evaluate import check_start, evaluate
 from tuningfork.train.optimizer import build_optimizer
-from tuningfork.train.run import training_steps
 from tuningfork.train.session import Session
 from tuningfork.train.setup.reference import open_reference
+from tuningfork.train.steps import training_steps
 
 
 @cache
