@@ -18,8 +18,9 @@ from judge import LONGEST, SHORTEST, faults
 from model import prepare_model
 
 from tuningfork import commands
-from tuningfork.config import check_run_config, load_run_config
 from tuningfork.errors import TuningforkError
+from tuningfork.recipe.check import check_run_config
+from tuningfork.recipe.load import load_run_config
 from tuningfork.report.run.console import Console, side_by_side
 
 DEMO = Path(__file__).parent

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 
 from demo.judge import RULES, faults
-from tuningfork.config import load_run_config
+from tuningfork.recipe.load import load_run_config
 
 DEMO = Path(__file__).parents[1] / "demo"
 QUESTION = "What is a fridge for?"

@@ -16,7 +16,6 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tuningfork import commands
-from tuningfork.config import load_run_config
 from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.packing.loader import build_packs
 from tuningfork.data.packing.pack import PackLimits
@@ -28,11 +27,12 @@ from tuningfork.models.hf.support import check_config, check_modules
 from tuningfork.models.policy import Policy
 from tuningfork.models.scorer import Scorer
 from tuningfork.objective.pairs import DPO
+from tuningfork.recipe.load import load_run_config
+from tuningfork.recipe.run_config import RunConfig
 from tuningfork.records import DataReport, PackedBatch, TokenExample
 from tuningfork.reference.config import ReferenceConfig
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.run.console import Console
-from tuningfork.run_config import RunConfig
 from tuningfork.train.checks.head_check import check_head
 from tuningfork.train.checks.self_check import check_packed_equals_alone
 from tuningfork.train.session import Session

@@ -159,8 +159,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str]) -> int:
     begun = time.monotonic()
-    from tuningfork.config import REQUIRED, TO_EVALUATE, WRITTEN, load_run_config
-    from tuningfork.recipe import split_flags
+    from tuningfork.recipe.check import REQUIRED, TO_EVALUATE, WRITTEN
+    from tuningfork.recipe.load import load_run_config
+    from tuningfork.recipe.parse import split_flags
 
     mine, flags = split_flags(arguments, _OWN[name])
     _expect_no_more([argument for argument in mine if argument.startswith("--resume=")], mine)
@@ -241,7 +242,7 @@ def _expect_no_more(arguments: Sequence[str], given: Sequence[str]) -> None:
 
 def _as_setting(argument: str) -> str:
     """How a setting is given that was written as key=value; empty where the argument is none."""
-    from tuningfork.config import SETTINGS
+    from tuningfork.recipe.run_config import SETTINGS
 
     key, equals, value = argument.partition("=")
     return f"--{key} {value}" if equals and key in SETTINGS else ""

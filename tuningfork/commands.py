@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from tuningfork import __version__
-from tuningfork.config import check_run_config, from_yaml
 from tuningfork.data.config import CHAT, NO_TEMPLATE
 from tuningfork.data.packing.loader import EpochOrder
 from tuningfork.data.packing.pack import PackLimits
@@ -27,6 +26,9 @@ from tuningfork.models.hf.hub import HUB, HubName, fetch, hub_name
 from tuningfork.models.hf.load import comparable, load_config, load_tokenizer, replace_weights
 from tuningfork.models.hf.support import positions
 from tuningfork.objective.base import Objective
+from tuningfork.recipe.check import check_run_config
+from tuningfork.recipe.load import from_yaml
+from tuningfork.recipe.run_config import RunConfig
 from tuningfork.records import DataReport
 from tuningfork.report import sinks
 from tuningfork.report.dataset import report_files
@@ -34,7 +36,6 @@ from tuningfork.report.dataset.terminal import draw_report
 from tuningfork.report.run import eval_files
 from tuningfork.report.run.console import Console, score, table
 from tuningfork.report.run.writer import Scores
-from tuningfork.run_config import RunConfig
 from tuningfork.train import checkpoint, optimizer, run_folder
 from tuningfork.train.ended import has_ended, is_whole, places
 from tuningfork.train.evaluate import evaluate as evaluate_packs

@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 
 from tuningfork.objective.base import Objective
+from tuningfork.recipe.run_config import RunConfig
 from tuningfork.report.run.console import Phase
 from tuningfork.report.run.metrics import Interval, StepResult
 from tuningfork.report.run.throughput import RunTotals, peak_flops
 from tuningfork.report.run.writer import RunWriter
-from tuningfork.run_config import RunConfig
 from tuningfork.train.checkpointer import Checkpointer
 from tuningfork.train.held_out import HeldOut
 from tuningfork.train.prepare import PreparedRun

@@ -11,10 +11,10 @@ import torch
 from tuningfork.data.packing.loader import EpochOrder, PackLoader
 from tuningfork.data.token_table import Subset
 from tuningfork.files import clear_abandoned
+from tuningfork.recipe.run_config import RunConfig
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.run.console import Console
 from tuningfork.report.run.metrics import Evaluation
-from tuningfork.run_config import RunConfig
 from tuningfork.train import checkpoint
 from tuningfork.train.checkpoint import Progress
 from tuningfork.train.config import TrainConfig

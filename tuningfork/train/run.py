@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tuningfork.data.prepare import report_dict
+from tuningfork.recipe.run_config import RunConfig
 from tuningfork.report.files import write_json, write_text
 from tuningfork.report.run.console import Console
 from tuningfork.report.run.metrics import Evaluation
 from tuningfork.report.run.writer import RunWriter, Scores
 from tuningfork.report.sinks import open_sinks
-from tuningfork.run_config import RunConfig
 from tuningfork.train import checkpoint
 from tuningfork.train.checkpointer import Checkpointer
 from tuningfork.train.config import OutputConfig, TrainConfig

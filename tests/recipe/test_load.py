@@ -9,13 +9,14 @@ import pytest
 import yaml
 from pydantic import ConfigDict, TypeAdapter
 
-from tuningfork import config as config_module
-from tuningfork.config import PATHS, REQUIRED, SETTINGS, check_run_config, from_yaml, load_run_config
-from tuningfork.dialect import parse_scalar, to_text
 from tuningfork.errors import ConfigError, DataError
-from tuningfork.recipe import split_flags
+from tuningfork.recipe import load as loading
+from tuningfork.recipe.check import PATHS, REQUIRED, check_run_config
+from tuningfork.recipe.dialect import parse_scalar, to_text
+from tuningfork.recipe.load import from_yaml, load_run_config
+from tuningfork.recipe.parse import split_flags
+from tuningfork.recipe.run_config import SETTINGS, RunConfig
 from tuningfork.report import sinks
-from tuningfork.run_config import RunConfig
 
 BOTH = ["--model.path", "m", "--data.train", "d.jsonl"]
 
@@ -496,7 +497,7 @@ def test_every_setting_has_a_meaning() -> None:
 
     for section in fields(RunConfig):
         room = type(getattr(RunConfig(), section.name))
-        module = ast.parse(inspect.getsource(inspect.getmodule(room) or config_module))
+        module = ast.parse(inspect.getsource(inspect.getmodule(room) or loading))
         body = next(node for node in module.body if isinstance(node, ast.ClassDef) and node.name == room.__name__).body
         for node, after in zip(body, [*body[1:], None], strict=True):
             if isinstance(node, ast.AnnAssign):
@@ -521,7 +522,7 @@ def test_a_recipe_that_is_looked_at_gives_a_terminal_no_order() -> None:
 
 def test_a_tilde_is_the_home_of_the_user_in_every_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    monkeypatch.setattr(config_module, "read_template", lambda name: None)
+    monkeypatch.setattr(loading, "read_template", lambda name: None)
     given: dict[str, Any] = {
         "model.path": "~/model",
         "data.train": ["~/a.jsonl", "hub:x/~y", "b.jsonl"],
@@ -531,7 +532,7 @@ def test_a_tilde_is_the_home_of_the_user_in_every_path(monkeypatch: pytest.Monke
         "reference.cache": "~",
         "output.dir": "~/runs/first",
     }
-    assert set(given) == set(config_module.PATHS)
+    assert set(given) == set(PATHS)
     tree: dict[str, Any] = {}
     for key, value in given.items():
         section, _, name = key.partition(".")
