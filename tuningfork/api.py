@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tuningfork import commands
+from tuningfork.commands.train import train
 from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.packing.loader import build_packs
 from tuningfork.data.packing.pack import PackLimits
@@ -143,7 +143,7 @@ def run_recipe(config: RunConfig, resume: bool = False) -> Path:
         KeyboardInterrupt: the user asked to stop. What was saved can be continued.
         TuningforkError: see its kinds.
     """
-    if commands.train(config, resume) != 0:
+    if train(config, resume) != 0:
         raise KeyboardInterrupt(
             f"stopped as asked; continue with run_recipe(config, resume=True) in {config.output.dir}"
         )

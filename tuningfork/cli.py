@@ -207,17 +207,20 @@ def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str
     console = Console()
     console.startup.add("imports", time.monotonic() - begun)
     with console.stage("imports", "loading PyTorch and transformers"):
-        from tuningfork import commands
+        from tuningfork.commands.data import data
+        from tuningfork.commands.evaluate import evaluate
+        from tuningfork.commands.reference import reference
+        from tuningfork.commands.train import train
 
     ways_out = {"data": READING, "reference": SCORING, "eval": SCORING}.get(name, TRAINING)
     with enough_memory(name, ways_out):
         if name == "train":
-            return commands.train(config, own.resume, console)
+            return train(config, own.resume, console)
         if name == "data":
-            return commands.data(config, own.strict, console)
+            return data(config, own.strict, console)
         if name == "reference":
-            return commands.reference(config, console)
-        return commands.evaluate(config, own.policy and os.path.expanduser(own.policy), console)
+            return reference(config, console)
+        return evaluate(config, own.policy and os.path.expanduser(own.policy), console)
 
 
 def _expect_no_more(arguments: Sequence[str], given: Sequence[str]) -> None:
