@@ -28,9 +28,9 @@ from bench import shapes
 from bench.output import device, emit, environment, parser, rounded, table
 from bench.timing import free_memory
 from tuningfork.models.config import ModelConfig
+from tuningfork.recipe.run_config import RunConfig
 from tuningfork.reference.fingerprint import tensors_of, weights_digest
 from tuningfork.report.run.console import Console
-from tuningfork.run_config import RunConfig
 from tuningfork.train.setup.model import start_model
 
 _SHARD = 5 * 10**9

@@ -43,10 +43,10 @@ from tuningfork.report.run.throughput import RunTotals
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.evaluate import check_start
 from tuningfork.train.optimizer import build_optimizer
-from tuningfork.train.run import training_steps
 from tuningfork.train.session import Session
 from tuningfork.train.setup.device import DTYPES
 from tuningfork.train.setup.model import choose_activations
+from tuningfork.train.steps import training_steps
 
 PROFILED = 3  # steady steps, behind those that are timed
 

@@ -17,9 +17,10 @@ from ask import answers  # sets the environment: first of all that bring torch
 from judge import LONGEST, SHORTEST, faults
 from model import prepare_model
 
-from tuningfork import commands
-from tuningfork.config import check_run_config, load_run_config
+from tuningfork.commands.train import train
 from tuningfork.errors import TuningforkError
+from tuningfork.recipe.check import check_run_config
+from tuningfork.recipe.load import load_run_config
 from tuningfork.report.run.console import Console, side_by_side
 
 DEMO = Path(__file__).parent
@@ -38,7 +39,7 @@ def main() -> int:
     prompts = [json.loads(line)["prompt"] for line in (DEMO / "held_out.jsonl").read_text("utf-8").splitlines()]
     print(f"asking the model {len(prompts)} held-out questions, before training")
     before = answers(Path(config.model.path), prompts)
-    status = commands.train(config, resume=False)
+    status = train(config, resume=False)
     if status:
         return status
     print(f"\nasking the trained model the same {len(prompts)} questions")

@@ -380,8 +380,8 @@ MUTATIONS = (
     # --- a run and its files
     Mutation(
         "resume-one-step-early",
-        "training_steps(loader, session, keeper.optimizer, reference, train, result.steps_done)",
-        "training_steps(loader, session, keeper.optimizer, reference, train, max(result.steps_done - 1, 0))",
+        "run.loader, run.session, run.optimizer, run.reference, self.config, self.progress.step\n",
+        "run.loader, run.session, run.optimizer, run.reference, self.config, max(self.progress.step - 1, 0)\n",
         ("test_a_crash_costs_only_the_steps_since_the_last_checkpoint",),
     ),
     Mutation(

@@ -15,7 +15,7 @@ import pytest
 
 import tuningfork
 from tuningfork.objective.kinds import OBJECTIVES
-from tuningfork.run_config import RunConfig
+from tuningfork.recipe.run_config import RunConfig
 
 ROOT = Path(tuningfork.__file__).parent
 LINES = 400
@@ -28,8 +28,8 @@ EVERYONE = {
     "wording",
     "library_words",
 }  # may be imported by all, and import nothing of the house but each other
-SETTINGS = {"run_config"}  # those of all rooms in one record, which any room may read
-COMPOSERS = {"config", "cli", "commands", "api", "__main__"}  # may import all
+SETTINGS = {"recipe.run_config"}  # those of all rooms in one record, which any room may read
+COMPOSERS = {"recipe", "cli", "commands", "api", "__main__"}  # may import all
 ROOMS = {
     "data": set(),
     "kernels": set(),
@@ -62,6 +62,21 @@ SUB_ROOMS = {
     "data.summary": {"data.packing", "data.examples", "data.config", "data.tokens", "data.prepare"},
     "models.mixers": set(),
     "models.hf": {"models.mixers"},
+    "commands.resolve": set(),
+    "commands.inputs": set(),
+    "commands.summary": set(),
+    "commands.data": {"commands.inputs", "commands.resolve"},
+    "commands.reference": {"commands.inputs", "commands.resolve"},
+    "commands.evaluate": {"commands.inputs", "commands.resolve", "commands.summary"},
+    "commands.train": {"commands.inputs", "commands.resolve", "commands.summary"},
+    "recipe.dialect": set(),
+    "recipe.hints": set(),
+    "recipe.run_config": {"recipe.dialect"},
+    "recipe.validate": {"recipe.dialect", "recipe.hints"},
+    "recipe.parse": {"recipe.dialect", "recipe.validate"},
+    "recipe.check": {"recipe.run_config", "recipe.validate"},
+    "recipe.help": {"recipe.run_config", "recipe.validate"},
+    "recipe.load": {"recipe.run_config", "recipe.parse", "recipe.check", "recipe.help"},
     "report.files": set(),
     "report.sinks": set(),
     "report.run": {"report.files", "report.sinks"},
@@ -122,24 +137,24 @@ def test_the_reader_of_imports_sees_what_is_there():
     assert "data.packing.pack" in imports("data.packing.loader")
     assert "kernels.attention.fork" in imports("kernels.select")  # inside a function
     assert "models.hf.attention" in imports("models.hf.load")  # a module imported from its package
-    assert {"config", "recipe", "commands"} <= imports("cli")
+    assert {"recipe.load", "recipe.parse", "commands.train"} <= imports("cli")
     assert imports("records") == imports("wording") == frozenset()
     assert len(modules()) > 30
 
 
 def test_every_module_lives_in_a_known_room():
-    known = {*ROOMS, *EVERYONE, *SETTINGS, *COMPOSERS, "recipe", "dialect", "hints", ""}
+    known = {*ROOMS, *EVERYONE, *COMPOSERS, ""}
     assert {room(module) for module in modules()} <= known
 
 
 @pytest.mark.parametrize("name", ROOMS)
 def test_a_room_imports_only_from_rooms_that_the_table_allows(name):
-    allowed = ROOMS[name] | EVERYONE | SETTINGS | {name}
+    allowed = ROOMS[name] | EVERYONE | {name}
     wrong = {
         f"{module} imports {other}"
         for module in modules()
         if room(module) == name
-        for other in imports(module) - RECORDS.get(sub_room(module), set())
+        for other in imports(module) - SETTINGS - RECORDS.get(sub_room(module), set())
         if room(other) not in allowed
     }
     assert not wrong
@@ -182,19 +197,18 @@ def test_what_everyone_imports_imports_nothing_else():
         assert imports(name) <= EVERYONE, name
 
 
-def test_recipe_knows_its_dialect_and_hints_only_and_is_known_to_config_and_cli_only():
-    assert imports("recipe") == {"dialect", "errors", "files", "hints", "wording"}
-    assert imports("dialect") == {"wording"}
-    rooms = {module for module in imports("run_config") if not module.endswith(".config")}
-    assert rooms == {"dialect"}, "the record of all settings knows the rooms' settings, and nothing of the rooms"
-    assert imports("hints") == frozenset()
-    assert {module for module in modules() if "recipe" in imports(module)} <= {"config", "cli"}
+def test_reading_a_recipe_needs_no_room():
+    """What is not read of the settings themselves is known to `check`, `help` and `load` alone."""
+    for name in ("dialect", "hints", "validate", "parse"):
+        assert {room(module) for module in imports(f"recipe.{name}")} <= EVERYONE | {"recipe"}, name
+    rooms = {module for module in imports("recipe.run_config") if not module.endswith(".config")}
+    assert rooms == {"recipe.dialect"}, "the record of all settings knows the rooms' settings, and nothing of the rooms"
 
 
 def test_nobody_imports_what_composes_everything():
     for module in modules():
         if room(module) not in COMPOSERS:
-            assert not {room(other) for other in imports(module)} & COMPOSERS, module
+            assert not {room(other) for other in imports(module) - SETTINGS} & COMPOSERS, module
 
 
 def test_no_module_imports_itself_in_a_circle():
@@ -338,7 +352,10 @@ def config_reads(tree: ast.Module) -> set[tuple[str, str]]:
 def reads_outside_config() -> frozenset[tuple[str, str]]:
     """Reads by the code that acts on a knob; a room's config.py and the cross-room checks do not count."""
     return frozenset(
-        read for name, tree in modules().items() if name.rpartition(".")[2] != "config" for read in config_reads(tree)
+        read
+        for name, tree in modules().items()
+        if name.rpartition(".")[2] != "config" and room(name) != "recipe"
+        for read in config_reads(tree)
     )
 
 
@@ -386,7 +403,7 @@ def test_every_config_is_a_section_of_the_recipe():
     defined = {
         node.name
         for name, tree in modules().items()
-        if name.rpartition(".")[2] == "config" and name != "config"
+        if name.rpartition(".")[2] == "config"
         for node in tree.body
         if isinstance(node, ast.ClassDef)
     }

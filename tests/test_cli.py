@@ -186,7 +186,7 @@ def test_what_the_machine_refuses_is_said_with_the_files_name(monkeypatch, capsy
     def refusing(*_, **__):
         raise OSError(number, os.strerror(number), "some\x1b[31m/file")
 
-    monkeypatch.setattr("tuningfork.config.load_run_config", refusing)
+    monkeypatch.setattr("tuningfork.recipe.load.load_run_config", refusing)
     assert main(["data", "recipe.yaml"]) == 2
     message = capsys.readouterr().err
     assert message.startswith("tuningfork: some") and "\x1b" not in message
@@ -197,7 +197,7 @@ def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch):
     def failing(*_, **__):
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", "file")
 
-    monkeypatch.setattr("tuningfork.config.load_run_config", failing)
+    monkeypatch.setattr("tuningfork.recipe.load.load_run_config", failing)
     with pytest.raises(FileNotFoundError):
         main(["data", "recipe.yaml"])
 

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 
 from demo.judge import RULES, faults
-from tuningfork.config import load_run_config
+from tuningfork.recipe.load import load_run_config
 
 DEMO = Path(__file__).parents[1] / "demo"
 QUESTION = "What is a fridge for?"
@@ -52,7 +52,7 @@ def test_answers_side_by_side_fit_the_terminal(columns: int, monkeypatch: pytest
         demo = importlib.import_module("run")
     monkeypatch.setattr(demo, "prepare_model", lambda: None)
     monkeypatch.setattr(demo, "answers", lambda folder, prompts: ["an answer of many words " * 12] * len(prompts))
-    monkeypatch.setattr(demo.commands, "train", lambda config, resume: 0)
+    monkeypatch.setattr(demo, "train", lambda config, resume: 0)
     monkeypatch.setattr("sys.argv", ["demo/run.py"])
     monkeypatch.setattr("sys.stdout", out := Terminal())
     assert demo.main() == 0

@@ -9,8 +9,8 @@ import re
 import pytest
 import torch
 
-from tuningfork.config import SETTINGS
 from tuningfork.errors import LOADING, READING, SAVING, SCORING, TRAINING, DataError, OutOfMemory, enough_memory
+from tuningfork.recipe.run_config import SETTINGS
 from tuningfork.wording import first_line
 
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB"

@@ -55,7 +55,7 @@ from tuningfork.models import compiler
 from tuningfork.models.hf import attention
 from tuningfork.models.hf.load import bears_8_bits, comparable
 from tuningfork.models.hf.trust import take_no_kernels
-from tuningfork.recipe import allowed
+from tuningfork.recipe.validate import allowed
 from tuningfork.report.sinks.tensorboard import open_sink
 from tuningfork.train import checkpoint
 from tuningfork.train.checkpoint_reader import _FILLED, _KNOWN, _STEPS, METADATA

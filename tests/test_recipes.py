@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tuningfork.config import load_run_config
 from tuningfork.errors import ConfigError
+from tuningfork.recipe.load import load_run_config
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

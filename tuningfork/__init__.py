@@ -17,7 +17,7 @@ _PLACES = {
     "objective.pairs": ("DPO", "DPONorm", "IPO", "IPOSum", "SimPO"),
     "records": ("DataReport", "PackedBatch", "Source", "TokenAnswer", "TokenExample"),
     "reference.store": ("ReferenceStore",),
-    "run_config": ("RunConfig",),
+    "recipe.run_config": ("RunConfig",),
     "train.batch": ("StepBatch",),
     "train.step": ("train_step",),
     "errors": (

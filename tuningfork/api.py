@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tuningfork import commands
-from tuningfork.config import load_run_config
+from tuningfork.commands.train import train
 from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.packing.loader import build_packs
 from tuningfork.data.packing.pack import PackLimits
@@ -29,11 +28,12 @@ from tuningfork.models.hf.support import check_config, check_modules
 from tuningfork.models.policy import Policy
 from tuningfork.models.scorer import Scorer
 from tuningfork.objective.pairs import DPO
+from tuningfork.recipe.load import load_run_config
+from tuningfork.recipe.run_config import RunConfig
 from tuningfork.records import DataReport, PackedBatch, TokenExample
 from tuningfork.reference.config import ReferenceConfig
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.run.console import Console
-from tuningfork.run_config import RunConfig
 from tuningfork.train.checks.head_check import check_head
 from tuningfork.train.checks.self_check import check_packed_equals_alone
 from tuningfork.train.session import Session
@@ -148,7 +148,7 @@ def run_recipe(config: RunConfig, resume: bool = False) -> Path:
         KeyboardInterrupt: the user asked to stop. What was saved can be continued.
         TuningforkError: see its kinds.
     """
-    if commands.train(config, resume) != 0:
+    if train(config, resume) != 0:
         raise KeyboardInterrupt(
             f"stopped as asked; continue with run_recipe(config, resume=True) in {config.output.dir}"
         )

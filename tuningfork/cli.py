@@ -159,8 +159,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str]) -> int:
     begun = time.monotonic()
-    from tuningfork.config import REQUIRED, TO_EVALUATE, WRITTEN, load_run_config
-    from tuningfork.recipe import split_flags
+    from tuningfork.recipe.check import REQUIRED, TO_EVALUATE, WRITTEN
+    from tuningfork.recipe.load import load_run_config
+    from tuningfork.recipe.parse import split_flags
 
     mine, flags = split_flags(arguments, _OWN[name])
     _expect_no_more([argument for argument in mine if argument.startswith("--resume=")], mine)
@@ -206,17 +207,20 @@ def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str
     console = Console()
     console.startup.add("imports", time.monotonic() - begun)
     with console.stage("imports", "loading PyTorch and transformers"):
-        from tuningfork import commands
+        from tuningfork.commands.data import data
+        from tuningfork.commands.evaluate import evaluate
+        from tuningfork.commands.reference import reference
+        from tuningfork.commands.train import train
 
     ways_out = {"data": READING, "reference": SCORING, "eval": SCORING}.get(name, TRAINING)
     with enough_memory(name, ways_out):
         if name == "train":
-            return commands.train(config, own.resume, console)
+            return train(config, own.resume, console)
         if name == "data":
-            return commands.data(config, own.strict, console)
+            return data(config, own.strict, console)
         if name == "reference":
-            return commands.reference(config, console)
-        return commands.evaluate(config, own.policy and os.path.expanduser(own.policy), console)
+            return reference(config, console)
+        return evaluate(config, own.policy and os.path.expanduser(own.policy), console)
 
 
 def _expect_no_more(arguments: Sequence[str], given: Sequence[str]) -> None:
@@ -241,7 +245,7 @@ def _expect_no_more(arguments: Sequence[str], given: Sequence[str]) -> None:
 
 def _as_setting(argument: str) -> str:
     """How a setting is given that was written as key=value; empty where the argument is none."""
-    from tuningfork.config import SETTINGS
+    from tuningfork.recipe.run_config import SETTINGS
 
     key, equals, value = argument.partition("=")
     return f"--{key} {value}" if equals and key in SETTINGS else ""

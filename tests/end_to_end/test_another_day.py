@@ -11,8 +11,8 @@ import pytest
 
 from tests.data.tiny_tokenizers import CHATML
 from tests.end_to_end.workbench import Job, make_model, make_tokenizer
-from tuningfork.config import from_yaml
 from tuningfork.data import config
+from tuningfork.recipe.load import from_yaml
 from tuningfork.train import steps
 
 

@@ -240,9 +240,9 @@ def interrupt_evaluating(number: int) -> None:
             type(start).packs = interrupted
         return score(start, data, reference, console, name, *rest)
 
-    from tuningfork.train import run
+    from tuningfork.train import prepare
 
-    run.score_held_out = scoring  # type: ignore[assignment]
+    prepare.score_held_out = scoring  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -12,21 +12,22 @@ from typing import Any
 import pytest
 
 from tests.end_to_end.workbench import Job, call, make_model, make_pairs, make_tokenizer, write_rows
-from tuningfork import commands
+from tuningfork.commands import evaluate as evaluate_command
+from tuningfork.commands import inputs, train
 
 
 @pytest.fixture
 def scores(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Filled with the exact numbers behind the table that the command prints."""
     seen: dict[str, Any] = {}
-    real = commands.evaluate_packs
+    real = evaluate_command.evaluate_packs
 
     def evaluate(*args: Any) -> Any:
         result = real(*args)
         seen.update(result.as_dict())
         return result
 
-    monkeypatch.setattr(commands, "evaluate_packs", evaluate)
+    monkeypatch.setattr(evaluate_command, "evaluate_packs", evaluate)
     return seen
 
 
@@ -221,7 +222,8 @@ def test_no_command_scores_rows_that_the_objective_refuses(
     job: Job, shelf: Any, monkeypatch: pytest.MonkeyPatch, key: str, row: Any, objective: str, said: str
 ) -> None:
     """train, reference and, of held-out rows, eval say the same of the same row, before a model is loaded."""
-    monkeypatch.setattr(commands, "start_model", None)
+    for module in (inputs, train):
+        monkeypatch.setattr(module, "start_model", None)
     path = write_rows(job.folder / "odd.jsonl", [row, row | {"prompt": "a stone"}])
     files = {"data.train": shelf / "pairs.jsonl", "data.eval": shelf / "held_out.jsonl"} | {key: path}
     job = job.but({"objective.name": objective} | files)

@@ -14,7 +14,7 @@ import pytest
 
 from tests.end_to_end.test_resume import crash, die_in, in_child
 from tests.end_to_end.workbench import Child, Job, job_in, make_pairs, state_of, unequal, write_rows
-from tuningfork.config import from_yaml
+from tuningfork.recipe.load import from_yaml
 from tuningfork.train import steps
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.optimizer import learning_rate

@@ -10,7 +10,7 @@ from huggingface_hub import constants
 from tests.end_to_end.test_resume import crash
 from tests.end_to_end.workbench import Job, unequal
 from tests.models.hf.hub_cache import COMMIT, put_in_cache
-from tuningfork.config import from_yaml
+from tuningfork.recipe.load import from_yaml
 
 
 @pytest.fixture

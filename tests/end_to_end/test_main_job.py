@@ -16,10 +16,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.end_to_end.workbench import CHATML, Job, make_model, make_pairs, state_of, write_rows
-from tuningfork.config import from_yaml, load_run_config
 from tuningfork.objective.pairs import DPO
+from tuningfork.recipe.load import from_yaml, load_run_config
+from tuningfork.recipe.run_config import RunConfig
 from tuningfork.report.run.metrics import training_definitions
-from tuningfork.run_config import RunConfig
 
 
 def sequences(row: dict[str, str]) -> tuple[str, str, str]:

@@ -17,10 +17,10 @@ import torch
 import xxhash
 
 from tests.end_to_end.workbench import Child, Job, make_model, make_pairs, make_tokenizer, write_rows
-from tuningfork.config import load_run_config
 from tuningfork.data.packing.loader import EpochOrder
 from tuningfork.data.prepare import prepare_examples
 from tuningfork.models.hf.load import load_tokenizer
+from tuningfork.recipe.load import load_run_config
 from tuningfork.records import TokenExample
 from tuningfork.reference import build
 from tuningfork.reference.entries import place

@@ -59,7 +59,7 @@ def test_every_file_of_the_package_is_in_its_wheel(wheel):
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert held == ours
-    assert {f"{SOURCE.name}/py.typed", f"{SOURCE.name}/hints.yaml"} <= held
+    assert {f"{SOURCE.name}/py.typed", f"{SOURCE.name}/recipe/hints.yaml"} <= held
 
 
 def test_the_wheel_says_what_it_is(wheel):

@@ -13,7 +13,10 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-import tuningfork.commands  # noqa: F401
+import tuningfork.commands.data
+import tuningfork.commands.evaluate
+import tuningfork.commands.reference
+import tuningfork.commands.train  # noqa: F401
 from tests.end_to_end.workbench import make_model
 
 tqdm.set_lock(threading.RLock())  # its own is a semaphore that would outlive a killed child

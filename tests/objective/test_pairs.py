@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from tests.tiny import random_examples, random_pairs
-from tuningfork.config import check_run_config
 from tuningfork.errors import ConfigError, DataError
 from tuningfork.objective import losses
 from tuningfork.objective.base import Answers, BatchTotals, Objective
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.objective.kinds import OBJECTIVES
 from tuningfork.objective.pairs import DPO, DPONorm, SimPO
-from tuningfork.run_config import RunConfig
+from tuningfork.recipe.check import check_run_config
+from tuningfork.recipe.run_config import RunConfig
 
 # One pair: chosen and rejected log-probs under policy and reference, and their token counts.
 #   log-ratios  chosen -10 - -12 = 2,  rejected -14 - -13 = -1;  h = 2 - -1 = 3;  per token h = 2/4 + 1/7 = 9/14

@@ -16,12 +16,12 @@ from tuningfork.models.hf.load import Loaded
 from tuningfork.models.policy import Policy
 from tuningfork.models.scorer import Scorer
 from tuningfork.objective.config import ObjectiveConfig
+from tuningfork.recipe.run_config import RunConfig
 from tuningfork.records import PackedBatch
 from tuningfork.reference import code
 from tuningfork.reference.code import model_code_digest, scoring_digest, scoring_files, statements
 from tuningfork.reference.config import ReferenceConfig
 from tuningfork.report.run.console import Console
-from tuningfork.run_config import RunConfig
 from tuningfork.train.session import Session
 from tuningfork.train.setup.reference import open_reference
 

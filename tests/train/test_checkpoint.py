@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +18,6 @@ from tuningfork.report.run.metrics import Evaluation, Means
 from tuningfork.train.checkpoint import Progress, newest, progress, restore, save
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.optimizer import build_optimizer, move_weights, set_learning_rate
-from tuningfork.train.run import _check_same_run
 
 _BEFORE = Evaluation(2, "pairs", 0.1, Means({"rewards/chosen": 0.5}, {"rewards/chosen": 2}))
 PROGRESS = Progress(3, 12, "data", "model", "float32", "none", "held out", _BEFORE)
@@ -147,13 +144,6 @@ def test_progress_that_is_none(saved, content):
     (saved / "progress.json").write_bytes(content)
     with pytest.raises(RunFolderError, match=rf"{saved} (cannot be loaded|was written by another version)"):
         progress(saved)
-
-
-@pytest.mark.parametrize(("examples", "fits"), [(2, False), (3, True), (12, True), (13, False), (10**18, False)])
-def test_a_checkpoint_stands_at_an_example_that_its_steps_can_have_come_to(examples, fits):
-    saved, config = replace(PROGRESS, examples=examples), TrainConfig(examples_per_step=4)
-    with nullcontext() if fits else pytest.raises(RunFolderError, match="3 steps of at most 4 examples"):
-        _check_same_run(Path("step-3"), saved, PROGRESS, config)
 
 
 def names() -> list[str]:

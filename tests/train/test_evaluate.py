@@ -25,20 +25,20 @@ from tuningfork.models.head import Head
 from tuningfork.models.hf.load import Loaded
 from tuningfork.models.policy import Policy
 from tuningfork.objective.config import ObjectiveConfig
+from tuningfork.recipe.run_config import RunConfig
 from tuningfork.records import Source, TokenExample
 from tuningfork.reference.build import fill
 from tuningfork.reference.config import ReferenceConfig
 from tuningfork.reference.fingerprint import differing_facts
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.run.console import Console
-from tuningfork.run_config import RunConfig
 from tuningfork.train.batch import StepBatch
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.evaluate import check_start, evaluate
 from tuningfork.train.optimizer import build_optimizer
-from tuningfork.train.run import training_steps
 from tuningfork.train.session import Session
 from tuningfork.train.setup.reference import open_reference
+from tuningfork.train.steps import training_steps
 
 
 @cache

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tuningfork.config import from_yaml
 from tuningfork.errors import RunFolderError
+from tuningfork.recipe.load import from_yaml
+from tuningfork.recipe.run_config import RunConfig
 from tuningfork.report.dataset import report_files
 from tuningfork.report.sinks import NAMES
-from tuningfork.run_config import RunConfig
 from tuningfork.train.run_folder import (
     CONFIG,
     FILES,

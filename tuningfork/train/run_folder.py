@@ -24,10 +24,11 @@ from tuningfork.report.run import eval_files
 _CHECKSUM = "# These settings as the run wrote them have the checksum"
 CONFIG = "config.yaml"  # the first file of a run, written once the reference is scored and before the first step
 ROWS = "data_rows.json"  # the account of every row that the run read
+CHECKPOINTS = "checkpoints"
 
 LOG = "log.txt"  # grows line by line; all other files are replaced as a whole
 FILES = (CONFIG, ROWS, "metrics.jsonl", LOG, "eval.json", "summary.json", "export.json")
-FOLDERS = ("checkpoints", "model", eval_files.FOLDER, *sinks.NAMES)
+FOLDERS = (CHECKPOINTS, "model", eval_files.FOLDER, *sinks.NAMES)
 
 # Settings that may change between a run and its continuation: they decide where, how often, and at most how gradients
 # are rounded. model.path and model.dtype may be spelt anew: a checkpoint knows which model and dtype they must name.

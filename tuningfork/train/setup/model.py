@@ -16,8 +16,8 @@ from tuningfork.models.hf import export
 from tuningfork.models.hf.load import Loaded, load
 from tuningfork.models.policy import Policy
 from tuningfork.models.scorer import Scorer
+from tuningfork.recipe.run_config import RunConfig
 from tuningfork.report.run.console import Console
-from tuningfork.run_config import RunConfig
 from tuningfork.train import checkpoint
 from tuningfork.train.checks.head_check import check_head
 from tuningfork.train.checks.kernel_check import KernelCheck

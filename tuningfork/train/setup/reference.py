@@ -11,6 +11,7 @@ import transformers
 from tuningfork.data.packing.pack import PackLimits
 from tuningfork.data.token_table import Subset
 from tuningfork.models.policy import Policy
+from tuningfork.recipe.run_config import RunConfig
 from tuningfork.records import TokenExample
 from tuningfork.reference.build import check_rescored, fill, to_rescore
 from tuningfork.reference.code import model_code_digest
@@ -18,7 +19,6 @@ from tuningfork.reference.entries import open_entry
 from tuningfork.reference.fingerprint import fingerprint, tensors_of, text_digest, weights_digest
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.run.console import Console
-from tuningfork.run_config import RunConfig
 from tuningfork.train.session import Session
 from tuningfork.train.setup.device import device_name, dtype_name
 

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from tests.bounds import within
-from tuningfork.config import SETTINGS, from_yaml, load_run_config
-from tuningfork.dialect import MOST_VALUES, DialectError, load
 from tuningfork.errors import ConfigError
-from tuningfork.recipe import LARGEST, parse_flags, parse_recipe
+from tuningfork.recipe.dialect import MOST_VALUES, DialectError, load
+from tuningfork.recipe.load import from_yaml, load_run_config
+from tuningfork.recipe.parse import LARGEST, parse_flags, parse_recipe
+from tuningfork.recipe.run_config import SETTINGS
 
 LAUGHS = "\n".join(
     ["a0: &a0 [x, x]"] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 10)]

@@ -1,34 +1,24 @@
-"""From a recipe and flags to the checked settings of a run. Only checks across rooms live here."""
+"""Checks across rooms: settings that are missing, contradict each other, or that nothing would read."""
 
 from __future__ import annotations
 
-import inspect
-import json
 import os
 import re
-import shutil
-import textwrap
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, field, fields, make_dataclass
+from collections.abc import Mapping
 from datetime import date
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
+from typing import Any
 
-from tuningfork import recipe as recipes
 from tuningfork.data.config import CHAT, NO_TEMPLATE, DataConfig, PackConfig
 from tuningfork.data.examples.field_names import check_columns
 from tuningfork.data.examples.roles import check_roles
 from tuningfork.data.sources.apart import would_read
-from tuningfork.data.template_file import read_template
 from tuningfork.errors import ConfigError
+from tuningfork.recipe.run_config import RunConfig
+from tuningfork.recipe.validate import found
 from tuningfork.report import sinks
-from tuningfork.run_config import RunConfig
 from tuningfork.train.config import TrainConfig
 from tuningfork.wording import counted, from_here
-
-SETTINGS = recipes.settings_of(RunConfig)
-"""Dotted key -> type, for every setting there is."""
 
 REQUIRED = {"model.path": "./model", "data.train": "./pairs.jsonl"}
 """Settings without a usable default, each with an example."""
@@ -48,42 +38,6 @@ WRITTEN = ("output.dir", "data.cache", "reference.cache")
 
 _NO_PATHS = {("data.template", CHAT), ("data.template", NO_TEMPLATE)}
 _PERHAPS_OF_HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # owner/name
-
-_METAVAR: dict[Any, str] = {int: "INTEGER", float: "NUMBER", str: "TEXT", bool: "true|false"}
-_LONGEST_METAVAR = 50  # characters; longer ones are named in the meaning
-_WIDEST_TEXT = 100  # columns
-
-
-def load_run_config(
-    recipe: Path | None,
-    flags: Sequence[str],
-    prog: str,
-    *,
-    options: Mapping[str, str] | None = None,
-    required: Mapping[str, str] = REQUIRED,
-    without: Collection[str] = (),
-) -> RunConfig:
-    """The checked settings of a run: defaults, then the recipe, then dotted flags.
-
-    `--help` among the flags prints every setting, with the recipe's values, and exits. `options` are the command's own
-    flags with their meanings, so that a mistyped one is recognised; `required` the settings that it cannot do without;
-    `without` those that are not taken from the recipe.
-    Raises ConfigError; DataError for a template file.
-    """
-    given = recipes.parse_recipe(recipes.read_recipe(recipe), str(recipe), SETTINGS) if recipe else {}
-    given = {key: value for key, value in given.items() if key not in without}
-    of_recipe = set(given)
-    if {"-h", "--help"} & set(flags):
-        print_help(prog, options or {}, given, required)
-    by_flag = recipes.parse_flags(flags, SETTINGS, options or ())
-    given |= by_flag
-    given |= {key: _at_home(given[key]) for key in PATHS if key in given}
-    config = _build(given)
-    check_run_config(config, required)
-    if recipe:
-        _check_beside(recipe, {key: given[key] for key in READ if key in of_recipe - by_flag.keys()})
-    read_template(config.data.template)  # a file that is not there is said before anything is loaded
-    return config
 
 
 def check_run_config(config: RunConfig, required: Mapping[str, str] = REQUIRED) -> None:
@@ -187,7 +141,7 @@ def _check_paths(values: Mapping[str, Any]) -> None:
                 continue
             except (OSError, ValueError) as error:  # the latter of a NUL, or of text that has no bytes
                 why = getattr(error, "strerror", None) or error
-                raise ConfigError(f"{key} is {recipes.found(path)}, which cannot be used as a path: {why}.") from None
+                raise ConfigError(f"{key} is {found(path)}, which cannot be used as a path: {why}.") from None
 
 
 def _check_apart(values: Mapping[str, Any]) -> None:
@@ -203,7 +157,7 @@ def _check_apart(values: Mapping[str, Any]) -> None:
                     )
 
 
-def _check_beside(recipe: Path, values: Mapping[str, Any]) -> None:
+def check_beside(recipe: Path, values: Mapping[str, Any]) -> None:
     """Raises ConfigError for a relative path in a recipe that is not there, but would be if it began at the recipe."""
     for key, value in values.items():
         for path in value if isinstance(value, list) else [value]:
@@ -240,114 +194,3 @@ def _check_date(day: str | None) -> None:
         known = False
     if not known:
         raise ConfigError(f"data.date {day!r} is no day. Write it as 2026-01-31.")
-
-
-def from_yaml(text: str, name: str) -> RunConfig:
-    """The settings that a recipe's text gives, not yet checked across rooms. `name` stands for it in errors."""
-    return _build(recipes.parse_recipe(text, name, SETTINGS))
-
-
-def print_help(
-    prog: str, options: Mapping[str, str], given: Mapping[str, Any], required: Mapping[str, str]
-) -> NoReturn:
-    """Print what a command takes: a recipe, its options, and every setting with its type, meaning and value, which is
-    the default unless the recipe has `given` it. Then exit with status 0.
-
-    tyro draws the page. It does not parse: its spelling of booleans and null and the look of its errors are not ours.
-    """
-    import tyro  # here, because it takes half a second
-    from docstring_parser import parse_from_object
-    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
-
-    registry = ConstructorRegistry()
-
-    @registry.primitive_rule
-    def _as_in_a_recipe(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-        if not (metavar := _metavar(info.type)):
-            return None  # a section
-        return PrimitiveConstructorSpec(
-            nargs=1,
-            metavar=metavar,
-            instance_from_str=lambda texts: texts[0],
-            is_instance=lambda value: True,
-            str_from_instance=lambda value: [_as_written(value)],
-        )
-
-    shown = _build(dict.fromkeys(required, tyro.MISSING) | dict(given))
-    for section in fields(shown):  # tyro takes a label from a type only, so a room is shown as a class of its own,
-        # and keeps the line breaks of a docstring, so it is given words
-        room = getattr(shown, section.name)
-        meanings = {meaning.arg_name: meaning.description or "" for meaning in parse_from_object(type(room)).params}
-        labelled = []
-        for name in asdict(room):
-            key = f"{section.name}.{name}"
-            words = " ".join(meanings[name].split()) + _named_in_text(SETTINGS[key])
-            hint = (lambda value: f"(recipe: {value})") if key in given else None
-            label = tyro.conf.arg(help=words, help_behavior_hint=hint)
-            labelled.append((name, Annotated[SETTINGS[key], label], field(default=None)))
-        docs = {"__doc__": type(room).__doc__}
-        own = make_dataclass(type(room).__name__, labelled, bases=(type(room),), namespace=docs)
-        setattr(shown, section.name, own(**asdict(room)))
-    takes = {"recipe": "a YAML file with any of the settings below"} | dict(options)
-    wrapped = partial(textwrap.fill, width=min(shutil.get_terminal_size().columns, _WIDEST_TEXT))
-    head = [wrapped(f"{name:<10} {meaning}", subsequent_indent=" " * 11) for name, meaning in takes.items()]
-    about = wrapped(inspect.getdoc(RunConfig) or "", initial_indent="  ", subsequent_indent="  ")  # else it is joined
-    tyro.cli(
-        RunConfig,
-        default=shown,
-        args=["--help"],
-        prog=f"{prog} [recipe]",
-        description="\n".join([*head, "", about]),
-        use_underscores=True,
-        config=(tyro.conf.FlagConversionOff,),
-        registry=registry,
-    )
-    raise SystemExit(0)
-
-
-def _build(given: Mapping[str, Any]) -> RunConfig:
-    """A config from validated dotted keys; the defaults stand where a key is not given."""
-    config = RunConfig()
-    for section in fields(config):
-        room = getattr(config, section.name)
-        for setting in fields(room):
-            key = f"{section.name}.{setting.name}"
-            setattr(room, setting.name, given.get(key, getattr(room, setting.name)))
-    return config
-
-
-def _as_written(value: Any) -> str:
-    """A value as it may stand in a recipe."""
-    if isinstance(value, (list, dict)):
-        return json.dumps(value, ensure_ascii=False)
-    return value if isinstance(value, str) else recipes.found(value)
-
-
-def _named_in_text(hint: Any) -> str:
-    """The values of a setting that has too many to stand behind its name."""
-    too_many = get_origin(hint) is Literal and _metavar(hint) == _METAVAR[str]
-    return f" {recipes.allowed(hint).capitalize()}." if too_many else ""
-
-
-def _at_home(paths: Any) -> Any:
-    """A path, or each of several, with the user's home for a ~ at its beginning."""
-    if isinstance(paths, list):
-        return [_at_home(path) for path in paths]
-    return os.path.expanduser(paths) if isinstance(paths, str) else paths
-
-
-def _metavar(hint: Any) -> str:
-    """How the help page names a setting's values; empty for what is no setting."""
-    arms = get_args(hint)
-    if get_origin(hint) is Literal:
-        values = "|".join(arms)
-        return values if len(values) <= _LONGEST_METAVAR else _METAVAR[str]
-    if get_origin(hint) is list:
-        return f"[{_metavar(arms[0])},..]"
-    if get_origin(hint) is dict:
-        return "{NAME: NAME,..}"
-    if get_origin(hint) is Annotated:  # T with constraints
-        return _metavar(arms[0])
-    if arms:  # T | U | None
-        return "|".join("null" if arm is type(None) else _metavar(arm) for arm in arms)
-    return _METAVAR.get(hint, "")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, get_type_hints
 
-from tuningfork import dialect
 from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.models.config import ModelConfig
 from tuningfork.objective.config import ObjectiveConfig
+from tuningfork.recipe import dialect
 from tuningfork.reference.config import ReferenceConfig
 from tuningfork.train.config import OutputConfig, TrainConfig
 
@@ -26,6 +27,17 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
 
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> RunConfig:
+        """The settings with these values, dotted key -> value; the defaults stand where a key is not given."""
+        config = cls()
+        for section in fields(config):
+            room = getattr(config, section.name)
+            for setting in fields(room):
+                key = f"{section.name}.{setting.name}"
+                setattr(room, setting.name, values.get(key, getattr(room, setting.name)))
+        return config
+
     def values(self) -> dict[str, Any]:
         """Dotted key -> value, in the order of the recipe."""
         return {f"{section}.{name}": value for section, room in asdict(self).items() for name, value in room.items()}
@@ -38,3 +50,11 @@ class RunConfig:
     def to_yaml(self) -> str:
         """Every setting as a recipe; loading it gives an equal config."""
         return dialect.to_text(asdict(self))
+
+
+SETTINGS: dict[str, Any] = {
+    f"{section}.{name}": hint
+    for section, room in get_type_hints(RunConfig).items()
+    for name, hint in get_type_hints(room, include_extras=True).items()
+}
+"""Dotted key -> type with its constraints, for every setting there is."""

@@ -6,10 +6,14 @@ import re
 
 import pytest
 
-from tuningfork import hints, recipe
-from tuningfork.config import SETTINGS, from_yaml
 from tuningfork.errors import ConfigError
 from tuningfork.objective.kinds import OBJECTIVES
+from tuningfork.recipe import hints
+from tuningfork.recipe.dialect import parse_scalar
+from tuningfork.recipe.load import from_yaml
+from tuningfork.recipe.parse import parse_flags
+from tuningfork.recipe.run_config import SETTINGS
+from tuningfork.recipe.validate import validate
 
 SECTIONS = {key.partition(".")[0] for key in SETTINGS}
 NAMES = sorted(hints.all_hints())
@@ -33,7 +37,7 @@ def test_an_entry_names_only_settings_that_there_are_with_values_that_they_take(
         assert entry.values in (hints.SAME, hints.FILES) and entry.setting
     else:
         for ours in entry.values:
-            recipe.validate({entry.setting: recipe.parse_scalar(ours)}, SETTINGS, "")
+            validate({entry.setting: parse_scalar(ours)}, SETTINGS, "")
     theirs = [value for group in (*dict(entry.values or ()).values(), entry.unsupported, *entry.answers.values())
               for value in group] if not isinstance(entry.values, str) else []  # fmt: skip
     assert len(theirs) == len(set(theirs)) and all(value == value.lower().replace("-", "_") for value in theirs)
@@ -55,7 +59,7 @@ def test_a_name_is_met_at_the_top_of_a_recipe_in_a_section_and_as_a_flag(name):
     if f"train.{name}" not in SETTINGS:
         assert within == top.replace(name, f"train.{name}", 1)
     with pytest.raises(ConfigError, match=f"^--{name} is not a setting; ") as caught:
-        recipe.parse_flags([f"--{name}", "1"], SETTINGS)
+        parse_flags([f"--{name}", "1"], SETTINGS)
     setting = hints.all_hints()[name].setting
     assert f"here it is --{setting}" in str(caught.value) or not setting
 
@@ -134,7 +138,7 @@ def test_a_flag_is_met_with_a_flag_also_without_its_value_and_with_hyphens():
         "--bf16 --train.seed 1": "--bf16 is not a setting; here it is --model.dtype (auto computes",
     }.items():
         with pytest.raises(ConfigError) as caught:
-            recipe.parse_flags(given.split(), SETTINGS)
+            parse_flags(given.split(), SETTINGS)
         assert str(caught.value).startswith(instead)
 
 
@@ -171,7 +175,7 @@ def test_a_value_of_another_trainer_is_met_by_ours_in_a_recipe_and_as_a_flag(giv
     text = said(f"{section}: {{{name}: '{value}'}}")
     assert text.startswith(f"r.yaml: {key} is the text '{value}'{said_of_it}") and "Did you mean" not in text
     with pytest.raises(ConfigError) as caught:
-        recipe.parse_flags([f"--{key}", value], SETTINGS)
+        parse_flags([f"--{key}", value], SETTINGS)
     assert str(caught.value) == text.replace("r.yaml", "command line")
 
 
@@ -219,7 +223,7 @@ def test_the_batch_of_a_step_is_computed_where_a_recipe_gives_both_parts():
     assert shown == [(":", "64"), ("", "")]
     assert "examples_per_step (" in said("batch_size: 4\ngradient_accumulation_steps: auto").splitlines()[1]
     with pytest.raises(ConfigError, match=r"here it is --train\.examples_per_step 32 \(4 x 8 on each device;"):
-        recipe.parse_flags(["--batch-size=4", "--gradient_accumulation_steps", "8"], SETTINGS)
+        parse_flags(["--batch-size=4", "--gradient_accumulation_steps", "8"], SETTINGS)
 
 
 def test_what_is_not_supported_is_said_first_and_a_recipe_of_another_trainer_is_said_whole():

@@ -1,0 +1,23 @@
+"""What a checkpoint must be to be one of the run that settings, data and model describe."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tuningfork.errors import RunFolderError
+from tuningfork.train.checkpoint import Progress
+from tuningfork.train.config import TrainConfig
+from tuningfork.train.same_run import check_same_run
+
+PROGRESS = Progress(3, 12, "data", "model", "float32", "none", "held out", before=None)
+
+
+@pytest.mark.parametrize(("examples", "fits"), [(2, False), (3, True), (12, True), (13, False), (10**18, False)])
+def test_a_checkpoint_stands_at_an_example_that_its_steps_can_have_come_to(examples, fits):
+    saved, config = replace(PROGRESS, examples=examples), TrainConfig(examples_per_step=4)
+    with nullcontext() if fits else pytest.raises(RunFolderError, match="3 steps of at most 4 examples"):
+        check_same_run(Path("step-3"), saved, PROGRESS, config)

@@ -1,0 +1,36 @@
+"""What a command works with: the data of its recipe, and the starting model."""
+
+from __future__ import annotations
+
+from tuningfork.data.template_file import with_template
+from tuningfork.models.hf.load import load_tokenizer
+from tuningfork.recipe.run_config import RunConfig
+from tuningfork.report.run.console import Console
+from tuningfork.train.session import Data, Session
+from tuningfork.train.setup.data import read_data
+from tuningfork.train.setup.device import choose_compile, choose_device
+from tuningfork.train.setup.model import start_model
+
+READING_MODEL = "reading the model's config and tokenizer"
+
+
+def data_and_model(config: RunConfig, console: Console, train_too: bool = True) -> tuple[Data, Session]:
+    """Data and model of a run whose data has a date; without `train_too`, the held-out data alone."""
+    device = choose_device(config.train.device)
+    return data_of(config, console, train_too), start_model(config, device, console)
+
+
+def data_of(config: RunConfig, console: Console, train_too: bool = True) -> Data:
+    """The data of a run that has a date; without `train_too`, the held-out data alone."""
+    compiled = choose_compile(config.model.compile, choose_device(config.train.device))
+    objective = config.objective.build()
+    with console.stage("data", READING_MODEL):
+        tokenizer = load_tokenizer(config.model.path)
+    settings = with_template(tokenizer, config.data)
+    if settings != config.data:
+        console.print(
+            f"chat template: {config.data.template}; it is no part of the exported model, so put it there as "
+            "chat_template.jinja to generate as it was trained"
+        )
+    with console.startup.time("data"):
+        return read_data(config.model, settings, config.pack, objective, tokenizer, compiled, console, train_too)

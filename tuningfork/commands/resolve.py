@@ -1,0 +1,86 @@
+"""Settings with all that they leave open: the day, and of what is from the hub its commit and place here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from tuningfork.data.sources.hub import commit_in, newest_commit, pinned_sources
+from tuningfork.errors import ConfigError, RunFolderError
+from tuningfork.models.hf.hub import HUB, HubName, fetch, hub_name
+from tuningfork.recipe.check import check_run_config
+from tuningfork.recipe.load import from_yaml
+from tuningfork.recipe.run_config import RunConfig
+from tuningfork.report.run.console import Console
+from tuningfork.train import run_folder
+
+
+def run_in(folder: Path) -> RunConfig | None:
+    """The settings of the run in a folder, None if there is none. Raises ConfigError, RunFolderError."""
+    text = run_folder.read_config(folder)
+    if text is None:
+        return None
+    path = folder / run_folder.CONFIG
+    before = from_yaml(text, str(path))
+    try:
+        check_run_config(before)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return before
+
+
+def as_before(config: RunConfig, run: RunConfig | None) -> RunConfig:
+    """Settings with what the run in their folder has settled: the day, and the commits of what is from the hub."""
+    config = _dated(config, run)
+    if run is None:
+        return config
+    ours, theirs = hub_name(config.model.path), hub_name(run.model.path)
+    model, data = config.model, config.data
+    if ours is not None and theirs is not None and ours == HubName(theirs.repository, None):
+        model = replace(model, path=run.model.path)
+    data = replace(data, train=pinned_sources(data.train, commit_in(run.data.train)))
+    if data.eval is not None:
+        data = replace(data, eval=pinned_sources(data.eval, commit_in(run.data.eval)))
+    return replace(config, model=model, data=data)
+
+
+def dated_as_its_run(config: RunConfig) -> RunConfig:
+    """Settings with a day, for a command that only reads. Raises ConfigError where the run does not tell its day."""
+    try:
+        return as_before(config, run_in(Path(config.output.dir)))
+    except (ConfigError, RunFolderError) as error:
+        if config.data.date is not None:
+            return config
+        raise ConfigError(
+            *error.args,
+            "It was read for the day that the chat templates of the run in output.dir print. Set data.date, or choose "
+            "another output.dir.",
+        ) from error
+
+
+def _dated(config: RunConfig, run: RunConfig | None) -> RunConfig:
+    """Settings with the day that chat templates print: its own, or that of the `run` in its folder, or today."""
+    return replace(config, data=config.data.with_day(began=run.data.date if run else None))
+
+
+def located(config: RunConfig, console: Console, weights: bool = True) -> tuple[RunConfig, str]:
+    """Settings with everything from the hub at one commit and the model's path on this machine; and as config.yaml
+    keeps it, where the model's name with that commit stands for its path. Raises ModelError."""
+    data = replace(config.data, train=pinned_sources(config.data.train, newest_commit))
+    if data.eval is not None:
+        data = replace(data, eval=pinned_sources(data.eval, newest_commit))
+    config = replace(config, data=data)
+    name = hub_name(config.model.path)
+    if name is None:
+        return config, config.to_yaml()
+    folder, fixed = fetched(name, console, weights)
+    kept = replace(config, model=replace(config.model, path=f"{HUB}{fixed}"))
+    return replace(config, model=replace(config.model, path=folder)), kept.to_yaml()
+
+
+def fetched(name: HubName, console: Console, weights: bool) -> tuple[str, HubName]:
+    """The folder of a model of the hub on this machine, and its name with a commit. Raises ModelError."""
+    with console.bytes_phase(f"downloading {name}") as progress:
+        folder, fixed = fetch(name, weights, progress)
+    console.print(f"{fixed}: {folder}")
+    return folder, fixed

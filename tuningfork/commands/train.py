@@ -1,0 +1,70 @@
+"""`tuningfork train`: the main job."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tuningfork.commands.inputs import data_of
+from tuningfork.commands.resolve import as_before, located, run_in
+from tuningfork.commands.summary import summary
+from tuningfork.data.config import CHAT, NO_TEMPLATE
+from tuningfork.files import exclusive
+from tuningfork.recipe.run_config import RunConfig
+from tuningfork.report import sinks
+from tuningfork.report.run.console import Console
+from tuningfork.train import checkpoint, optimizer, run_folder
+from tuningfork.train.ended import has_ended, is_whole, places
+from tuningfork.train.run import run
+from tuningfork.train.setup.device import check_one_process, choose_device
+from tuningfork.train.setup.model import choose_activations, start_model
+from tuningfork.wording import counted
+
+
+def train(config: RunConfig, resume: bool, console: Console | None = None) -> int:
+    """`tuningfork train`: the main job."""
+    console = console or Console()
+    check_one_process()
+    folder = Path(config.output.dir)
+    if resume and not os.path.exists(folder):
+        run_folder.check_run_folder(folder, resume)  # before it, or a folder above it, is made
+    try:
+        return _train(config, resume, folder, console)
+    except KeyboardInterrupt:
+        begun = run_folder.has_begun(folder)
+        how = f"continue with {run_folder.to_go_on(folder)}" if begun else "no step was done: give the command again"
+        raise KeyboardInterrupt(f"what was saved is whole, {how}") from None
+
+
+def _train(config: RunConfig, resume: bool, folder: Path, console: Console) -> int:
+    """The main job in its folder, which is made and held meanwhile."""
+    with exclusive(folder, cure="Choose another output.dir, or make room or permit it."):
+        run_folder.check_run_folder(folder, resume)
+        before = run_in(folder)
+        config = as_before(config, before)
+        if before is not None:
+            run_folder.check_settings(folder, before.differing(config), RunConfig().values())
+        optimizer.check_optimizer(config.train)  # before minutes of reading and scoring
+        sinks.check_installed(config.output.sinks)
+        last = checkpoint.newest(folder / run_folder.CHECKPOINTS)
+        if before is not None and last is None:
+            console.print(f"{folder}: the run had not come to its first checkpoint; it begins at its first step")
+        changed = set() if before is None else before.differing(config).keys() - {"output.dir"}
+        config, text = located(config, console)
+        data = data_of(config, console)
+        saved = None if last is None else checkpoint.progress(last)
+        if saved is not None and has_ended(saved, data, config.train):
+            steps = f"all {counted(saved.step, 'step')} are done"
+            console.print(f"nothing left to train: {steps}; raise train.epochs or train.max_steps to go on")
+            if not changed and is_whole(folder, saved, data, config.train, config.output, config.model.path):
+                console.print("", *places(folder, saved.step, len(data.held_out) > 0))
+                return 0
+        session = start_model(config, choose_device(config.train.device), console)
+        choose_activations(session, config.train, data.limits, last, console)
+        result = run(config, session, data, console, kept=text, before=None if before is None else before.train)
+    if not result.finished:
+        return 130
+    console.print("", *summary(result, data, session.objective).split("\n"))
+    if config.data.template not in (CHAT, NO_TEMPLATE):
+        console.print(f"! the exported model has its old chat template: copy {config.data.template} over it, see above")
+    return 0

@@ -1,0 +1,107 @@
+"""The training loop: step after step, and between two what the settings ask for there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from tuningfork.objective.base import Objective
+from tuningfork.recipe.run_config import RunConfig
+from tuningfork.report.run.console import Phase
+from tuningfork.report.run.metrics import Interval, StepResult
+from tuningfork.report.run.throughput import RunTotals, peak_flops
+from tuningfork.report.run.writer import RunWriter
+from tuningfork.train.checkpointer import Checkpointer
+from tuningfork.train.held_out import HeldOut
+from tuningfork.train.prepare import PreparedRun
+from tuningfork.train.session import Session
+from tuningfork.train.steps import training_steps
+from tuningfork.train.stop import stop_when_asked
+
+
+class TrainingLoop:
+    """Trains a prepared run to its last step: lines of metrics, checkpoints and evaluations lie between the steps.
+
+    Attributes:
+        progress: where the run stands.
+        totals: of the steps that this process made.
+    """
+
+    def __init__(
+        self, config: RunConfig, run: PreparedRun, held_out: HeldOut, checkpointer: Checkpointer, writer: RunWriter
+    ) -> None:
+        self.config = config.train
+        self.output = config.output
+        self.run, self.held_out, self.checkpointer, self.writer = run, held_out, checkpointer, writer
+        self.progress = run.progress
+        self.totals = RunTotals(_peak_flops(run.session))
+
+    def train(self) -> bool:
+        """Train to the last step. False where the user asked to stop; the last step done is saved then."""
+        run, total_steps = self.run, self.run.total_steps
+        interval, apart = Interval(self.totals.peak_flops), 0.0
+        with (
+            stop_when_asked(run.console) as asked,
+            run.console.phase("training", total_steps, "steps", done=self.progress.step) as phase,
+        ):
+
+            def stop_asked() -> bool:
+                return run.session.ranks.any(asked())
+
+            if self.held_out.due(self.progress.step) and self.progress.step < total_steps and not stop_asked():
+                self._evaluate(phase, stop_asked)
+            steps = training_steps(
+                run.loader, run.session, run.optimizer, run.reference, self.config, self.progress.step
+            )
+            for step in () if stop_asked() else steps:
+                step = replace(step, seconds=step.seconds - apart)
+                apart = 0.0
+                self.progress = replace(self.progress, step=step.step, examples=self.progress.examples + step.examples)
+                interval.add(step)
+                self.totals.add(step)
+                stopping = stop_asked()
+                phase.advance(1, _headline(step, run.session.objective))
+                ending = step.step == total_steps
+                saving = step.step % self.output.save_every == 0 or ending or stopping
+                evaluating = self.held_out.due(step.step) and not ending and not stopping
+                # A line at every checkpoint too: a run that continues from there has then lost no step.
+                if step.step % self.output.log_every == 0 or saving or evaluating:
+                    self.writer.line(interval.take())
+                if saving:
+                    self.checkpointer.save(self.progress)
+                if evaluating:
+                    apart = self._evaluate(phase, stop_asked)
+                    stopping = stop_asked()
+                    if stopping:
+                        self.checkpointer.save(self.progress)
+                if stopping:
+                    break
+        return not stop_asked()  # it may have been asked while the last checkpoint was written
+
+    def _evaluate(self, phase: Phase, stop_asked: Callable[[], bool]) -> float:
+        """Score the held-out examples, and keep the weights if they are the best; the seconds that it took."""
+        begun, step = time.perf_counter(), self.progress.step
+        with phase.paused():
+            found = self.run.score_held_out(f"evaluating after step {step}", stop_asked)
+            if found is not None and self.held_out.enter(step, found):
+                self.checkpointer.save(self.progress)
+                self.checkpointer.prune()
+        return time.perf_counter() - begun
+
+
+def _headline(step: StepResult, objective: Objective) -> dict[str, float | None]:
+    """What the progress line says of a step."""
+    means = step.statistics.values()
+    of_objective = {heading: means[key] for heading, key in objective.headline.items()}
+    loss, _ = objective.loss_names
+    return {loss: step.loss_sum / step.examples, **of_objective, "tokens/s": step.tokens / step.seconds}
+
+
+def _peak_flops(session: Session) -> float | None:
+    """Peak flops of the run's device in the dtype that it computes in; None where they are not known."""
+    device, dtype = session.scorer.device, session.policy.dtype
+    card = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return peak_flops(card, "bfloat16" if dtype == torch.bfloat16 else "float32")

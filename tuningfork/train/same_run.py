@@ -1,0 +1,60 @@
+"""Which run a checkpoint is of: what a run is known by, and whether that is what settings, data and model say now."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tuningfork.data.prepare import dataset_digest
+from tuningfork.errors import RunFolderError
+from tuningfork.train.checkpoint import Progress
+from tuningfork.train.config import TrainConfig
+from tuningfork.train.session import Data, Session
+from tuningfork.train.setup.device import dtype_name
+from tuningfork.train.setup.reference import model_digest
+
+
+def at_its_beginning(session: Session, data: Data, weights: str) -> Progress:
+    """Where a run stands before its first step, and what it is: `weights` is the hash of the starting model's."""
+    return Progress(
+        step=0,
+        examples=0,
+        data_digest=dataset_digest(data.train),
+        start_model=model_digest(session.policy, weights),
+        dtype=dtype_name(session.policy.dtype),
+        activation_memory=session.policy.activation_memory,
+        held_out_digest=dataset_digest(data.held_out),
+        before=None,
+    )
+
+
+def check_same_run(path: Path, saved: Progress, begun: Progress, config: TrainConfig) -> None:
+    """Whether the checkpoint at `path` is one of the run that settings, data and model describe now.
+
+    Args:
+        saved: where the run of the checkpoint stood.
+        begun: where the run that is described now stands before its first step.
+
+    Raises:
+        RunFolderError: it is of another run, or no run has written it.
+    """
+    if saved.data_digest != begun.data_digest:
+        raise RunFolderError(
+            f"{path} was trained on other examples than data.train gives now. Restore the data file; or, where the "
+            "chat template prints the date, set data.date to that of the run; or choose another output.dir."
+        )
+    if saved.start_model != begun.start_model:
+        raise RunFolderError(
+            f"{path} belongs to a run that started from another model (weights or config.json) than model.path holds "
+            "now. Restore that model, or choose another output.dir."
+        )
+    if saved.dtype != begun.dtype:
+        raise RunFolderError(
+            f"{path} was computed in {saved.dtype}, this run would go on in {begun.dtype}. Set model.dtype to "
+            f"{saved.dtype}: auto names another dtype on another device."
+        )
+    if not saved.step <= saved.examples <= saved.step * config.examples_per_step:
+        raise RunFolderError(
+            f"{path} says that {saved.step:,} steps of at most {config.examples_per_step:,} examples trained on "
+            f"{saved.examples:,}, so no run has written it. Remove that folder; --resume then takes the checkpoint "
+            "before it."
+        )

@@ -1,0 +1,35 @@
+"""Ctrl-C and SIGTERM while a run trains: the first asks to stop after the step, the second stops at once."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+from tuningfork.report.run.console import Console
+
+
+@contextmanager
+def stop_when_asked(console: Console) -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C or SIGTERM asked to stop after the current step; a second one raises KeyboardInterrupt at once."""
+    asked = False
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+        with suppress(RuntimeError):  # the signal came in the middle of a write to the screen
+            console.print("stopping after this step; press Ctrl-C again to stop at once")
+
+    try:
+        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not in the main thread: whoever embeds us handles signals
+        yield lambda: False
+        return
+    try:
+        yield lambda: asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
