@@ -31,7 +31,14 @@ from bench import shapes
 from bench.lengths import QUANTILES, draw, examples_of
 from bench.output import emit, environment, parser, table
 from tuningfork.data.config import DataConfig
-from tuningfork.data.packing.pack import PackLimits, pack_examples, pack_stream, slots_of_each, split_fitting
+from tuningfork.data.packing.pack import (
+    PackLimits,
+    pack_examples,
+    pack_stream,
+    portions_of,
+    slots_of_each,
+    split_fitting,
+)
 from tuningfork.data.prepare import prepare_examples
 from tuningfork.distributed.balance import balance_examples
 from tuningfork.models.hf.load import load_tokenizer
@@ -63,9 +70,13 @@ BALANCE = {
 def measure_packing(examples: Sequence[TokenExample], limits: PackLimits, way: str, window: int) -> dict[str, Any]:
     """The line of one way to pack examples, all of which fit."""
     start, own = time.perf_counter(), time.process_time()
-    bins = pack_examples(examples, limits) if way == "set" else list(pack_stream(examples, limits, window))
+    bins = (
+        pack_examples(portions_of(examples, limits), limits)
+        if way == "set"
+        else list(pack_stream(examples, limits, window))
+    )
     seconds, own = time.perf_counter() - start, time.process_time() - own
-    used = int(slots_of_each(examples, limits.share_prompt).sum())
+    used = int(slots_of_each(examples, limits.share).sum())
     return {
         "way": way,
         "examples": len(examples),
@@ -125,20 +136,20 @@ def main(argv: list[str] | None = None) -> None:
     args = options.parse_args(argv)
     if (args.data is None) != (args.tokenizer is None):
         options.error("--data and --tokenizer go together")
-    share_prompt = not args.unshared
+    share = "none" if args.unshared else "prompt"
     sources: dict[str, Callable[[int, int], np.ndarray]] = {name: partial(draw, name) for name in QUANTILES}
     if args.data:
         sources = {args.data: partial(resampled, lengths_of(args.data, args.tokenizer))}
-    about = {"bench": "packing", "share_prompt": share_prompt}
+    about = {"bench": "packing", "share": share}
 
     lines: list[dict[str, Any]] = []
     for source, drawn in sources.items():
         for count in args.examples:
             whole = examples_of(drawn(count, 0))
             for tokens in args.tokens:
-                examples, left_out = split_fitting(whole, tokens, share_prompt)
+                examples, left_out = split_fitting(whole, tokens, share)
                 for way in ("set", "stream"):
-                    limits = PackLimits.plan(tokens, share_prompt, compiled=True)
+                    limits = PackLimits.plan(tokens, share, compiled=True)
                     found = measure_packing(examples, limits, way, args.window)
                     what = {"lengths": source, "tokens": tokens, "window": args.window if way == "stream" else None}
                     lines.append({**about, **what, **found, "left_out": len(left_out), **environment()})

@@ -78,7 +78,7 @@ def write_conversations(source: str, path: Path, rows: int) -> None:
 
 
 def ours(path: str, tokenizer: str, workers: int, cache: str) -> dict[str, Any]:
-    from tuningfork.data.packing.pack import PackLimits, pack_examples, split_fitting
+    from tuningfork.data.packing.pack import PackLimits, pack_examples, portions_of, split_fitting
     from tuningfork.data.prepare import prepare_examples
     from tuningfork.models.hf.load import load_tokenizer
 
@@ -86,9 +86,10 @@ def ours(path: str, tokenizer: str, workers: int, cache: str) -> dict[str, Any]:
     start = time.perf_counter()
     examples, report = prepare_examples(path, loaded, config, 10**9, cache=Path(cache))
     seconds = time.perf_counter() - start
-    fitting, _ = split_fitting(examples, TOKENS, share_prompt=True)
+    fitting, _ = split_fitting(examples, TOKENS, "prompt")
     start = time.perf_counter()
-    pack_examples(fitting, PackLimits.plan(TOKENS, True, compiled=True))
+    limits = PackLimits.plan(TOKENS, "prompt", compiled=True)
+    pack_examples(portions_of(fitting, limits), limits)
     return {"rows": report.rows_read, "used": report.used, "seconds": seconds, "packed": time.perf_counter() - start}
 
 

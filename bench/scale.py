@@ -68,7 +68,7 @@ def many_pairs(lengths: np.ndarray) -> Subset:
 def start_and_scoring(pairs: Subset, limits: PackLimits, folder: Path) -> Iterator[tuple[str, float]]:
     """What a start does with all pairs, in its order; with a reference cache that is filled on the way."""
     objective, everything = ObjectiveConfig().build(), [pairs, Subset([])]
-    yield "start: which fit a pack", _seconds(lambda: split_fitting(pairs, limits.tokens, True))
+    yield "start: which fit a pack", _seconds(lambda: split_fitting(pairs, limits.tokens, "prompt"))
     yield "start: the longest", _seconds(lambda: column(pairs, "longest").max())
     yield "start: the objective's check", _seconds(lambda: objective.check(pairs))
     order = EpochOrder.plan(len(pairs), 64, 0, 1.0, None)
@@ -138,7 +138,7 @@ def main(argv: list[str] | None = None) -> None:
         lines.append({"work": work, "pairs": pairs, "seconds": rounded(seconds, 4), **about})
         emit(lines[-1], args.out)
 
-    pairs, limits = many_pairs(draw(args.lengths, args.pairs)), PackLimits.plan(args.tokens, True, compiled=True)
+    pairs, limits = many_pairs(draw(args.lengths, args.pairs)), PackLimits.plan(args.tokens, "prompt", compiled=True)
     with tempfile.TemporaryDirectory() as folder:
         for work, seconds in start_and_scoring(pairs, limits, Path(folder)):
             tell(work, len(pairs), seconds)

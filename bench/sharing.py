@@ -39,11 +39,13 @@ from bench.device_time import DeviceProfile
 from bench.output import device, emit, environment, parser, rounded, table
 from bench.timing import free_memory
 from tuningfork.data.packing.layout import build_pack
+from tuningfork.data.packing.pack import slots_of_each
+from tuningfork.data.packing.tree import Share
 from tuningfork.models.policy import Policy
 from tuningfork.records import PackedBatch, TokenExample
 
 WARMUP = 2  # passes of each layout that are not counted
-SHARE = {"shared": True, "unshared": False}
+SHARE: dict[str, Share] = {"shared": "prompt", "unshared": "none"}
 COLUMNS = {
     "pairs": "pairs",
     "ratio": "prompt/answer",
@@ -60,15 +62,15 @@ COLUMNS = {
 }
 
 
-def fill(examples: list[TokenExample], rows: int, share_prompt: bool) -> PackedBatch:
+def fill(examples: list[TokenExample], rows: int, share: Share) -> PackedBatch:
     """A pack of `rows` rows with as many of the examples as fit, the first ones first."""
     chosen, used = [], 0
     for example in examples:
-        needed = example.slots(share_prompt)
+        needed = int(slots_of_each([example], share)[0])
         if used + needed <= rows:
             chosen.append(example)
             used += needed
-    return build_pack(chosen, rows, share_prompt)
+    return build_pack(chosen, rows, share)
 
 
 def pairs_that_fill(ratio: float, answer: int, rows: int, vocabulary: int) -> list[TokenExample]:

@@ -72,7 +72,7 @@ def measure(
     *,
     pairs: int = 512,
     pack_tokens: int = 16384,
-    share_prompt: bool = True,
+    share: str = "tree",
     examples_per_step: int = 16,
     head_chunk_rows: int = 8192,
     epochs: int = 3,
@@ -126,7 +126,7 @@ def measure(
         seed=seed,
     )
     begun = time.perf_counter()
-    limits = PackLimits.plan(pack_tokens, share_prompt, compiled=device().type == "cuda")
+    limits = PackLimits.plan(pack_tokens, share, compiled=device().type == "cuda")
     session = _start(model, train, head_chunk_rows, limits, DTYPES[weights])
     build_s = time.perf_counter() - begun
     print(f"{model}: weights made in {build_s:.1f} s; scoring the reference", file=sys.stderr, flush=True)
@@ -270,7 +270,7 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--model", default="olmo2_1b", choices=shapes.SHAPES)
     options.add_argument("--pairs", type=int, default=512)
     options.add_argument("--pack_tokens", type=int, default=16384)
-    options.add_argument("--share_prompt", type=int, choices=(0, 1), default=1)
+    options.add_argument("--share", choices=("none", "prompt", "tree"), default="tree")
     options.add_argument("--examples_per_step", type=int, default=16)
     options.add_argument("--head_chunk_rows", type=int, default=8192)
     options.add_argument("--epochs", type=int, default=3, help="the first one warms up")
@@ -282,7 +282,6 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--profile", type=Path, help="write where the device time of three more steps goes")
     settings = vars(options.parse_args(argv))
     out = settings.pop("out")
-    settings["share_prompt"] = bool(settings["share_prompt"])
     line = measure(**settings)
     emit(line, out)
     print(table([line], COLUMNS))

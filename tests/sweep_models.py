@@ -166,7 +166,7 @@ def judge(kind: str, device: str = "cpu") -> Verdict:
 def _check_kernels(model: Any, kind: str) -> None:
     """As training starts, in the dtype that it has on a GPU. On a CPU the kernels are the plain ones themselves."""
     policy = Policy.fast(model, torch.bfloat16)
-    check = KernelCheck.begin(policy, kind, share_prompt=True, compiling=False)
+    check = KernelCheck.begin(policy, kind, share="prompt", compiling=False)
     check.compare(policy)
 
 
@@ -178,7 +178,7 @@ def _compare(model: Any) -> None:
     alone.sum().backward()
     truth = {name: weight.grad for name, weight in model.named_parameters()}
     model.zero_grad()
-    batch = build_pack(examples, sum(e.slots(True) for e in examples), share_prompt=True).to(model.device)
+    batch = build_pack(examples, sum(e.unique_tokens for e in examples), share="prompt").to(model.device)
     _, packed = scorer_of(policy).backward(batch, lambda a, b, logps: logps.sum())
     worst = float((packed - alone).detach().abs().max() / alone.detach().abs().max())
     assert worst < LOGPS_AGREE, f"log-probs differ by {worst:.1e}"

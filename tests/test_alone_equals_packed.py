@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.tiny import FAMILIES, one_pack, random_examples, score_alone, scorer_of, tiny_model, tiny_policy
+from tuningfork.data.packing.tree import Share
 from tuningfork.kernels.select import plain
 from tuningfork.models.policy import Policy
 from tuningfork.records import TokenAnswer, TokenExample
@@ -45,12 +46,12 @@ def _assert_same_gradients(policy, truth, ours, relative):
         assert error < relative, f"{name}: {error:.2e}"
 
 
-@pytest.mark.parametrize("share_prompt", [True, False], ids=["shared", "unshared"])
+@pytest.mark.parametrize("share", ["prompt", "none"], ids=["shared", "unshared"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_float64_packed_equals_alone(family, share_prompt):
+def test_float64_packed_equals_alone(family, share):
     policy = tiny_policy(family)
     examples = random_examples(SHAPES, holes=True)
-    batch = one_pack(examples, share_prompt)
+    batch = one_pack(examples, share)
     weights = torch.linspace(-1, 2, batch.answer_of_logit_row.max() + 1, dtype=torch.float64)
 
     expected, truth = _weighted_alone(policy, examples, weights)
@@ -67,12 +68,12 @@ def test_float64_packed_equals_alone(family, share_prompt):
     torch.testing.assert_close(_scores(policy, batch, 16), logps)
 
 
-@pytest.mark.parametrize("share_prompt", [True, False], ids=["shared", "unshared"])
+@pytest.mark.parametrize("share", ["prompt", "none"], ids=["shared", "unshared"])
 @pytest.mark.parametrize("family", ["llama", "olmo3", "gemma2"])
-def test_a_pack_filled_to_the_last_row_equals_alone(family, share_prompt):
+def test_a_pack_filled_to_the_last_row_equals_alone(family, share):
     policy = tiny_policy(family)
     examples = random_examples(SHAPES, holes=True)
-    batch = one_pack(examples, share_prompt, tokens=one_pack(examples, share_prompt).used_slots)
+    batch = one_pack(examples, share, tokens=one_pack(examples, share).used_slots)
     assert batch.used_slots == len(batch.input_ids)
     weights = torch.linspace(-1, 2, batch.answer_of_logit_row.max() + 1, dtype=torch.float64)
 
@@ -84,12 +85,12 @@ def test_a_pack_filled_to_the_last_row_equals_alone(family, share_prompt):
     _assert_same_gradients(policy, truth_gradients, gradients, relative=1e-6)
 
 
-@pytest.mark.parametrize("share_prompt", [True, False], ids=["shared", "unshared"])
+@pytest.mark.parametrize("share", ["prompt", "none"], ids=["shared", "unshared"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2", "olmo3", "mistral", "gemma2", "phi"])
-def test_float32_packed_equals_alone(family, share_prompt):
+def test_float32_packed_equals_alone(family, share):
     policy = tiny_policy(family, torch.float32)
     examples = random_examples(SHAPES, holes=True)
-    batch = one_pack(examples, share_prompt)
+    batch = one_pack(examples, share)
     weights = torch.linspace(-1, 2, batch.answer_of_logit_row.max() + 1, dtype=torch.float64)
 
     expected, truth = _weighted_alone(policy, examples, weights)
@@ -100,15 +101,15 @@ def test_float32_packed_equals_alone(family, share_prompt):
     _assert_same_gradients(policy, truth_gradients, gradients, relative=2e-5)
 
 
-@pytest.mark.parametrize("share_prompt", [True, False], ids=["shared", "unshared"])
+@pytest.mark.parametrize("share", ["prompt", "none"], ids=["shared", "unshared"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_token_reaches_another_example(family, share_prompt):
+def test_no_token_reaches_another_example(family, share):
     """G3: change every token of one example; not a bit of any other example changes."""
     policy = tiny_policy(family, torch.float32)
     examples = random_examples(SHAPES)
 
     def scores(changed: list[TokenExample]) -> torch.Tensor:
-        batch = one_pack(changed, share_prompt)
+        batch = one_pack(changed, share)
         return _scores(policy, batch)
 
     before = scores(examples)
@@ -135,7 +136,7 @@ def test_one_answer_does_not_see_the_other():
     changed = TokenExample(example.source, example.prompt_ids, (example.answers[0], rejected))
     scores = []
     for one in (example, changed):
-        batch = one_pack([one], share_prompt=True)
+        batch = one_pack([one], share="prompt")
         scores.append(_scores(policy, batch))
     assert scores[0][0] == scores[1][0]
     assert scores[0][1] != scores[1][1]
@@ -148,12 +149,12 @@ def test_an_answer_scores_the_same_bits_at_any_place_with_the_prompt_shared_or_r
     examples = random_examples([(7, (5, 9)), (12, (8, 2, 4)), (0, (3, 5)), (30, (17, 40)), (9, (6, 6))])
     turned = [TokenExample(e.source, e.prompt_ids, e.answers[::-1]) for e in examples]
 
-    def scores(members: list[TokenExample], share_prompt: bool) -> dict[str, list[float]]:
-        batch = one_pack(members, share_prompt, tokens=320)
+    def scores(members: list[TokenExample], share: Share) -> dict[str, list[float]]:
+        batch = one_pack(members, share, tokens=320)
         logps = _scores(policy, batch)
         return {e.id: part.tolist() for e, part in zip(members, logps.split(batch.answers_per_example), strict=True)}
 
     first = scores(examples, True)
-    for share_prompt in (True, False):
-        assert scores(examples[::-1], share_prompt) == first
-        assert scores(turned, share_prompt) == {name: logps[::-1] for name, logps in first.items()}
+    for share in (True, False):
+        assert scores(examples[::-1], share) == first
+        assert scores(turned, share) == {name: logps[::-1] for name, logps in first.items()}

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from tuningfork.data.packing.layout import build_pack
 from tuningfork.data.packing.pack import PackLimits
+from tuningfork.data.packing.tree import Share
 from tuningfork.kernels.row_logps import plain as plain_rows
 from tuningfork.kernels.select import Kernels, plain
 from tuningfork.models.head import Head
@@ -126,12 +127,12 @@ def random_pairs(n: int, seed: int = 0, longest: int = 20, vocab: int = VOCAB) -
     return random_examples(shapes, seed, vocab)
 
 
-def one_pack(examples: Sequence[TokenExample], share_prompt: bool, tokens: int = 256) -> PackedBatch:
-    return build_pack(examples, tokens, share_prompt)
+def one_pack(examples: Sequence[TokenExample], share: Share, tokens: int = 256) -> PackedBatch:
+    return build_pack(examples, tokens, share)
 
 
-def limits_of(tokens: int = 256, share_prompt: bool = True) -> PackLimits:
-    return PackLimits.plan(tokens, share_prompt, compiled=False)
+def limits_of(tokens: int = 256, share: Share = "prompt") -> PackLimits:
+    return PackLimits.plan(tokens, share, compiled=False)
 
 
 def head_of(policy: Policy, chunk_rows: int = 8192) -> Head:

@@ -111,7 +111,7 @@ def packed(folder: Path, rows: int) -> PackedBatch:
         *(BOS, *ids("[INST] q [/INST] a "), EOS),  # 21 tokens
         *ids("[INST] r [/INST]"),  # 16
     ]
-    return build_pack(examples, rows, share_prompt=True)
+    return build_pack(examples, rows, share="prompt")
 
 
 def test_an_answers_end_has_a_log_prob_where_pad_is_the_same_token(tmp_path: Path) -> None:

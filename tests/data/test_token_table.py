@@ -86,11 +86,11 @@ def test_slots_of_each_by_hand() -> None:
     ]
     table = TokenTable("f", columns_of(made))
     for examples in (made, table, Subset([made]), Subset([table]), Subset([Subset([table]), []])):
-        assert slots_of_each(examples, share_prompt=True).tolist() == [3 + 1 + 2, 4 + 5, 6]
-        assert slots_of_each(examples, share_prompt=False).tolist() == [3 + 1 + 3 + 2, 4 + 5, 6]
-    assert slots_of_each(Subset([made, table], [5, 0, 0]), share_prompt=True).tolist() == [6, 6, 6]
+        assert slots_of_each(examples, share="prompt").tolist() == [3 + 1 + 2, 4 + 5, 6]
+        assert slots_of_each(examples, share="none").tolist() == [3 + 1 + 3 + 2, 4 + 5, 6]
+    assert slots_of_each(Subset([made, table], [5, 0, 0]), share="prompt").tolist() == [6, 6, 6]
     for nothing in ([], Subset([]), TokenTable("f", columns_of([]))):
-        assert slots_of_each(nothing, True).tolist() == slots_of_each(nothing, False).tolist() == []
+        assert slots_of_each(nothing, "prompt").tolist() == slots_of_each(nothing, "none").tolist() == []
 
 
 @given(st.lists(ROW, max_size=6), st.data())

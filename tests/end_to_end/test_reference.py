@@ -276,7 +276,7 @@ def test_one_cache_serves_any_number_of_models(job: Job, shelf: Path) -> None:
     "change, said",
     [
         ({"model.dtype": "bfloat16"}, "differs in dtype (here 'bfloat16', there 'float32')"),
-        ({"pack.share_prompt": False}, "differs in share_prompt (here 'False', there 'True')"),
+        ({"pack.share": False}, "differs in share (here 'False', there 'True')"),
     ],
 )
 def test_another_setup_has_an_entry_of_its_own(job: Job, shelf: Path, change: dict[str, Any], said: str) -> None:

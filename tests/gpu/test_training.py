@@ -23,6 +23,7 @@ from tests.tiny import (
 )
 from tuningfork.data.packing.loader import build_packs
 from tuningfork.data.packing.pack import PackLimits
+from tuningfork.data.packing.tree import Share
 from tuningfork.errors import ConfigError, ModelError
 from tuningfork.models import compiler
 from tuningfork.models.hf import attention
@@ -56,8 +57,8 @@ def _policy(family: str, dtype: torch.dtype, compiled: bool = True, weights: tor
     return policy
 
 
-def _packed(policy, examples, weights, share_prompt):
-    batch = one_pack(examples, share_prompt).to(CUDA)
+def _packed(policy, examples, weights, share):
+    batch = one_pack(examples, share).to(CUDA)
     policy.model.zero_grad()
     _, logps = scorer_of(policy, 64).backward(batch, lambda a, b, logps: (weights[a:b] * logps).sum())
     return logps, {name: p.grad.clone() for name, p in policy.model.named_parameters()}
@@ -71,8 +72,8 @@ def _alone(policy, examples, weights, autocast):
     return sums.detach(), {name: p.grad.clone() for name, p in policy.model.named_parameters()}
 
 
-@pytest.mark.parametrize("family,share_prompt", [*((f, True) for f in FAMILIES), ("olmo3", False), ("gemma2", False)])
-def test_packed_equals_alone(family, share_prompt):
+@pytest.mark.parametrize("family,share", [*((f, True) for f in FAMILIES), ("olmo3", False), ("gemma2", False)])
+def test_packed_equals_alone(family, share):
     """G1, G2 on a GPU: no further from the float32 truth than twice plain transformers in bfloat16, per quantity."""
     policy = _policy(family, torch.bfloat16)
     examples = random_examples(SHAPES, holes=True)
@@ -80,7 +81,7 @@ def test_packed_equals_alone(family, share_prompt):
     weights = torch.linspace(-1, 2, count, dtype=torch.float64, device=CUDA)
     truth, truth_grads = _alone(policy, examples, weights, autocast=False)
     plain, plain_grads = _alone(policy, examples, weights, autocast=True)
-    ours, our_grads = _packed(policy, examples, weights, share_prompt)
+    ours, our_grads = _packed(policy, examples, weights, share)
     assert (ours - truth).norm() <= 2 * (plain - truth).norm()
     for name, expected in truth_grads.items():
         allowed = 2 * (plain_grads[name] - expected).norm()
@@ -93,7 +94,7 @@ def test_float32_packed_equals_alone(family):
     examples = random_examples(SHAPES)
     weights = torch.linspace(-1, 2, sum(len(e.answers) for e in examples), dtype=torch.float64, device=CUDA)
     truth, truth_grads = _alone(policy, examples, weights, autocast=False)
-    ours, our_grads = _packed(policy, examples, weights, share_prompt=True)
+    ours, our_grads = _packed(policy, examples, weights, share="prompt")
     torch.testing.assert_close(ours, truth.double(), rtol=1e-5, atol=1e-4)
     for name, expected in truth_grads.items():
         assert (our_grads[name] - expected).norm() <= 1e-4 * expected.norm(), name
@@ -113,8 +114,8 @@ def test_the_same_bits_in_any_pack(family, kept):
     policy = _policy(family, torch.bfloat16, **kept)
     pairs = random_pairs(100, longest=60)
 
-    def scores(examples, tokens, chunk_rows=8192, share_prompt=True):
-        limits = PackLimits.plan(tokens, share_prompt, compiled=True)
+    def scores(examples, tokens, chunk_rows=8192, share="prompt"):
+        limits = PackLimits.plan(tokens, share, compiled=True)
         found = {}
         for pack in build_packs(examples, limits):
             logps = scorer_of(policy, chunk_rows).score(pack)
@@ -126,7 +127,7 @@ def test_the_same_bits_in_any_pack(family, kept):
     assert scores(pairs[::-1], 2048) == first
     assert scores(pairs, 1024, chunk_rows=100) == first
     assert scores(pairs[:7], 2048) == {e.id: first[e.id] for e in pairs[:7]}
-    assert scores(pairs, 2048, share_prompt=False) == first
+    assert scores(pairs, 2048, share="none") == first
 
 
 @pytest.mark.parametrize("family", ["llama", "olmo3", "gemma2"])
@@ -136,7 +137,7 @@ def test_no_token_reaches_another_example(family):
     examples = random_examples(SHAPES)
 
     def scores(changed):
-        batch = one_pack(changed, share_prompt=True).to(CUDA)
+        batch = one_pack(changed, share="prompt").to(CUDA)
         return scorer_of(policy).score(batch)
 
     other = lambda ids: np.where(ids == 50, 51, 50).astype(np.int32)  # noqa: E731
@@ -152,7 +153,7 @@ def test_no_token_reaches_another_example(family):
         first += len(answers)
 
 
-def _checked(family: str, dtype: torch.dtype, share_prompt: bool = True, factor: float = 1.0) -> None:
+def _checked(family: str, dtype: torch.dtype, share: Share = "prompt", factor: float = 1.0) -> None:
     """The check of kernels at a start, with attention whose scale is wrong by a factor."""
     policy = _policy(family, dtype, compiled=False)
     kind = policy.kernels["attention"]
@@ -164,7 +165,7 @@ def _checked(family: str, dtype: torch.dtype, share_prompt: bool = True, factor:
     if factor != 1.0:
         policy.kernels = replace(policy.kernels, forms={**policy.kernels.forms, "attention": Scaled})
     check_head(scorer_of(policy, 64), "here")
-    check = KernelCheck.begin(policy, "here", share_prompt, compiling=True)
+    check = KernelCheck.begin(policy, "here", share, compiling=True)
     policy.compile()
     check.compare(policy)
 
@@ -176,7 +177,7 @@ def test_the_check_at_a_start_takes_our_kernels_for_right(family, dtype):
 
 
 def test_the_check_at_a_start_takes_them_for_right_with_repeated_prompts():
-    _checked("gemma3", torch.bfloat16, share_prompt=False)
+    _checked("gemma3", torch.bfloat16, share="none")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -238,7 +239,7 @@ def test_steps_learn_and_agree_however_the_batch_is_cut(mode):
     for tokens in (512, 2048):
         policy = _policy("llama", torch.bfloat16)
         policy.keep_activations(mode)
-        limits = PackLimits.plan(tokens, True, compiled=True)
+        limits = PackLimits.plan(tokens, "prompt", compiled=True)
         packs = build_packs(pairs, limits)
         scorer = scorer_of(policy)
         optimizer = build_optimizer(policy.model, config)
@@ -262,7 +263,7 @@ def test_bfloat16_weights_learn_and_repeat_to_the_bit():
     def trained():
         policy = _policy("llama", torch.bfloat16, weights=torch.bfloat16)
         scorer = scorer_of(policy)
-        packs = build_packs(pairs, PackLimits.plan(2048, True, compiled=True))
+        packs = build_packs(pairs, PackLimits.plan(2048, "prompt", compiled=True))
         reference = [scorer.score(pack).cpu().numpy() for pack in packs]
         batch = StepBatch.of(packs, objective, np.concatenate(reference))
         optimizer = build_optimizer(policy.model, config)
@@ -283,7 +284,7 @@ def test_bfloat16_weights_learn_and_repeat_to_the_bit():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_gradients_of_a_row_that_many_answers_pick_are_added_in_order(dtype):
     """Rankings of five: as on a CPU, one addition after the other, and the same bits each time."""
-    batch = one_pack(random_examples([(3, (4, 2, 6, 1, 3))] * 200), True, tokens=4096)
+    batch = one_pack(random_examples([(3, (4, 2, 6, 1, 3))] * 200), "prompt", tokens=4096)
     rows, generator = batch.logit_rows, torch.Generator().manual_seed(0)
     gradient = torch.randn(len(rows), 1024, generator=generator) * 10 ** torch.linspace(-2, 2, len(rows))[:, None]
     gradient = gradient.to(dtype)
@@ -301,7 +302,7 @@ def test_a_step_of_rankings_has_the_same_gradient_bits_each_time():
     policy = _policy("llama", torch.bfloat16)
     examples = random_examples([(5, (7, 9, 4, 12, 6))] * 40)
     weights = torch.linspace(-1, 2, 200, dtype=torch.float64, device=CUDA)
-    batch = one_pack(examples, True, tokens=2048).to(CUDA)
+    batch = one_pack(examples, "prompt", tokens=2048).to(CUDA)
 
     def gradients():
         policy.model.zero_grad()
@@ -331,7 +332,7 @@ def test_ways_to_keep_activations_differ_in_memory_alone():
     torch._dynamo.reset()
     policy = Policy.fast(_memory_model(), torch.bfloat16)
     policy.compile()
-    batch = one_pack(random_pairs(60, longest=60, vocab=512), True, tokens=8192).to(CUDA)
+    batch = one_pack(random_pairs(60, longest=60, vocab=512), "prompt", tokens=8192).to(CUDA)
     weights = torch.linspace(-1, 2, len(batch.answer_lengths), dtype=torch.float64, device=CUDA)
 
     def run(mode):
@@ -361,7 +362,7 @@ def test_ways_to_keep_activations_differ_in_memory_alone():
 def test_offloaded_inputs_come_back_as_they_were(family):
     """Gradients equal those of `block` to the bit, pack after pack: nothing is read before it has arrived."""
     policy = _policy(family, torch.bfloat16)
-    batches = [one_pack(random_pairs(20, seed, longest=40), True, tokens=2048).to(CUDA) for seed in range(3)]
+    batches = [one_pack(random_pairs(20, seed, longest=40), "prompt", tokens=2048).to(CUDA) for seed in range(3)]
 
     def gradients(mode):
         policy.keep_activations(mode)
@@ -381,7 +382,7 @@ def test_auto_takes_what_fits(monkeypatch):
     torch._dynamo.reset()
     policy = Policy.fast(_memory_model(), torch.bfloat16)
     policy.compile()
-    limits, out, config = PackLimits.plan(8192, True, compiled=True), io.StringIO(), TrainConfig()
+    limits, out, config = PackLimits.plan(8192, "prompt", compiled=True), io.StringIO(), TrainConfig()
     scorer = scorer_of(policy, 1024)
 
     def settle():
@@ -432,7 +433,7 @@ def test_the_host_waits_for_the_device_only_to_read_a_steps_numbers(monkeypatch,
     scorer = scorer_of(policy, 256)
     objective = ObjectiveConfig(sft_weight=0.1).build()
     optimizer = build_optimizer(policy.model, TrainConfig())
-    packs = build_packs(random_pairs(32, longest=40), PackLimits.plan(1024, True, compiled=True), pin_memory=True)
+    packs = build_packs(random_pairs(32, longest=40), PackLimits.plan(1024, "prompt", compiled=True), pin_memory=True)
     assert len(packs) > 1
     batch = StepBatch.of(packs, objective, np.full(64, -3.0), pin_memory=True)
 

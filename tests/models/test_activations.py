@@ -22,7 +22,7 @@ SHAPES = [(7, (5, 9)), (0, (6,)), (3, (4, 2, 8))]
 def outcome(policy: Policy, seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Log-probs and gradients of a pack."""
     policy.model.zero_grad()
-    batch = one_pack(random_examples(SHAPES, seed), True)
+    batch = one_pack(random_examples(SHAPES, seed), "prompt")
     _, logps = scorer_of(policy).backward(batch, lambda a, b, s: (s * s).sum())
     return logps, {name: p.grad for name, p in policy.model.named_parameters()}
 
@@ -53,7 +53,7 @@ def test_blocks_are_recomputed_in_the_backward_pass_only(mode, passes):
     for place, block in enumerate(policy.blocks):
         block.mlp.register_forward_pre_hook(lambda *_, place=place: ran.append(place))
     policy.keep_activations(mode)
-    hidden = policy.hidden_rows(one_pack(random_examples(SHAPES), True))
+    hidden = policy.hidden_rows(one_pack(random_examples(SHAPES), "prompt"))
     assert ran == [0, 1, 2, 3]
     hidden.sum().backward()
     assert ran == [0, 1, 2, 3] + [3, 2, 1, 0] * (passes - 1)
@@ -66,7 +66,7 @@ def test_offload_holds_no_input_of_a_block_after_the_forward_pass(mode, held):
     inputs = []
     for block in policy.blocks:
         block.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0])))
-    hidden = policy.hidden_rows(one_pack(random_examples(SHAPES), True))
+    hidden = policy.hidden_rows(one_pack(random_examples(SHAPES), "prompt"))
     gc.collect()
     assert len(inputs) == 4 and sum(known() is not None for known in inputs) == held
     hidden.sum().backward()
@@ -86,7 +86,7 @@ def test_offload_leaves_nothing_behind(monkeypatch):
     monkeypatch.setattr(offload, "_Kept", Watched)
     policy = tiny_policy("llama", torch.float32)
     policy.keep_activations("offload")
-    batch = one_pack(random_examples(SHAPES), True)
+    batch = one_pack(random_examples(SHAPES), "prompt")
     for backward in (True, False):
         hidden = policy.hidden_rows(batch)
         assert len(kept) == 4
@@ -100,7 +100,7 @@ def test_offload_leaves_nothing_behind(monkeypatch):
 def test_offload_keeps_forward_passes_apart():
     """Two graphs at a time, and one that is asked for its gradient twice."""
     policy = tiny_policy("llama", torch.float32)
-    batches = [one_pack(random_examples(SHAPES, seed), True) for seed in (0, 1)]
+    batches = [one_pack(random_examples(SHAPES, seed), "prompt") for seed in (0, 1)]
 
     def gradient(hidden: torch.Tensor, again: bool = False) -> torch.Tensor:
         first = next(iter(policy.blocks)).mlp.up_proj.weight

@@ -107,7 +107,7 @@ def test_all_mixers_find_their_sequence_in_a_pack(share: bool) -> None:
             ids = np.concatenate([example.prompt_ids, answer.ids])
             counted = np.arange(len(ids)) >= p
             document = TokenExample(Source("alone", 1), ids[:0], (TokenAnswer(ids, counted),))
-            alone.append(model.hidden_rows(build_pack([document], len(ids), share_prompt=True)))
+            alone.append(model.hidden_rows(build_pack([document], len(ids), share="prompt")))
     torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-12, atol=1e-12)
 
 
@@ -115,7 +115,7 @@ def test_checks_and_counts_ask_every_mixer() -> None:
     model = own_model(window=400)
     shapes = [(len(e.prompt_ids), tuple(len(a.ids) for a in e.answers)) for e in probes(model)]
     assert shapes == [*model.mixers[0].probes(300), (1, (1, 2))]
-    assert model.hidden_rows(probe_pack(probes(model), share_prompt=True, compiled=False)).isfinite().all()
+    assert model.hidden_rows(probe_pack(probes(model), share="prompt", compiled=False)).isfinite().all()
     assert untried(model) == ["not beyond the layers' window of 400, which is too long for that"]
     [pair] = random_examples([(3, (2, 4))])  # 9 unique tokens, 6 logit rows; pairs: 6 + 9 + 22
     counter = FlopCounter(block_weights=3, head_weights=5, mixers=model.mixers)

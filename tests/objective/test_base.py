@@ -105,7 +105,7 @@ def gradients(examples, tokens: int, chunk_rows: int) -> dict[str, torch.Tensor]
         def step(self, *args):
             found.update({name: p.grad.clone() for name, p in policy.model.named_parameters()})
 
-    packs = build_packs(examples, PackLimits.plan(tokens, True, compiled=False))
+    packs = build_packs(examples, PackLimits.plan(tokens, "prompt", compiled=False))
     batch = StepBatch.of(packs, objective, None)
     outcome = train_step(
         scorer_of(policy, chunk_rows), objective, Reading(policy.model.parameters(), lr=0.0), batch, None

@@ -83,7 +83,7 @@ def test_every_file_that_runs_for_a_log_prob_is_digested(mode: str) -> None:
     try:
         policy = Policy.fast(model, torch.float32)
         policy.keep_activations(mode)
-        scorer_of(policy).score(one_pack(random_pairs(3), share_prompt=True))
+        scorer_of(policy).score(one_pack(random_pairs(3), share="prompt"))
     finally:
         sys.setprofile(before)
     files = {Path(name) for name in ran if Path(name).is_relative_to(ROOT)}

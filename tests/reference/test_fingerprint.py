@@ -98,16 +98,14 @@ def test_a_digest_of_old_stays_what_it_was():
 
 
 def test_facts_enter_beside_the_weights():
-    base = fingerprint("ab12", dtype="float32", share_prompt="True")
-    assert {"weights", "dtype", "share_prompt", "code", "layout", "torch", "triton"} == set(base)
+    base = fingerprint("ab12", dtype="float32", share="True")
+    assert {"weights", "dtype", "share", "code", "layout", "torch", "triton"} == set(base)
     assert base["torch"] == torch.__version__
-    for change in ({"dtype": "bfloat16"}, {"share_prompt": "False"}):
-        other = fingerprint("ab12", **{"dtype": "float32", "share_prompt": "True", **change})
+    for change in ({"dtype": "bfloat16"}, {"share": "False"}):
+        other = fingerprint("ab12", **{"dtype": "float32", "share": "True", **change})
         [(fact, value)] = change.items()
         assert differing_facts(other, base) == [(fact, value, base[fact])]
-    assert [d[0] for d in differing_facts(fingerprint("cd34", dtype="float32", share_prompt="True"), base)] == [
-        "weights"
-    ]
+    assert [d[0] for d in differing_facts(fingerprint("cd34", dtype="float32", share="True"), base)] == ["weights"]
 
 
 def test_triton_counts_in_whatever_package_it_comes(monkeypatch):

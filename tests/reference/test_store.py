@@ -20,7 +20,7 @@ from tuningfork.records import Source, TokenAnswer, TokenExample
 from tuningfork.reference import entries, shards
 from tuningfork.reference.store import ReferenceStore
 
-FINGERPRINT = {"weights": "0123abcd", "dtype": "float32", "share_prompt": "True"}
+FINGERPRINT = {"weights": "0123abcd", "dtype": "float32", "share": "True"}
 
 
 def logps_of(examples: list[TokenExample]) -> list[float]:
@@ -251,14 +251,14 @@ def test_another_fingerprint_is_refused_and_both_values_are_printed(tmp_path):
     """direct-preference-optimization#34: a reference in another dtype is not this run's reference."""
     filled(tmp_path, random_pairs(2))
     ours = {**FINGERPRINT, "dtype": "bfloat16", "compiled": "True"}
-    del ours["share_prompt"]
+    del ours["share"]
     with pytest.raises(ReferenceMismatch) as caught:
         ReferenceStore(tmp_path, ours)
     message = str(caught.value)
     assert str(tmp_path) in message
     assert "dtype: this run has 'bfloat16', the cache was built with 'float32'" in message
     assert "compiled: this run has 'True', the cache was built with 'absent'" in message
-    assert "share_prompt: this run has 'absent', the cache was built with 'True'" in message
+    assert "share: this run has 'absent', the cache was built with 'True'" in message
     assert "weights" not in message  # what agrees is not listed
     ReferenceStore(tmp_path, dict(reversed(FINGERPRINT.items())))  # the order of facts is no difference
 

@@ -20,6 +20,7 @@ from tests.tiny import FAMILIES, limits_of, random_examples, random_pairs, score
 from tuningfork.data.config import PackConfig
 from tuningfork.data.packing.loader import EpochOrder, PackLoader, build_packs
 from tuningfork.data.packing.pack import PackLimits
+from tuningfork.data.packing.tree import Share
 from tuningfork.errors import ReferenceMismatch
 from tuningfork.models.head import Head
 from tuningfork.models.hf.load import Loaded
@@ -51,8 +52,8 @@ def _in(dtype: torch.dtype, policy: Policy) -> Policy:
     return Policy(policy.model, policy.kernels, dtype)
 
 
-def run_of(cache: str, share_prompt: bool = True) -> RunConfig:
-    return RunConfig(pack=PackConfig(share_prompt=share_prompt), reference=ReferenceConfig(cache))
+def run_of(cache: str, share: Share = "prompt") -> RunConfig:
+    return RunConfig(pack=PackConfig(share=share), reference=ReferenceConfig(cache))
 
 
 def session_of(policy: Policy, objective: str = "dpo", chunk_rows: int = 8192) -> Session:
@@ -129,7 +130,7 @@ def test_a_reference_built_in_any_other_way_has_the_same_bits(tmp_path, dtype, h
     policy = _policy("llama", dtype)
     order = [examples[i] for i in way.get("order", range(len(examples)))]
     tokens = way.get("tokens", 256)
-    limits = PackLimits.plan(tokens, True, compiled="compiled" in way)
+    limits = PackLimits.plan(tokens, "prompt", compiled="compiled" in way)
     packs = [p for e in order for p in build_packs([e], limits)] if "alone" in way else build_packs(order, limits)
     store = reference_of(session_of(policy, chunk_rows=way.get("chunk_rows", 8192)), packs, tmp_path)
 
@@ -281,10 +282,10 @@ def test_a_reference_with_shared_prompts_is_not_that_of_a_run_without(tmp_path):
     examples = pairs(4)
     session = session_of(_policy("llama", torch.float32))
     cache = str(tmp_path / "cache")
-    shared, unshared = limits_of(share_prompt=True), limits_of(share_prompt=False)
+    shared, unshared = limits_of(share="prompt"), limits_of(share="none")
     store = open_reference(run_of(cache), session, examples, shared, quiet())
     assert len(store) == 8
-    other = open_reference(run_of(cache, share_prompt=False), session, examples, unshared, quiet())
+    other = open_reference(run_of(cache, share="none"), session, examples, unshared, quiet())
     assert other.folder != store.folder and other.inherited(examples) == []
 
 
@@ -293,9 +294,7 @@ def test_the_fingerprint_of_a_run_names_all_that_decides_a_bit(tmp_path):
     session = session_of(_policy("llama", torch.float32))
     store = open_reference(run_of(str(tmp_path)), session, examples, limits_of(), quiet())
     facts = json.loads((store.folder / "fingerprint.json").read_text())
-    assert {"weights", "config", "dtype", "attention kernel", "row_logps kernel", "compiled", "share_prompt"} < set(
-        facts
-    )
+    assert {"weights", "config", "dtype", "attention kernel", "row_logps kernel", "compiled", "share"} < set(facts)
     assert {"device", "torch", "transformers", "layout"} < set(facts)
 
     def differs(other: Session, fact: str) -> None:

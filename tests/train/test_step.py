@@ -95,7 +95,7 @@ def step(
     *,
     tokens=512,
     chunk_rows=8192,
-    share_prompt=True,
+    share="prompt",
     dtype=torch.float64,
     max_grad_norm=None,
     sft_weight=0.25,
@@ -106,7 +106,7 @@ def step(
     policy = policy or fresh_policy(family, dtype)
     objective = ObjectiveConfig(name, sft_weight=sft_weight).build()
     known = reference_of(examples)
-    packs = build_packs(examples, limits_of(tokens, share_prompt))
+    packs = build_packs(examples, limits_of(tokens, share))
     reference = None
     if objective.needs_reference:
         reference = np.concatenate([known[e.id] for pack in packs for e in pack.examples])
@@ -139,7 +139,7 @@ def test_padding_stays_within_a_learned_table_of_positions():
     examples = random_examples([(10, (54, 3)), (1, (2, 1))])  # as long as the table, and a little more
     for some in (examples, examples[1:]):
         alone = np.concatenate([[float(x.detach()) for x in score_alone(policy.model, example)] for example in some])
-        pack = build_pack(some, 512, share_prompt=True)
+        pack = build_pack(some, 512, share="prompt")
         assert 512 - pack.used_slots > policy.config.n_positions
         hidden = policy.hidden_rows(pack)
         packed = scorer_of(policy).score(pack)
@@ -194,7 +194,7 @@ CUTS = {
     "many packs": {"tokens": 64},
     "another order": {"order": [3, 6, 0, 5, 2, 4, 1]},
     "another order, many packs, small chunks": {"order": [6, 5, 4, 3, 2, 1, 0], "tokens": 72, "chunk_rows": 5},
-    "prompts not shared": {"share_prompt": False, "tokens": 128},
+    "prompts not shared": {"share": False, "tokens": 128},
 }
 
 

@@ -69,7 +69,7 @@ def data(config: RunConfig, strict: bool, console: Console | None = None) -> int
         config.data,
         config.pack,
         EpochOrder.plan(len(train.examples), per_step, config.train.seed, epochs, most),
-        PackLimits.plan(config.pack.tokens, config.pack.share_prompt, compiled),
+        PackLimits.plan(config.pack.tokens, config.pack.share, compiled),
         counted_for,
     )
     console.draw(draw_report(summary))

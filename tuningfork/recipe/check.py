@@ -121,7 +121,7 @@ def _check_pack(pack: PackConfig, max_length: int) -> None:
 
     How much of two answers is their shared prompt is known from the rows alone: those that need more are dropped there.
     """
-    sequences = 1 if pack.share_prompt else 2
+    sequences = 2 if pack.share == "none" else 1
     if pack.tokens < sequences * max_length:
         what = "one answer" if sequences == 1 else "two answers, each with a prompt of its own,"
         raise ConfigError(

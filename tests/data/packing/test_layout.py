@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.tiny import random_examples
 from tuningfork.data.packing.layout import build_pack
+from tuningfork.data.packing.tree import Share
 from tuningfork.records import ROOT, ForkLayout, PackedBatch, Segment, Source, TokenAnswer, TokenExample
 
 SHAPE = st.tuples(st.integers(0, 20), st.lists(st.integers(1, 12), min_size=1, max_size=3).map(tuple))
@@ -44,14 +45,14 @@ class Obvious:
         return rows
 
 
-def obvious(examples: list[TokenExample], share_prompt: bool) -> Obvious:
+def obvious(examples: list[TokenExample], share: Share) -> Obvious:
     """The content of a pack, padding left out."""
     out = Obvious()
     answers = 0
     for example in examples:
         prompt: list[int] = []
         for i, answer in enumerate(example.answers):
-            if i == 0 or not share_prompt:
+            if i == 0 or not share:
                 prompt = out.segment(example.prompt_ids.tolist(), [])
             for j, row in enumerate(out.segment(answer.ids.tolist(), prompt)):
                 before = out.sequence[row][:-1]
@@ -248,8 +249,8 @@ def test_the_pack_that_is_drawn_where_layouts_are_defined():
     example = hand_made([1, 2, 3], ([4, 5], [True] * 2), ([6, 7, 8, 9], [True] * 4))
     assert example.segments == [(0, 3), (3, 2), (3, 4)]
     shared, unshared = (
-        build_pack([example], 9, share_prompt=True).layout,
-        build_pack([example], 12, share_prompt=False).layout,
+        build_pack([example], 9, share="prompt").layout,
+        build_pack([example], 12, share="none").layout,
     )
     assert shared.position_of_row.tolist() == [0, 1, 2, 3, 4, 3, 4, 5, 6]
     assert entries(shared)[:3] == [(0, 3, ROOT, 0, 0, 9), (3, 5, 0, 0, 3, 5), (5, 9, 0, 0, 3, 9)]
@@ -257,7 +258,7 @@ def test_the_pack_that_is_drawn_where_layouts_are_defined():
 
 
 def test_a_shared_pack_written_out_by_hand():
-    batch = build_pack([PAIR, DOCUMENT, ONE_TOKEN], 18, share_prompt=True)
+    batch = build_pack([PAIR, DOCUMENT, ONE_TOKEN], 18, share="prompt")
     #                                  10  11| 20  21  22| 30  31| 40  41  42| 50| 60| 70| 80| padding
     assert batch.input_ids.tolist() == [10, 11, 20, 21, 22, 30, 31, 40, 41, 42, 50, 60, 70, 80, 0, 0, 0, 0]
     assert batch.layout.position_of_row.tolist() == [0, 1, 2, 3, 4, 2, 3, 0, 1, 2, 0, 1, 1, 1, 0, 1, 2, 3]
@@ -283,7 +284,7 @@ def test_a_shared_pack_written_out_by_hand():
 
 
 def test_an_unshared_pack_written_out_by_hand():
-    batch = build_pack([PAIR, DOCUMENT], 15, share_prompt=False)
+    batch = build_pack([PAIR, DOCUMENT], 15, share="none")
     assert batch.input_ids.tolist() == [10, 11, 20, 21, 22, 10, 11, 30, 31, 40, 41, 42, 0, 0, 0]
     assert batch.layout.position_of_row.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2, 0, 1, 2]
     used, rest = used_and_rest(batch.layout)
@@ -304,7 +305,7 @@ def test_an_unshared_pack_written_out_by_hand():
 
 
 def test_a_pack_may_be_filled_to_the_last_row():
-    batch = build_pack([PAIR], 7, share_prompt=True)
+    batch = build_pack([PAIR], 7, share="prompt")
     used, rest = used_and_rest(batch.layout)
     assert batch.input_ids.tolist() == [10, 11, 20, 21, 22, 30, 31]
     assert used == [[0, 2, ROOT, 0, 0, 7], [2, 5, 0, 0, 2, 5], [5, 7, 0, 0, 2, 7]]
@@ -326,7 +327,7 @@ def test_forked_answers_of_an_empty_prompt_stand_alone(share):
 
 def test_an_empty_prompt_does_not_take_its_neighbours():
     """What was the prompt of the example before, and how far it is seen, ends with that example."""
-    batch = build_pack([PAIR, hand_made([], ([40], [True]), ([41], [True])), PAIR], 16, share_prompt=True)
+    batch = build_pack([PAIR, hand_made([], ([40], [True]), ([41], [True])), PAIR], 16, share="prompt")
     assert used_and_rest(batch.layout)[0] == [
         *([0, 2, ROOT, 0, 0, 7], [2, 5, 0, 0, 2, 5], [5, 7, 0, 0, 2, 7]),
         *([7, 8, ROOT, 7, 7, 8], [8, 9, ROOT, 8, 8, 9]),
@@ -336,7 +337,7 @@ def test_an_empty_prompt_does_not_take_its_neighbours():
 
 def test_masks_at_the_ends_of_an_answer():
     example = hand_made([10], ([20, 21, 22], [False, True, False]), ([30, 31], [False, False]))
-    batch = build_pack([example], 8, share_prompt=True)
+    batch = build_pack([example], 8, share="prompt")
     assert batch.logit_rows.tolist() == [1]
     assert batch.targets.tolist() == [21]
     assert batch.answer_of_logit_row.tolist() == [0]
@@ -345,12 +346,12 @@ def test_masks_at_the_ends_of_an_answer():
 
 @pytest.mark.parametrize(("documents", "padding", "entries"), [(31, 0, 32), (31, 1, 32), (32, 0, 32), (32, 1, 64)])
 def test_the_table_of_segments_has_a_multiple_of_32_entries(documents, padding, entries):
-    batch = build_pack(random_examples([(0, (2,))] * documents), 2 * documents + padding, share_prompt=True)
+    batch = build_pack(random_examples([(0, (2,))] * documents), 2 * documents + padding, share="prompt")
     assert batch.layout.segments.shape == (entries, 6)
 
 
 def test_layout_dtypes_are_what_kernels_take():
-    batch = build_pack([PAIR], 18, share_prompt=True)
+    batch = build_pack([PAIR], 18, share="prompt")
     layout = batch.layout
     assert [item.name for item in fields(ForkLayout)] == ["segments", "position_of_row"]
     int64 = (batch.input_ids, batch.logit_rows, batch.targets, batch.answer_of_logit_row, layout.position_of_row)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.tiny import limits_of, random_examples, random_pairs
 from tuningfork.data.packing.bin_packing import stream_fit
 from tuningfork.data.packing.pack import PackLimits, pack_evenly, pack_examples, pack_stream, split_fitting
+from tuningfork.data.packing.tree import Share
 from tuningfork.errors import DataError
 from tuningfork.records import TokenExample
 
@@ -20,12 +21,12 @@ SHAPES = st.lists(SHAPE, min_size=1, max_size=40)
 TOKENS = st.sampled_from([64, 100, 128, 192, 333, 512, 1024, 1500])
 
 
-def content(members: list[TokenExample], share_prompt: bool) -> int:
+def content(members: list[TokenExample], share: Share) -> int:
     """Rows that examples take up, counted one by one from the definition of the layout."""
     slots = 0
     for example in members:
         for i, answer in enumerate(example.answers):
-            if i == 0 or not share_prompt:
+            if i == 0 or not share:
                 slots += len(example.prompt_ids)
             slots += len(answer.ids)
     return slots
@@ -42,7 +43,7 @@ def first_fit(examples: list[TokenExample], limits: PackLimits) -> int:
     bins: list[list[TokenExample]] = []
     for example in examples:
         for members in bins:
-            if content([*members, example], limits.share_prompt) <= limits.tokens:
+            if content([*members, example], limits.share) <= limits.tokens:
                 members.append(example)
                 break
         else:
@@ -57,7 +58,7 @@ def best_fit_decreasing(examples: list[TokenExample], limits: PackLimits) -> lis
     """
 
     def slots(members: list[int]) -> int:
-        return content([examples[i] for i in members], limits.share_prompt)
+        return content([examples[i] for i in members], limits.share)
 
     bins: list[list[int]] = []
     waiting = list(range(len(examples)))
@@ -180,8 +181,8 @@ def test_no_examples_need_no_pack():
 def test_rows_count_the_prompt_once_when_shared(p, k):
     answers = (5, 9, 2)[:k]
     [example] = random_examples([(p, answers)])
-    assert example.slots(share_prompt=True) == p + sum(answers) == content([example], True)
-    assert example.slots(share_prompt=False) == k * p + sum(answers) == content([example], False)
+    assert example.slots(share="prompt") == p + sum(answers) == content([example], True)
+    assert example.slots(share="none") == k * p + sum(answers) == content([example], False)
 
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
@@ -205,7 +206,7 @@ def test_examples_together_may_fill_a_pack_to_the_last_row():
 
 def test_split_fitting_counts_every_example():
     examples = random_examples([(p, (30, 30)) for p in range(40)])  # p + 60 slots: 64 slots or fewer fit
-    kept, dropped = split_fitting(examples, 64, share_prompt=True)
+    kept, dropped = split_fitting(examples, 64, share="prompt")
     assert [len(e.prompt_ids) for e in kept] == [0, 1, 2, 3, 4]
     assert [d.row for d in dropped] == list(range(6, 41))
 
@@ -258,15 +259,15 @@ def test_packs_are_as_full_as_first_fit_makes_them(seed, share):
 
 def test_rows_of_a_compiled_pack():
     """Multiples of 128, none below 1024 slots, where the compiler would add up in another order."""
-    limits = PackLimits.plan(4096, True, compiled=True)
+    limits = PackLimits.plan(4096, "prompt", compiled=True)
     used = (1, 900, 1024, 1025, 1152, 1153, 3968, 3969, 4096)
     assert [limits.slots(n) for n in used] == [1024, 1024, 1024, 1152, 1152, 1280, 3968, 4096, 4096]
-    small = PackLimits.plan(1000, True, compiled=True)
+    small = PackLimits.plan(1000, "prompt", compiled=True)
     assert [small.slots(n) for n in (1, 128, 999, 1000)] == [1000] * 4
 
 
 def test_rows_of_an_eager_pack():
-    limits = PackLimits.plan(1000, True, compiled=False)
+    limits = PackLimits.plan(1000, "prompt", compiled=False)
     used = (1, 64, 65, 128, 129, 960, 961, 1000)
     assert [limits.slots(n) for n in used] == [64, 64, 128, 128, 192, 960, 1000, 1000]
 
@@ -274,7 +275,7 @@ def test_rows_of_an_eager_pack():
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
 @pytest.mark.parametrize("tokens", [1, 64, 65, 100, 180, 256, 1000, 1100, 1500, 8192, 10_000])
 def test_rows_hold_the_content_and_are_never_over_a_full_pack(tokens, compiled):
-    limits = PackLimits.plan(tokens, True, compiled)
+    limits = PackLimits.plan(tokens, "prompt", compiled)
     slots = [limits.slots(used) for used in range(1, tokens + 1)]
     assert slots == [smallest_shape(used, tokens, compiled) for used in range(1, tokens + 1)]
     assert slots == sorted(slots)
@@ -284,7 +285,7 @@ def test_rows_hold_the_content_and_are_never_over_a_full_pack(tokens, compiled):
 
 def test_a_small_last_pack_takes_few_rows():
     examples = random_pairs(3)
-    [(compiled, _)] = pack_examples(examples, PackLimits.plan(4096, True, compiled=True))
-    [(eager, members)] = pack_examples(examples, PackLimits.plan(4096, True, compiled=False))
+    [(compiled, _)] = pack_examples(examples, PackLimits.plan(4096, "prompt", compiled=True))
+    [(eager, members)] = pack_examples(examples, PackLimits.plan(4096, "prompt", compiled=False))
     assert compiled == 1024
     assert eager == 64 * -(-content(members, True) // 64)

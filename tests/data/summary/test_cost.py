@@ -14,6 +14,7 @@ from tests.data.summary.workbench import sizes
 from tests.tiny import random_examples, random_pairs
 from tuningfork.data.packing.loader import EpochOrder, build_packs
 from tuningfork.data.packing.pack import PackLimits
+from tuningfork.data.packing.tree import Share
 from tuningfork.data.summary import cost
 from tuningfork.data.summary.cost import FirstSteps, count_cost, padded_slots, plan_run
 from tuningfork.data.summary.records import Cost, RunPlan
@@ -24,8 +25,8 @@ def order_of(examples: list[TokenExample], per_step: int, epochs: float = 1.0) -
     return EpochOrder.plan(len(examples), per_step, 3, epochs, None)
 
 
-def limits_of(tokens: int = 128, share_prompt: bool = True) -> PackLimits:
-    return PackLimits.plan(tokens, share_prompt, compiled=False)
+def limits_of(tokens: int = 128, share: Share = "prompt") -> PackLimits:
+    return PackLimits.plan(tokens, share, compiled=False)
 
 
 def cost_of(examples: list[TokenExample], order: EpochOrder, limits: PackLimits) -> Cost:
@@ -104,11 +105,11 @@ def test_shared_attention_is_what_the_layout_lets_see(shapes: list[tuple[int, li
     assert (found.attention_pairs_shared, found.attention_pairs) == (seen[True], seen[False])
 
 
-@pytest.mark.parametrize("share_prompt", [True, False], ids=["shared", "unshared"])
-def test_layouts_and_plan_are_those_of_the_loader(share_prompt: bool) -> None:
+@pytest.mark.parametrize("share", ["prompt", "none"], ids=["shared", "unshared"])
+def test_layouts_and_plan_are_those_of_the_loader(share: Share) -> None:
     """Packs of every step of the run, and of the first epoch for its layouts, made as the trainer makes them."""
     examples = random_pairs(23, longest=40)
-    order, limits = order_of(examples, 5, epochs=2.5), limits_of(160, share_prompt)
+    order, limits = order_of(examples, 5, epochs=2.5), limits_of(160, share)
 
     def packed(order: EpochOrder) -> tuple[int, int, int]:
         """Packs, rows and rows with a token."""
@@ -129,7 +130,7 @@ def test_layouts_and_plan_are_those_of_the_loader(share_prompt: bool) -> None:
     layouts = {layout.name: layout for layout in cost_of(examples, order, limits).layouts}
     assert list(layouts) == ["padded", "packed", "shared"]
     shared = layouts["shared"]
-    if share_prompt:
+    if share:
         assert (shared.slots, shared.padding) == (rows, rows - used)
     assert shared.prompt_again == 0 and layouts["packed"].prompt_again == shared.prompt
     for layout in layouts.values():

@@ -34,7 +34,7 @@ def summary_of(path: Path, max_length: int) -> DataSummary:
     data = SetData.of(examples, report, tokenizer.bos_token_id)
     model = SimpleNamespace(vocab_size=len(tokenizer), max_position_embeddings=8192)
     order = EpochOrder.plan(len(examples), 32, 0, 1.0, None)
-    limits = PackLimits.plan(2 * max_length, True, compiled=True)
+    limits = PackLimits.plan(2 * max_length, "prompt", compiled=True)
     return summarize(
         data,
         None,

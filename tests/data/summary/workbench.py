@@ -14,6 +14,7 @@ from tests.data.tiny_tokenizers import byte_bpe
 from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.packing.loader import EpochOrder
 from tuningfork.data.packing.pack import PackLimits
+from tuningfork.data.packing.tree import Share
 from tuningfork.data.prepare import prepare_examples
 from tuningfork.data.sources.expand import Use
 from tuningfork.data.summary.records import DataSummary
@@ -53,7 +54,7 @@ def summary_of(
     positions: int | None = 1000,
     per_step: int = 2,
     epochs: float = 1.0,
-    share_prompt: bool = True,
+    share: Share = "prompt",
     **settings: Any,
 ) -> DataSummary:
     """The summary of some rows; one token a byte unless another tokenizer is given. `settings` are of DataConfig."""
@@ -61,7 +62,7 @@ def summary_of(
     other = None if held_out is None else write(folder / "eval.jsonl", held_out)
     tokenizer = tokenizer or byte_bpe()
     config = DataConfig(train, eval=other, template=template, max_length=max_length, **settings)  # type: ignore[arg-type]
-    return summary_of_files(config, tokenizer, positions, per_step, epochs, share_prompt)
+    return summary_of_files(config, tokenizer, positions, per_step, epochs, share)
 
 
 def summary_of_files(
@@ -70,14 +71,14 @@ def summary_of_files(
     positions: int | None = 1000,
     per_step: int = 2,
     epochs: float = 1.0,
-    share_prompt: bool = True,
+    share: Share = "prompt",
 ) -> DataSummary:
     """The summary of the files that the settings name."""
     tokenizer = tokenizer or byte_bpe()
     train = read(config.train, tokenizer, config)
     other = None if config.eval is None else read(config.eval, tokenizer, config, "eval")
     order = EpochOrder.plan(len(train.examples), per_step, 0, epochs, None)
-    return _summary(train, other, tokenizer, config, positions, order, share_prompt)
+    return _summary(train, other, tokenizer, config, positions, order, share)
 
 
 def summary_of_examples(examples: Sequence[TokenExample]) -> DataSummary:
@@ -95,10 +96,10 @@ def _summary(
     config: DataConfig,
     positions: int | None,
     order: EpochOrder,
-    share_prompt: bool,
+    share: Share,
 ) -> DataSummary:
     model = SimpleNamespace(vocab_size=260, max_position_embeddings=positions)
-    pack = PackConfig(tokens=2 * config.max_length, share_prompt=share_prompt)
-    limits = PackLimits.plan(pack.tokens, share_prompt, compiled=False)
+    pack = PackConfig(tokens=2 * config.max_length, share=share)
+    limits = PackLimits.plan(pack.tokens, share, compiled=False)
     known = model.max_position_embeddings
     return summarize(train, held_out, tokenizer, model, known, config, pack, order, limits, "a CPU")

@@ -87,7 +87,7 @@ def test_no_mask_is_made_nor_are_sequences_looked_for(monkeypatch, family):
     policy = tiny_policy(family, torch.float32)
     for block in policy.blocks:
         block.register_forward_pre_hook(lambda _, args, kwargs: seen(*args, **kwargs), with_kwargs=True)
-    policy.hidden_rows(one_pack(random_examples([(3, (4, 5))]), True))
+    policy.hidden_rows(one_pack(random_examples([(3, (4, 5))]), "prompt"))
     assert masks == [None] * len(policy.blocks)
 
 
@@ -110,6 +110,6 @@ def test_every_layer_of_a_model_calls_it_with_its_own_window(monkeypatch, family
 
     monkeypatch.setattr(PlainAttention, "attend", spy)
     policy = tiny_policy(family, torch.float32)
-    policy.hidden_rows(one_pack(random_examples([(3, (4, 5))]), True))
+    policy.hidden_rows(one_pack(random_examples([(3, (4, 5))]), "prompt"))
     assert seen == calls
     assert [mixer.windows for mixer in policy.mixers] == [[window for window, _ in calls]]

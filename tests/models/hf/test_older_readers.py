@@ -89,7 +89,7 @@ def test_log_probs_of_an_export_are_ours(read, family):
     starting, found = read
     assert "error" not in found[family], found[family]
     policy = Policy(load(str(starting[family])).model, plain(), torch.float32)
-    ours = scorer_of(policy).score(one_pack(EXAMPLES, share_prompt=True, tokens=512))
+    ours = scorer_of(policy).score(one_pack(EXAMPLES, share="prompt", tokens=512))
     theirs = torch.tensor(found[family]["log_probs"], dtype=torch.float64)
     # Sums of up to 70 log-probs in float32, by other kernels in another order.
     torch.testing.assert_close(ours.detach(), theirs, rtol=1e-5, atol=0)

@@ -23,7 +23,7 @@ def test_it_asks_for_a_kernel_that_takes_its_widest_head() -> None:
 def test_a_pack_is_prepared_once_by_the_chosen_form(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, prepare = [], PlainAttention.prepare
     monkeypatch.setattr(PlainAttention, "prepare", lambda layout: calls.append(layout) or prepare(layout))
-    policy, batch = tiny_policy("gemma2"), one_pack(random_examples([(3, (4, 5))]), True)
+    policy, batch = tiny_policy("gemma2"), one_pack(random_examples([(3, (4, 5))]), "prompt")
     assert attention(None).prepare(batch.layout, plain()) == prepare(batch.layout)
     calls.clear()
     policy.hidden_rows(batch)

@@ -131,24 +131,24 @@ def test_a_dry_run_without_enough_memory_says_so_and_cleans_up():
         DryRun(scorer_of(policy), limits_of(1024), broken).peak("none", 1024)
 
 
-@pytest.mark.parametrize("share_prompt", [True, False])
+@pytest.mark.parametrize("share", ["prompt", "none"])
 @pytest.mark.parametrize("rows", [64, 100, 640, 1000, 8192])
-def test_a_dry_runs_pack_is_nearly_full_of_answers(rows, share_prompt):
+def test_a_dry_runs_pack_is_nearly_full_of_answers(rows, share):
     policy = tiny_policy("llama", torch.float32)
-    pack = DryRun(scorer_of(policy), limits_of(8192, share_prompt), lambda run: 0)._pack(rows)
+    pack = DryRun(scorer_of(policy), limits_of(8192, share), lambda run: 0)._pack(rows)
     assert rows <= len(pack.input_ids) < rows + 64
     assert len(pack.logit_rows) >= 0.7 * rows
     assert np.diff(pack.layout.position_of_row.numpy()).max() == 1
     assert int(pack.input_ids.min()) >= 0 and int(pack.input_ids.max()) < policy.config.vocab_size
 
 
-@pytest.mark.parametrize("share_prompt", [True, False])
+@pytest.mark.parametrize("share", ["prompt", "none"])
 @pytest.mark.parametrize("positions", [8, 20, 100])
-def test_a_dry_runs_sequences_stay_within_the_models_positions(positions, share_prompt):
+def test_a_dry_runs_sequences_stay_within_the_models_positions(positions, share):
     policy = tiny_policy("llama", torch.float32)
     policy.config.max_position_embeddings = positions
     for rows in (64, 1000, 8192):
-        pack = DryRun(scorer_of(policy), limits_of(8192, share_prompt), lambda run: 0)._pack(rows)
+        pack = DryRun(scorer_of(policy), limits_of(8192, share), lambda run: 0)._pack(rows)
         assert int(pack.layout.position_of_row.max()) < positions
         assert len(pack.logit_rows) >= 0.5 * rows
 

@@ -163,7 +163,9 @@ class _LogitRows:
 
     def columns(self) -> dict[str, torch.Tensor]:
         """The columns of PackedBatch that speak of logit rows and counted tokens."""
-        rows, targets = (np.concatenate(parts or [np.zeros(0, np.int64)]) for parts in (self._predictors, self._targets))
+        rows, targets = (
+            np.concatenate(parts or [np.zeros(0, np.int64)]) for parts in (self._predictors, self._targets)
+        )
         _, first, which = np.unique((rows << 32) | targets, return_index=True, return_inverse=True)
         order = np.argsort(first)  # as the first of the counted tokens comes that needs it
         place = np.empty(len(first), np.int64)
@@ -181,8 +183,12 @@ class _LogitRows:
         """Answers and logit rows of each group of examples that share logit rows with no other. Needs `columns`."""
         counted = np.cumsum([0, *self.lengths])
         ends = np.cumsum(self._answers)  # of each example, in answers
-        most = np.maximum.accumulate(np.concatenate([[-1], self._logit_rows])) + 1  # logit rows up to each counted token
-        least = np.minimum.accumulate(np.concatenate([self._logit_rows, [most[-1]]])[::-1])[::-1]  # first one from it on
+        most = (
+            np.maximum.accumulate(np.concatenate([[-1], self._logit_rows])) + 1
+        )  # logit rows up to each counted token
+        least = np.minimum.accumulate(np.concatenate([self._logit_rows, [most[-1]]])[::-1])[
+            ::-1
+        ]  # first one from it on
         clean = [int(end) for end in ends if most[counted[end]] <= least[counted[end]]]
         rows = [int(most[counted[end]]) for end in clean]
         return [

@@ -69,6 +69,8 @@ class Trie:
     low: np.ndarray
     high: np.ndarray
     leaf: np.ndarray  # [ranks]
+    ranks_of: np.ndarray  # [ranks], those of the first example, then those of the second, and so on
+    offsets: np.ndarray  # [examples + 1], where each example's begin there
 
     @property
     def lengths(self) -> np.ndarray:
@@ -85,31 +87,37 @@ class Trie:
 
     def of(self, members: Sequence[int]) -> Forest:
         """The trees of some of the examples: their nodes, joined where no other path turns off between two of them."""
-        kept = np.isin(self.example_of, members)
-        seen = np.concatenate([[0], np.cumsum(kept)])
-        used = seen[self.high] > seen[self.low]
-        children = np.bincount(self.parent[used & (self.parent != ROOT)], minlength=len(used))
-        ends = np.zeros(len(used), bool)
-        ends[self.leaf[kept & (self.leaf != ROOT)]] = True
-        needless = used & (children == 1) & ~ends
-        place = np.cumsum(used & ~needless) - 1
+        chosen = [self.ranks_of[self.offsets[member] : self.offsets[member + 1]] for member in members]
+        ranks = np.sort(np.concatenate([*chosen, np.zeros(0, np.int64)]))
+        last = np.unique(self.leaf[ranks])
+        level, levels = last, [last]
+        while len(level := np.unique(self.parent[level[level != ROOT]])):
+            levels.append(level)
+        used = np.unique(np.concatenate(levels))
+        used = used[used != ROOT]
+        above = np.searchsorted(used, self.parent[used])  # the parent's place among them, if it has one
+        has_parent = self.parent[used] != ROOT
+        children = np.bincount(above[has_parent], minlength=len(used))
+        needless = (children == 1) & ~np.isin(used, last)
+        place = np.cumsum(~needless) - 1
+        witness = ranks[np.searchsorted(ranks, self.low[used])]  # the first that passes each
         nodes: list[Node] = []
-        above: dict[int, tuple[int, int]] = {}  # of a needless node: what its child takes over, parent and start
-        for n in np.flatnonzero(used).tolist():
-            parent, start = int(self.parent[n]), int(self.start[n])
-            if parent in above:
-                parent, start = above[parent]
+        taken_over: dict[int, tuple[int, int]] = {}  # of a needless node: what its child starts with, parent and start
+        for n, node in enumerate(used.tolist()):
+            parent, start = int(above[n]) if has_parent[n] else ROOT, int(self.start[node])
+            if parent in taken_over:
+                parent, start = taken_over[parent]
             elif parent != ROOT:
                 parent = int(place[parent])
             if needless[n]:
-                above[n] = parent, start
+                taken_over[n] = parent, start
             else:
-                nodes.append(Node(parent, start, self._ids(int(self.low[n]), start, int(self.end[n]))))
-        where = {example: place for place, example in enumerate(members)}
-        leaves = [[ROOT] * len(self.examples[example].answers) for example in members]
-        for rank in np.flatnonzero(kept).tolist():
-            if self.leaf[rank] != ROOT:
-                leaves[where[int(self.example_of[rank])]][self.answer_of[rank]] = int(place[self.leaf[rank]])
+                nodes.append(Node(parent, start, self._ids(int(witness[n]), start, int(self.end[node]))))
+        ends = {int(node): int(at) for node, at in zip(used, place, strict=True)} | {ROOT: ROOT}
+        leaves = []
+        for of_member in chosen:
+            by_answer = of_member[np.argsort(self.answer_of[of_member])]
+            leaves.append([ends[leaf] for leaf in self.leaf[by_answer].tolist()])
         return Forest(nodes, leaves)
 
     def _ids(self, rank: int, start: int, end: int) -> np.ndarray:
@@ -158,17 +166,17 @@ def _common(one: np.ndarray, other: np.ndarray) -> int:
     return first if shorter and differ[first] else shorter
 
 
-def _forks(examples: Sequence[TokenExample], owners: list[tuple[int, int]], share_prompt: bool) -> Trie:
+def _forks(examples: Sequence[TokenExample], owners: list[tuple[int, int]], share_prompts: bool) -> Trie:
     """Trees of the examples each by itself."""
     nodes: list[_Branch] = []
     leaf: list[int] = []
     for example in examples:
         p, root, rank = len(example.prompt_ids), ROOT, len(leaf)
-        if share_prompt and p:
+        if share_prompts and p:
             root = len(nodes)
             nodes.append(_Branch(ROOT, 0, p, rank, rank + len(example.answers)))
         for answer in example.answers:
-            start = p if share_prompt else 0
+            start = p if share_prompts else 0
             if p + len(answer.ids) > start:
                 nodes.append(_Branch(root, start, p + len(answer.ids), len(leaf), len(leaf) + 1))
                 leaf.append(len(nodes) - 1)
@@ -191,8 +199,16 @@ def _trie(
     examples: Sequence[TokenExample], owners: list[tuple[int, int]], nodes: list[_Branch], leaf: list[int]
 ) -> Trie:
     columns = np.array(nodes, dtype=np.int64).reshape(-1, len(_Branch._fields)).T
-    owned = np.array(owners, dtype=np.int64).reshape(-1, 2)
-    return Trie(examples, owned[:, 0], owned[:, 1], *columns, leaf=np.array(leaf, dtype=np.int64))
+    example_of, answer_of = np.array(owners, dtype=np.int64).reshape(-1, 2).T
+    return Trie(
+        examples,
+        example_of,
+        answer_of,
+        *columns,
+        leaf=np.array(leaf, dtype=np.int64),
+        ranks_of=np.argsort(example_of, kind="stable"),
+        offsets=np.concatenate([[0], np.cumsum(np.bincount(example_of, minlength=len(examples)))]),
+    )
 
 
 def _branches(lengths: list[int], common: list[int]) -> tuple[list[_Branch], list[int], list[int]]:
