@@ -126,8 +126,8 @@ def random_pairs(n: int, seed: int = 0, longest: int = 20, vocab: int = VOCAB) -
     return random_examples(shapes, seed, vocab)
 
 
-def one_pack(examples: Sequence[TokenExample], share_prompt: bool, tokens: int = 256) -> PackedBatch:
-    return build_pack(examples, tokens, share_prompt)
+def one_pack(examples: Sequence[TokenExample], share: str, tokens: int = 256) -> PackedBatch:
+    return build_pack(examples, tokens, share)
 
 
 def limits_of(tokens: int = 256, share_prompt: bool = True) -> PackLimits:
