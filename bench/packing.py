@@ -155,13 +155,18 @@ def main(argv: list[str] | None = None) -> None:
                     lines.append({**about, **what, **found, "left_out": len(left_out), **environment()})
                     emit(lines[-1], args.out)
 
-    flops = Policy.plain(shapes.build(args.model, "meta"), torch.bfloat16).flops()
+    count = Policy.plain(shapes.build(args.model, "meta"), torch.bfloat16).flops()
+
+    def work(example: TokenExample) -> int:
+        alone = example.alone() if share == "none" else [example]
+        return sum(count.forward(one.spans, one.counted_tokens) for one in alone)
+
     shares: list[dict[str, Any]] = []
     for source, drawn in sources.items():
         for per_rank in args.pairs_per_rank:
             for ranks in args.ranks:
                 batches = (examples_of(drawn(per_rank * ranks, seed)) for seed in range(args.steps))
-                steps = ([flops.work(example, share_prompt) for example in batch] for batch in batches)
+                steps = ([work(example) for example in batch] for batch in batches)
                 what = {"lengths": source, "model": args.model, "pairs_per_rank": per_rank}
                 shares.append({**about, **what, **measure_balance(steps, ranks), **environment()})
                 emit(shares[-1], args.out)

@@ -200,8 +200,8 @@ MUTATIONS = (
     ),
     Mutation(
         "sum-in-any-order",
-        "fixed = (exact * _FIXED_POINT).round().long()\n    sums = zeros.long().index_add_(0, answer_of_row, fixed)\n",
-        "sums = zeros.float().index_add_(0, answer_of_row, exact.float() * _FIXED_POINT)\n",
+        "fixed = (exact * _FIXED_POINT).round().long()\n    sums = zeros.long().index_add_(0, answer_of_token, fixed)\n",
+        "sums = zeros.float().index_add_(0, answer_of_token, exact.float() * _FIXED_POINT)\n",
         ("test_sum_by_answer_has_the_same_bits_in_any_order",),
     ),
     # --- layout and attention

@@ -260,7 +260,7 @@ ROOT = -1
 """The parent of a segment that has none."""
 
 GRID = 32
-"""Positions of a step: a mixer reads the rows of a path in steps of so many positions, counted from the path's first."""
+"""Positions of a step: a mixer reads a path's rows in steps of so many positions, counted from the path's first."""
 
 
 class Segment(NamedTuple):

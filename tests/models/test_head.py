@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.tiny import one_pack, random_examples, random_pairs, tiny_policy, with_row_logps
 from tuningfork.kernels.row_logps import plain as plain_rows
 from tuningfork.kernels.select import plain
-from tuningfork.models.head import Head, sum_by_answer
+from tuningfork.models.head import Head
 from tuningfork.objective.base import Answers
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.objective.kinds import OBJECTIVES
@@ -50,7 +50,7 @@ class Case:
 
 
 def case_of_all_kinds(**kwargs) -> Case:
-    return Case.of(one_pack(random_examples(SHAPES, vocab=V, holes=True), True), **kwargs)
+    return Case.of(one_pack(random_examples(SHAPES, vocab=V, holes=True), "prompt"), **kwargs)
 
 
 def coupled(first: int, last: int, logps: torch.Tensor) -> torch.Tensor:
@@ -74,7 +74,8 @@ def through_all_logits(case: Case, loss, transform: LogitTransform, dtype=torch.
         z = transform.softcap * torch.tanh(z / transform.softcap)
     rows = z.log_softmax(-1)[torch.arange(len(z)), case.batch.targets].double()
     answers = sum(case.batch.answers_per_example)
-    logps = torch.stack([rows[case.batch.answer_of_logit_row == a].sum() for a in range(answers)])
+    rows = rows[case.batch.logit_row_of_counted]
+    logps = torch.stack([rows[case.batch.answer_of_counted == a].sum() for a in range(answers)])
     value = loss(0, answers, logps)
     gradients = torch.autograd.grad(value, [leaf for leaf in (hidden, weight, bias) if leaf is not None])
     return value.detach(), logps.detach(), *gradients
@@ -157,7 +158,7 @@ def test_a_frozen_weight_gets_no_gradient():
 def test_every_objective_has_the_gradient_of_the_plain_path(name):
     """Liger#676: the fused path's own idea of the loss."""
     pairs = random_pairs(6, vocab=V)
-    case = Case.of(one_pack(pairs, True))
+    case = Case.of(one_pack(pairs, "prompt"))
     objective = ObjectiveConfig(name, beta=0.3, sft_weight=0.4).build()
     reference = -np.linspace(5, 60, 12) if objective.needs_reference else None
     answers = Answers.of(pairs, case.batch.answer_lengths, reference)
@@ -174,11 +175,13 @@ def test_every_objective_has_the_gradient_of_the_plain_path(name):
 def long_answers(vocab: int = V) -> PackedBatch:
     """At least four logit rows wherever these examples are cut in pieces of 4, 8 or 16 rows; one longer than 16."""
     shapes = [(3, (4, 8)), (2, (12, 4)), (0, (9,)), (5, (16, 24)), (1, (8, 4, 4)), (7, (20,))]
-    return one_pack(random_examples(shapes, vocab=vocab), True)
+    return one_pack(random_examples(shapes, vocab=vocab), "prompt")
 
 
 def one_token_answers() -> PackedBatch:
-    return one_pack(random_examples([(5, (1, 1)), (3, (1,)), (4, (6, 7)), (2, (1, 1, 1)), (6, (3, 5))], vocab=V), True)
+    return one_pack(
+        random_examples([(5, (1, 1)), (3, (1,)), (4, (6, 7)), (2, (1, 1, 1)), (6, (3, 5))], vocab=V), "prompt"
+    )
 
 
 @pytest.mark.parametrize(
@@ -303,7 +306,7 @@ def test_all_logits_are_never_there_at_once(limit):
 def test_chunks_are_whole_examples_and_only_a_longer_example_is_cut():
     examples = random_examples([(2, (3, 4)), (2, (5, 5)), (2, (30, 2)), (2, (1, 1)), (2, (9,))], vocab=V)
     shapes: list[tuple[int, ...]] = []
-    case = Case.of(one_pack(examples, True))
+    case = Case.of(one_pack(examples, "prompt"))
     cuts: list[tuple[int, int]] = []
 
     def loss(first: int, last: int, logps: torch.Tensor) -> torch.Tensor:
@@ -347,7 +350,7 @@ def test_a_tied_weight_gets_both_gradients(family):
     tied = family == "granite"
     assert (policy.head_weight is policy.model.get_input_embeddings().weight) == tied
     examples = random_pairs(3)
-    batch = one_pack(examples, True)
+    batch = one_pack(examples, "prompt")
     head = Head(policy.kernels, policy.transform, 8192)
 
     def gradient(detach: str | None) -> torch.Tensor:
@@ -383,7 +386,7 @@ def test_not_a_number_in_a_row_breaks_its_answer_and_no_other():
         hidden = case.hidden.clone()
         hidden[row, 3] = bad
         broken = head.score(hidden, case.weight, case.batch)
-        answer = int(case.batch.answer_of_logit_row[row])
+        (answer,) = case.batch.answer_of_counted[case.batch.logit_row_of_counted == row].tolist()
         assert broken[answer].isnan()
         others = torch.arange(len(broken)) != answer
         assert torch.equal(broken[others], clean[others])
@@ -399,7 +402,7 @@ def test_a_target_that_cannot_be_is_not_a_number_and_not_a_huge_one():
         return plain_rows.row_logps(logits, targets, transform)
 
     logps = Head(with_row_logps(row_logps=masked), LogitTransform(), 8192).score(case.hidden, case.weight, case.batch)
-    hit = set(case.batch.answer_of_logit_row[case.batch.targets == token].tolist())
+    hit = set(case.batch.answer_of_counted[case.batch.targets[case.batch.logit_row_of_counted] == token].tolist())
     for answer, logp in enumerate(logps):
         assert logp.isnan() if answer in hit else logp.isfinite()
     assert len(hit) < len(logps)
@@ -407,49 +410,9 @@ def test_a_target_that_cannot_be_is_not_a_number_and_not_a_huge_one():
 
 def test_a_pack_without_any_logit_row_has_log_probs_of_zero():
     """One-token documents: nothing is predicted."""
-    batch = one_pack(random_examples([(0, (1,)), (0, (1, 1))]), True)
+    batch = one_pack(random_examples([(0, (1,)), (0, (1, 1))]), "prompt")
     hidden = torch.zeros(0, D, requires_grad=True)
     weight = torch.ones(V, D, requires_grad=True)
     _, logps = Head(plain(), LogitTransform(), 8192).backward(hidden, weight, batch, lambda a, b, s: s.sum())
     assert logps.tolist() == [0, 0, 0]
     assert weight.grad is not None and weight.grad.abs().sum() == 0
-
-
-def test_sum_by_answer_by_hand():
-    rows = torch.tensor([-1.0, -2.5, -0.25, -4.0, -8.0])
-    sums = sum_by_answer(rows, torch.tensor([0, 2, 0, 2, 3]), 5)
-    assert sums.tolist() == [-1.25, 0.0, -6.5, -8.0, 0.0]
-    assert sums.dtype == torch.float64
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_sum_by_answer_has_the_same_bits_in_any_order(dtype):
-    generator = torch.Generator().manual_seed(0)
-    rows = -(10 ** (6 * torch.rand(3000, generator=generator, dtype=torch.float64) - 4)).to(dtype)
-    answers = torch.randint(7, (3000,), generator=generator)
-    reference = sum_by_answer(rows, answers, 7)
-    for _ in range(5):
-        order = torch.randperm(3000, generator=generator)
-        assert torch.equal(sum_by_answer(rows[order], answers[order], 7), reference)
-    # And they are the sums: half a fixed-point step a row, plus the one rounding to float64.
-    exact = [float(rows[answers == a].double().sum()) for a in range(7)]
-    assert reference.tolist() == pytest.approx(exact, rel=1e-14, abs=3000 * 2**-35)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_sum_by_answer_marks_exactly_the_answer_that_is_broken(bad):
-    rows = torch.tensor([-1.0, bad, -2.0, bad, -3.0])
-    sums = sum_by_answer(rows, torch.tensor([0, 1, 1, 1, 2]), 3)
-    assert sums[[0, 2]].tolist() == [-1.0, -3.0]
-    assert sums[1].isnan()
-
-
-def test_sum_by_answer_has_room_for_a_very_long_and_very_unlikely_answer():
-    sums = sum_by_answer(torch.full((50_000,), -10_000.0), torch.zeros(50_000, dtype=torch.int64), 1)
-    assert sums.tolist() == [-5e8]
-
-
-@pytest.mark.parametrize("rows", [[-3e8, -3e8], [-1e30]])
-def test_sum_by_answer_beyond_its_room_is_not_a_number(rows):
-    sums = sum_by_answer(torch.tensor(rows), torch.zeros(len(rows), dtype=torch.int64), 1)
-    assert sums[0].isnan() or sums[0] == pytest.approx(sum(rows), rel=1e-6)

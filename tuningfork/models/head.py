@@ -1,22 +1,26 @@
 """The head: answer log-probs from hidden states in one pass, without ever holding all logits.
 
-Logit rows are cut into chunks of whole examples. A chunk's logits Z = H Wᵀ + b give the answers' log-probs; those few
-numbers give the loss and its gradient, since the reference is cached; the gradient of Z is multiplied out at once. That
-is exact, costs 6·R·V·D flops with backward included, and recomputes nothing. Only an example with more rows than a
-chunk takes a second product: its log-probs first, then its gradient.
+Logit rows are cut into chunks of whole examples: of whole groups of those that share logit rows. A chunk's logits
+Z = H Wᵀ + b give the answers' log-probs; those few numbers give the loss and its gradient, since the reference is
+cached; the gradient of Z is multiplied out at once. That is exact, costs 6·R·V·D flops with backward included, and
+recomputes nothing. Only a group with more rows than a chunk takes a second product: its log-probs first, then its
+gradient.
+
+A logit row that several answers share is projected once. Each of them adds its log-prob up, and its gradient is the sum
+of theirs.
 
 Logits are float32 at least, whatever the factors' dtype: a matrix unit adds bfloat16 products up in float32, and to
 round that to bfloat16 costs tenths of a nat on an answer of a few hundred tokens. Only the gradient of Z is rounded to
 the factors' dtype, as any gradient between two products is.
 
 Answer log-probs are sums over tokens in fixed point: integer addition is associative, so an answer gets the same bits
-whatever chunk, pack or order its rows come in.
+whatever chunk, pack or order its rows come in, and whoever shares them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -24,10 +28,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tuningfork.kernels.select import Kernels
+from tuningfork.models.sums import sum_by_answer, sum_by_place
 from tuningfork.records import ChunkLoss, LogitTransform, PackedBatch
-
-_FIXED_POINT = 2.0**34  # steps of 6e-11; room for 50,000 tokens at a log-prob of -10,000
-_LARGEST = 5.3e8  # nats that 64 bits hold at these steps; more is no log-prob of any model, and becomes NaN
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +79,17 @@ class Head:
                 logps.append(sums)
                 share, d_sums = _differentiate(loss, chunk.answers, sums)
                 total += share
+                d_logps = chunk.by_row(d_sums, batch)
                 for piece in pieces:
                     logits = piece.logits if piece.logits is not None else projection.logits(rows[piece.rows])
-                    d_logps = d_sums.to(piece.lse.dtype)[batch.answer_of_logit_row[piece.rows] - chunk.answers.start]
                     d_logits = _as_factor(logits, rows.dtype)
                     self.kernels["row_logps"].logits_gradient(
-                        logits, batch.targets[piece.rows], piece.lse, d_logps, self.transform, d_logits
+                        logits,
+                        batch.targets[piece.rows],
+                        piece.lse,
+                        d_logps[chunk.within(piece.rows)].to(piece.lse.dtype),
+                        self.transform,
+                        d_logits,
                     )
                     torch.mm(d_logits, projection.weight, out=d_rows[piece.rows])
                     d_weight.add_outer(d_logits, rows[piece.rows])
@@ -107,9 +114,8 @@ class Head:
             logits = projection.logits(hidden[rows])
             logps, lse = self.kernels["row_logps"].row_logps(logits, batch.targets[rows], self.transform)
             pieces.append(_Piece(rows, logits if chunk.is_whole(rows) else None, logps, lse))
-        answers = batch.answer_of_logit_row[chunk.rows] - chunk.answers.start
         row_logps = torch.cat([piece.logps for piece in pieces]) if pieces else hidden.new_zeros(0)
-        return sum_by_answer(row_logps, answers, chunk.answers.stop - chunk.answers.start), pieces
+        return chunk.by_answer(row_logps, batch), pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +151,43 @@ class _Projection:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Whole examples: their logit rows and their answers."""
+    """Whole groups of a pack: their logit rows, their answers and the counted tokens of these."""
 
     rows: slice
     answers: slice
+    counted: slice
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether several answers share a logit row. If not, each counted token has its own, in the same order."""
+        return _size(self.counted) != _size(self.rows)
 
     def is_whole(self, rows: slice) -> bool:
         return rows == self.rows
+
+    def within(self, rows: slice) -> slice:
+        """Where rows of the pack lie among the chunk's."""
+        return slice(rows.start - self.rows.start, rows.stop - self.rows.start)
+
+    def by_answer(self, row_logps: Tensor, batch: PackedBatch) -> Tensor:
+        """Log-probs of the chunk's answers, float64, from those of its logit rows."""
+        if self.shares_rows:
+            row_logps = row_logps[self._row_of_counted(batch)]
+        return sum_by_answer(row_logps, self._answer_of_counted(batch), _size(self.answers))
+
+    def by_row(self, d_sums: Tensor, batch: PackedBatch) -> Tensor:
+        """The gradient by the log-probs of the chunk's logit rows, float64, from that by its answers': a row's is the
+        sum of those of all answers that it counts for."""
+        d_counted = d_sums[self._answer_of_counted(batch)]
+        if self.shares_rows:
+            return sum_by_place(d_counted, self._row_of_counted(batch), _size(self.rows))
+        return d_counted
+
+    def _answer_of_counted(self, batch: PackedBatch) -> Tensor:
+        return batch.answer_of_counted[self.counted] - self.answers.start
+
+    def _row_of_counted(self, batch: PackedBatch) -> Tensor:
+        return batch.logit_row_of_counted[self.counted] - self.rows.start
 
 
 @dataclass(slots=True)
@@ -234,29 +270,20 @@ def _differentiate(loss: ChunkLoss, answers: slice, logps: Tensor) -> tuple[Tens
     return share.detach(), gradient
 
 
-def sum_by_answer(row_logps: Tensor, answer_of_row: Tensor, answers: int) -> Tensor:
-    """Sum rows into answers, float64 [answers], independent of the order of addition. NaN where a row is no number."""
-    usable = torch.isfinite(row_logps) & (row_logps.abs() < _LARGEST)
-    exact = torch.where(usable, row_logps, 0).double()
-    zeros = torch.zeros(answers, dtype=torch.float64, device=row_logps.device)
-    size = zeros.index_add(0, answer_of_row, exact.abs())
-    broken = zeros.index_add(0, answer_of_row, (~usable).double()) + (size > _LARGEST)
-    fixed = (exact * _FIXED_POINT).round().long()
-    sums = zeros.long().index_add_(0, answer_of_row, fixed)
-    return torch.where(broken > 0, torch.nan, sums.double() / _FIXED_POINT)
+def _chunks(batch: PackedBatch, limit: int) -> list[_Chunk]:
+    """Cut a pack between groups, each chunk's logit rows within the limit unless one group alone exceeds it."""
+    tokens_before = [0, *accumulate(batch.answer_lengths)]
+    cuts = [(0, 0)]  # answers and logit rows before each chunk
+    answers = rows = 0
+    for more_answers, more_rows in batch.groups:
+        if answers > cuts[-1][0] and rows + more_rows - cuts[-1][1] > limit:
+            cuts.append((answers, rows))
+        answers, rows = answers + more_answers, rows + more_rows
+    return [
+        _Chunk(slice(row, row_end), slice(answer, end), slice(tokens_before[answer], tokens_before[end]))
+        for (answer, row), (end, row_end) in pairwise([*cuts, (answers, rows)])
+    ]
 
 
-def _chunks(batch: PackedBatch, limit: int) -> Iterator[_Chunk]:
-    """Cut a pack's logit rows between examples, each chunk within the limit unless one example alone exceeds it."""
-    lengths = iter(batch.answer_lengths)
-    row = answer = rows_in_chunk = answers_in_chunk = 0
-    for k in batch.answers_per_example:
-        rows = sum(next(lengths) for _ in range(k))
-        if answers_in_chunk and rows_in_chunk + rows > limit:
-            yield _Chunk(slice(row, row + rows_in_chunk), slice(answer, answer + answers_in_chunk))
-            row, answer = row + rows_in_chunk, answer + answers_in_chunk
-            rows_in_chunk = answers_in_chunk = 0
-        rows_in_chunk += rows
-        answers_in_chunk += k
-    if answers_in_chunk:
-        yield _Chunk(slice(row, row + rows_in_chunk), slice(answer, answer + answers_in_chunk))
+def _size(part: slice) -> int:
+    return part.stop - part.start

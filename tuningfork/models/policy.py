@@ -20,6 +20,7 @@ from tuningfork.models.hf.load import comparable
 from tuningfork.models.hf.support import positions
 from tuningfork.models.hf.watch import watch
 from tuningfork.models.mixers.mixer import Mixer
+from tuningfork.models.sums import sum_by_place
 from tuningfork.records import LogitTransform, PackedBatch
 
 _HEAD_OPS: Mapping[str, Sizes] = {"row_logps": {}}
@@ -160,8 +161,8 @@ class Policy:
 
 
 def picked(hidden: Tensor, rows: Tensor) -> Tensor:
-    """Rows [R] of hidden states [T, D], [R, D]. A row may be picked more than once, as the last of a prompt is by each
-    of its answers; its gradients are then added up in the order of `rows`, in float32 at least."""
+    """Rows [R] of hidden states [T, D], [R, D]. A row may be picked more than once, as one is at which answers part, for
+    what each goes on with; its gradients are then added up in one and the same order, in float32 at least."""
     return _Picked.apply(hidden, rows)
 
 
@@ -171,19 +172,14 @@ class _Picked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, rows: Tensor) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.shape = hidden.shape
+        ctx.rows = len(hidden)
         return hidden.index_select(0, rows)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         (rows,) = ctx.saved_tensors
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        total = wide.new_zeros(ctx.shape)
-        if total.is_cuda:
-            total.index_put_((rows,), wide, accumulate=True)  # sorts the rows, and no two threads write to one
-        else:
-            total.index_add_(0, rows, wide)  # one after the other
-        return total.to(gradient.dtype), None
+        return sum_by_place(wide, rows, ctx.rows).to(gradient.dtype), None
 
 
 def graphs_compiled() -> int:

@@ -154,7 +154,7 @@ def grow(examples: Sequence[TokenExample], share: Share, smallest_stem: int = SM
 
 
 def _key(example: TokenExample, answer: int) -> bytes:
-    """A sequence's tokens such that bytes sort as they do: ids are not negative, and the most significant come first."""
+    """A sequence's tokens as bytes that sort as they do: ids are not negative, the most significant byte is first."""
     return np.concatenate([example.prompt_ids, example.answers[answer].ids]).astype(">u4").tobytes()
 
 

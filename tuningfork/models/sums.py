@@ -1,0 +1,36 @@
+"""Sums that have the same bits every time.
+
+A GPU's threads come by in whatever order they like, and in floating point the order of addition decides the last bits.
+So either the order does not matter, since what is added up is integers, or it is held to.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_FIXED_POINT = 2.0**34  # steps of 6e-11; room for 50,000 tokens at a log-prob of -10,000
+_LARGEST = 5.3e8  # nats that 64 bits hold at these steps; more is no log-prob of any model, and becomes NaN
+
+
+def sum_by_answer(token_logps: Tensor, answer_of_token: Tensor, answers: int) -> Tensor:
+    """Sum tokens into answers, float64 [answers], independent of the order of addition. NaN where one is no number."""
+    usable = torch.isfinite(token_logps) & (token_logps.abs() < _LARGEST)
+    exact = torch.where(usable, token_logps, 0).double()
+    zeros = torch.zeros(answers, dtype=torch.float64, device=token_logps.device)
+    size = zeros.index_add(0, answer_of_token, exact.abs())
+    broken = zeros.index_add(0, answer_of_token, (~usable).double()) + (size > _LARGEST)
+    fixed = (exact * _FIXED_POINT).round().long()
+    sums = zeros.long().index_add_(0, answer_of_token, fixed)
+    return torch.where(broken > 0, torch.nan, sums.double() / _FIXED_POINT)
+
+
+def sum_by_place(values: Tensor, places: Tensor, size: int) -> Tensor:
+    """Sum values [n, ...] by their places [n], [size, ...] in their dtype. 0 where there is none.
+
+    What has one place is added up in an order that depends on nothing but how many there are.
+    """
+    total = values.new_zeros(size, *values.shape[1:])
+    if total.is_cuda:
+        return total.index_put_((places,), values, accumulate=True)  # sorts places, and no two threads write to one
+    return total.index_add_(0, places, values)  # one after the other
