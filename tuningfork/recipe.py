@@ -226,7 +226,8 @@ def unknown(
     key = shortened(key, 80)
     if key in _sections(settings):
         return _Wrong(f"{dashes}{key} is a section; name a setting in it, such as {dashes}{_first(key, settings)}.")
-    if elsewhere := hint(key, shortened(value, 80) if isinstance(value, str) else value, dashes, beside):
+    choices = {name: _choices(setting) for name, setting in settings.items()}
+    if elsewhere := hint(key, shortened(value, 80) if isinstance(value, str) else value, dashes, beside, choices):
         return _Wrong(elsewhere)
     names, own = [*settings, *others], key.rpartition(".")[2]
     same_name = [name for name in names if name.rpartition(".")[2] == own]
