@@ -13,6 +13,7 @@ from tuningfork import config as config_module
 from tuningfork.config import PATHS, REQUIRED, SETTINGS, check_run_config, from_yaml, load_run_config
 from tuningfork.dialect import parse_scalar, to_text
 from tuningfork.errors import ConfigError, DataError
+from tuningfork.objective.kinds import OBJECTIVES, readers
 from tuningfork.recipe import split_flags
 from tuningfork.report import sinks
 from tuningfork.run_config import RunConfig
@@ -377,9 +378,9 @@ def test_required_settings() -> None:
     [
         ("--objective.name ipo --objective.label_smoothing 0.1",
          "objective.label_smoothing is 0.1, but objective.name ipo does not use it. "
-         "Remove it, or choose dpo or dpo_norm."),
+         f"Remove it, or choose {' or '.join(readers('label_smoothing'))}."),
         ("--objective.gamma 0", "objective.gamma is 0.0, but objective.name dpo does not use it. "
-         "Remove it, or choose simpo."),
+         f"Remove it, or choose {' or '.join(readers('gamma'))}."),
         ("--objective.name simpo --reference.cache c",
          "reference.cache is c, but objective.name simpo has no reference. Remove it."),
         ("--pack.tokens 2047", "pack.tokens is 2047, but one answer of data.max_length 2048 can need 2048. "
@@ -487,6 +488,10 @@ def test_help_shows_every_setting_with_the_values_of_the_recipe(
     }.items():
         for part in expected:
             assert part in shown[key], (key, part)
+    for key in SETTINGS:  # that some objectives read
+        those = [name for name, kind in OBJECTIVES.items() if key.partition("objective.")[2] in kind.settings()]
+        some = 0 < len(those) < len(OBJECTIVES)
+        assert ("Read by" in shown[key]) == some and (not some or f"Read by {', '.join(those)}." in shown[key])
 
 
 def test_every_setting_has_a_meaning() -> None:

@@ -22,6 +22,7 @@ from tuningfork.data.examples.roles import check_roles
 from tuningfork.data.sources.apart import would_read
 from tuningfork.data.template_file import read_template
 from tuningfork.errors import ConfigError
+from tuningfork.objective import kinds
 from tuningfork.report import sinks
 from tuningfork.run_config import RunConfig
 from tuningfork.train.config import TrainConfig
@@ -281,7 +282,7 @@ def print_help(
         labelled = []
         for name in asdict(room):
             key = f"{section.name}.{name}"
-            words = " ".join(meanings[name].split()) + _named_in_text(SETTINGS[key])
+            words = " ".join(meanings[name].split()) + _named_in_text(SETTINGS[key]) + _read_by(key)
             hint = (lambda value: f"(recipe: {value})") if key in given else None
             label = tyro.conf.arg(help=words, help_behavior_hint=hint)
             labelled.append((name, Annotated[SETTINGS[key], label], field(default=None)))
@@ -327,6 +328,13 @@ def _named_in_text(hint: Any) -> str:
     """The values of a setting that has too many to stand behind its name."""
     too_many = get_origin(hint) is Literal and _metavar(hint) == _METAVAR[str]
     return f" {recipes.allowed(hint).capitalize()}." if too_many else ""
+
+
+def _read_by(key: str) -> str:
+    """The objectives that read a setting, where others do not."""
+    section, _, name = key.partition(".")
+    those = kinds.readers(name) if section == "objective" else []
+    return f" Read by {', '.join(those)}." if 0 < len(those) < len(kinds.OBJECTIVES) else ""
 
 
 def _at_home(paths: Any) -> Any:
