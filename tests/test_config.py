@@ -15,7 +15,6 @@ from tuningfork.dialect import parse_scalar, to_text
 from tuningfork.errors import ConfigError, DataError
 from tuningfork.objective.kinds import OBJECTIVES, readers
 from tuningfork.recipe import split_flags
-from tuningfork.report import sinks
 from tuningfork.run_config import RunConfig
 
 BOTH = ["--model.path", "m", "--data.train", "d.jsonl"]
@@ -388,9 +387,7 @@ def test_required_settings() -> None:
         ("--pack.tokens 4095 --pack.share_prompt false",
          "pack.tokens is 4095, but two answers, each with a prompt of its own, of data.max_length 2048 can need 4096. "
          "Raise pack.tokens to 4096 or lower data.max_length to 2047."),
-        ("--output.sinks [tensorbord]", "output.sinks has 'tensorbord', which is no sink; allowed: "
-         f"{', '.join(sinks.NAMES)}. "
-         "Did you mean tensorboard?"),
+        ("--output.sinks [tensorboard,tensorboard]", "output.sinks names tensorboard 2 times. Keep one."),
     ],
 )  # fmt: skip
 def test_settings_that_contradict_each_other(flags: str, message: str) -> None:

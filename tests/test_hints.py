@@ -103,7 +103,8 @@ def test_a_name_is_met_at_the_top_of_a_recipe_in_a_section_and_as_a_flag(name):
         ("eval_steps: 50", "here it is train.eval_every: 50 ("),
         ("save_total_limit: 3", "here it is output.keep_last: 3."),
         ("report_to: wandb", "none is needed: output.dir has metrics.jsonl and TensorBoard files"),
-        ("report_to: tensorboard", "none is needed: TensorBoard files are written"),
+        ("report_to: tensorboard", "here it is output.sinks: [tensorboard] (a list of what gets the numbers"),
+        ("report_to: all", "none is needed: TensorBoard files are written"),
         ("report_to: none", "here it is output.sinks with the value []"),
         ("report_to: [wandb]", "here it is output.sinks (a list of what gets the numbers"),
         ("use_wandb: true", "none is needed: output.dir has metrics.jsonl and TensorBoard files"),
@@ -196,6 +197,26 @@ def test_a_value_that_our_setting_takes_is_ours_whatever_the_table_says_of_it(va
         recipe.parse_flags([f"--loss_type={value}"], settings)
     assert f"--loss_type is not a setting; here it is --objective.name {value} (which loss;" in str(caught.value)
     assert recipe.parse_flags([f"--objective.name={value}"], settings) == {"objective.name": value}
+
+
+@pytest.mark.parametrize("value", ["wandb", "their_own"])
+def test_a_sink_that_there_is_is_ours_whatever_the_table_says_of_it(value):
+    settings = {**SETTINGS, "output.sinks": list[Literal["tensorboard", value]]}
+    told = recipe.unknown("report_to", settings, value=value).said
+    assert told.startswith(f"report_to is not a setting; here it is output.sinks: [{value}] (a list of what gets")
+    assert recipe.parse_flags([f"--output.sinks=[{value}]"], settings) == {"output.sinks": [value]}
+
+
+def test_an_entry_of_a_list_is_met_by_what_stands_here_for_it():
+    for given, expected in {
+        "[tensorboard, wandb]": r"has the text 'wandb': none is needed: .*; allowed: a list with each entry one of ",
+        "[tensorbord]": r"has the text 'tensorbord'; allowed: a list with .*\. Did you mean tensorboard\?$",
+        "[TensorBoard]": r"has the text 'TensorBoard'; allowed: a list with .*\. Did you mean tensorboard\?$",
+        "[tensorboard, 3]": r"has 3; allowed: a list with each entry one of ",
+        "7": r"is 7; allowed: a list with each entry one of ",
+    }.items():
+        with pytest.raises(ConfigError, match=rf"^r\.yaml: output\.sinks {expected}"):
+            from_yaml(f"output: {{sinks: {given}}}", "r.yaml")
 
 
 @pytest.mark.parametrize(

@@ -325,7 +325,9 @@ def _as_written(value: Any) -> str:
 
 
 def _named_in_text(hint: Any) -> str:
-    """The values of a setting that has too many to stand behind its name."""
+    """The values of a setting, or of the entries of its list, that has too many to stand behind its name."""
+    if get_origin(hint) is list:
+        return _named_in_text(get_args(hint)[0])
     too_many = get_origin(hint) is Literal and _metavar(hint) == _METAVAR[str]
     return f" {recipes.allowed(hint).capitalize()}." if too_many else ""
 

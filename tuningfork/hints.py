@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -29,12 +29,12 @@ class Hint:
     step: str = ""
     words: str = ""
 
-    def instead(self, value: Any, dashes: str, step: Mapping[str, int], choices: Collection[str] = ()) -> str:
+    def instead(self, value: Any, dashes: str, step: Mapping[str, int], choices: Mapping[str, str]) -> str:
         """In words, for the value that was given; `dashes` lead our setting on a command line. `step` has the numbers
-        that were given of what makes up a step's batch, `choices` the values that our setting takes where they are
-        counted: one of them is ours under the same name, whatever the table says of it."""
+        that were given of what makes up a step's batch, `choices` the values that our setting takes, if these are a
+        few, and how a recipe has them: one of them is ours under the same name, whatever the table says of it."""
         given = _plain(str(value)) if isinstance(value, str | int | float) else ""  # a truth value is an int
-        same = given if given in choices else ""
+        same = choices.get(given, "")
         if not same and (answer := _first(self.answers, given)):
             return answer
         if not self.setting:
@@ -88,12 +88,13 @@ def hint(
     value: Any = None,
     dashes: str = "",
     beside: Mapping[str, Any] | None = None,
-    choices: Mapping[str, Collection[str]] | None = None,
+    choices: Mapping[str, Mapping[str, str]] | None = None,
 ) -> str:
     """What to do instead of giving the setting `key`, as a sentence; empty where no other trainer is known to have it.
 
     `key` may stand in a section. One that is no section of ours but a name of theirs is meant as a whole. `beside` are
-    all keys that are given, with their values; `choices` has the values of each setting of ours that takes but a few.
+    all keys that are given, with their values; `choices` has the values of each setting of ours that takes but a few,
+    and how a recipe has them.
     """
     section, _, name = key.rpartition(".")
     known = all_hints()
@@ -102,7 +103,7 @@ def hint(
     if found is None:
         return ""
     said, given = (section, None) if whole else (key, value)
-    instead = found.instead(given, dashes, _step(beside or {}), (choices or {}).get(found.setting, ()))
+    instead = found.instead(given, dashes, _step(beside or {}), (choices or {}).get(found.setting, {}))
     return f"{dashes}{said} is not a setting; {instead}."
 
 
