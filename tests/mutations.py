@@ -380,8 +380,8 @@ MUTATIONS = (
     # --- a run and its files
     Mutation(
         "resume-one-step-early",
-        "run.loader, run.session, run.optimizer, run.reference, self.config, self.progress.step\n",
-        "run.loader, run.session, run.optimizer, run.reference, self.config, max(self.progress.step - 1, 0)\n",
+        "run.loader, run.session, run.optimizer, run.reference, self.config, self.progress.step",
+        "run.loader, run.session, run.optimizer, run.reference, self.config, max(self.progress.step - 1, 0)",
         ("test_a_crash_costs_only_the_steps_since_the_last_checkpoint",),
     ),
     Mutation(

@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from tests.end_to_end.workbench import Job, make_pairs, write_rows
+from tuningfork.objective.pairs import OBJECTIVES
+
+TAKERS = [name for name, kind in OBJECTIVES.items() if kind.takes_margins]
 
 
 def report_of(job: Job) -> dict[str, Any]:
@@ -135,7 +138,7 @@ def test_strict_fails_where_training_would_refuse_the_length(job: Job) -> None:
             {"prompt": "p", "chosen": "a", "rejected": "b", "margin": 1},
             "ipo",
             "has a margin, which objective ipo has no",
-            "Use dpo or dpo_norm, or remove the field 'margin' from the rows",
+            f"Use {' or '.join(TAKERS)}, or remove the field 'margin' from the rows",
         ),
     ],
 )

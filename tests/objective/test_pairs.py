@@ -88,8 +88,9 @@ def test_hand_computed_table(config, formula, number):
     assert evaluate(config) == pytest.approx(formula, rel=1e-14)
 
 
-def test_every_objective_is_in_the_table():
-    assert {config.name for config, *_ in TABLE} == set(get_args(get_type_hints(ObjectiveConfig)["name"]))
+def test_every_objective_is_in_the_tables():
+    names = set(get_args(get_type_hints(ObjectiveConfig)["name"]))
+    assert {config.name for config, *_ in TABLE} == GRADIENTS.keys() == REWARDS.keys() == names
 
 
 def test_a_margin_of_six():
@@ -199,7 +200,7 @@ def test_the_sft_term_is_a_mean_over_the_tokens_of_the_batch():
 def test_shares_of_a_batch_add_up_however_it_is_cut(name):
     """trl PR#2615: a batch of eight in one go is eight batches of one."""
     objective = ObjectiveConfig(name, sft_weight=0.3).build()
-    said = ((2.0, None), (1.0, 0.25), (0.5, None)) if name == "dpo" else ()
+    said = ((2.0, None), (1.0, 0.25), (0.5, None)) if objective.takes_margins else ()
     answers = answers_of(objective, BATCH["reference"], BATCH["lengths"], said)
     of_chunk, logps = objective.of_chunks(answers, BatchTotals(3, 25)), numbers(BATCH["logps"])
 
@@ -253,15 +254,18 @@ def test_settings_reach_their_objective_and_one_that_is_not_set_keeps_the_papers
     assert ObjectiveConfig("simpo", gamma=0.0).build() == SimPO(gamma=0.0)
 
 
+REWARDS = {
+    # of (chosen, rejected), by hand
+    "dpo": (0.2, -0.1),
+    "ipo_sum": (0.2, -0.1),
+    "dpo_norm": (0.2 / 4, -0.1 / 7),
+    "ipo": (0.2 / 4, -0.1 / 7),
+    "simpo": (-1.0 / 4, -1.4 / 7),
+}
+
+
 def test_rewards_are_the_margins_that_the_loss_sees():
-    expected = {
-        "dpo": (0.2, -0.1),
-        "ipo_sum": (0.2, -0.1),
-        "dpo_norm": (0.2 / 4, -0.1 / 7),
-        "ipo": (0.2 / 4, -0.1 / 7),
-        "simpo": (-1.0 / 4, -1.4 / 7),
-    }
-    for name, values in expected.items():
+    for name, values in REWARDS.items():
         objective = ObjectiveConfig(name).build()
         answers = answers_of(objective)
         assert objective.rewards(numbers(LOGPS), answers).tolist() == pytest.approx(values, rel=1e-14)
@@ -322,7 +326,7 @@ def test_weights_count_in_every_objective_and_margins_where_there_is_a_place_for
     assert torch.equal(weighted, 3 * plain)
     objective.check([replace(pair, weight=3.0) for pair in random_pairs(2)])
     offset = [replace(pair, margin=0.25) for pair in random_pairs(2)]
-    if name in ("dpo", "dpo_norm"):
+    if objective.takes_margins:
         objective.check(offset)
         assert objective.example_losses(numbers(LOGPS), answers_of(objective, said=((1.0, 0.25),))) > plain
     else:

@@ -7,11 +7,11 @@ import pytest
 
 from tests.recipe.workbench import error, load
 from tuningfork.errors import ConfigError
+from tuningfork.objective.kinds import readers
 from tuningfork.recipe.check import PATHS, REQUIRED, check_run_config
 from tuningfork.recipe.dialect import to_text
 from tuningfork.recipe.load import from_yaml, load_run_config
 from tuningfork.recipe.run_config import SETTINGS
-from tuningfork.report import sinks
 
 
 @pytest.mark.parametrize(
@@ -100,9 +100,9 @@ def test_required_settings() -> None:
     [
         ("--objective.name ipo --objective.label_smoothing 0.1",
          "objective.label_smoothing is 0.1, but objective.name ipo does not use it. "
-         "Remove it, or choose dpo or dpo_norm."),
+         f"Remove it, or choose {' or '.join(readers('label_smoothing'))}."),
         ("--objective.gamma 0", "objective.gamma is 0.0, but objective.name dpo does not use it. "
-         "Remove it, or choose simpo."),
+         f"Remove it, or choose {' or '.join(readers('gamma'))}."),
         ("--objective.name simpo --reference.cache c",
          "reference.cache is c, but objective.name simpo has no reference. Remove it."),
         ("--pack.tokens 2047", "pack.tokens is 2047, but one answer of data.max_length 2048 can need 2048. "
@@ -110,9 +110,7 @@ def test_required_settings() -> None:
         ("--pack.tokens 4095 --pack.share false",
          "pack.tokens is 4095, but two answers, each with a prompt of its own, of data.max_length 2048 can need 4096. "
          "Raise pack.tokens to 4096 or lower data.max_length to 2047."),
-        ("--output.sinks [tensorbord]", "output.sinks has 'tensorbord', which is no sink; allowed: "
-         f"{', '.join(sinks.NAMES)}. "
-         "Did you mean tensorboard?"),
+        ("--output.sinks [tensorboard,tensorboard]", "output.sinks names tensorboard 2 times. Keep one."),
     ],
 )  # fmt: skip
 def test_settings_that_contradict_each_other(flags: str, message: str) -> None:

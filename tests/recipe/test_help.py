@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tuningfork.objective.kinds import OBJECTIVES
 from tuningfork.recipe import load as loading
 from tuningfork.recipe.load import load_run_config
 from tuningfork.recipe.run_config import SETTINGS, RunConfig
@@ -42,6 +43,10 @@ def test_help_shows_every_setting_with_the_values_of_the_recipe(
     }.items():
         for part in expected:
             assert part in shown[key], (key, part)
+    for key in SETTINGS:  # that some objectives read
+        those = [name for name, kind in OBJECTIVES.items() if key.partition("objective.")[2] in kind.settings()]
+        some = 0 < len(those) < len(OBJECTIVES)
+        assert ("Read by" in shown[key]) == some and (not some or f"Read by {', '.join(those)}." in shown[key])
 
 
 def test_every_setting_has_a_meaning() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Literal, get_args
 
 import pytest
 
@@ -13,7 +14,7 @@ from tuningfork.recipe.dialect import parse_scalar
 from tuningfork.recipe.load import from_yaml
 from tuningfork.recipe.parse import parse_flags
 from tuningfork.recipe.run_config import SETTINGS
-from tuningfork.recipe.validate import validate
+from tuningfork.recipe.validate import unknown, validate
 
 SECTIONS = {key.partition(".")[0] for key in SETTINGS}
 NAMES = sorted(hints.all_hints())
@@ -95,7 +96,7 @@ def test_a_name_is_met_at_the_top_of_a_recipe_in_a_section_and_as_a_flag(name):
         ("optim: paged_adamw_8bit", "here it is train.optimizer: adamw_8bit ("),
         ("optim: lion", "not supported: lion; here it is train.optimizer (adamw, or adamw_8bit"),
         ("loss_type: sigmoid", "here it is objective.name: dpo ("),
-        ("loss_type: hinge", "not supported: hinge; here it is objective.name (which loss; objective.sft_weight adds"),
+        ("loss_type: ppo", "not supported: ppo; here it is objective.name (which loss; objective.sft_weight adds"),
         ("loss_type: [sigmoid, sft]", "here it is objective.name (which loss; objective.sft_weight adds"),
         ("rpo_alpha: 0.2", "here it is objective.sft_weight: 0.2 ("),
         ("precompute_ref_log_probs: true", "none is needed: the reference is always scored once"),
@@ -106,7 +107,8 @@ def test_a_name_is_met_at_the_top_of_a_recipe_in_a_section_and_as_a_flag(name):
         ("eval_steps: 50", "here it is train.eval_every: 50 ("),
         ("save_total_limit: 3", "here it is output.keep_last: 3."),
         ("report_to: wandb", "none is needed: output.dir has metrics.jsonl and TensorBoard files"),
-        ("report_to: tensorboard", "none is needed: TensorBoard files are written"),
+        ("report_to: tensorboard", "here it is output.sinks: [tensorboard] (a list of what gets the numbers"),
+        ("report_to: all", "none is needed: TensorBoard files are written"),
         ("report_to: none", "here it is output.sinks with the value []"),
         ("report_to: [wandb]", "here it is output.sinks (a list of what gets the numbers"),
         ("use_wandb: true", "none is needed: output.dir has metrics.jsonl and TensorBoard files"),
@@ -182,11 +184,43 @@ def test_a_value_of_another_trainer_is_met_by_ours_in_a_recipe_and_as_a_flag(giv
 @pytest.mark.parametrize("entry", [entry for entry in ENTRIES if entry.unsupported], ids=lambda entry: entry.setting)
 def test_an_unsupported_value_is_said_to_be_so_and_no_other_method_is_suggested(entry):
     section, _, name = entry.setting.partition(".")
-    for value in entry.unsupported:
+    ours = get_args(SETTINGS[entry.setting])  # a value that has become ours may still be in the table
+    assert not set(ours) >= set(entry.unsupported)
+    for value in set(entry.unsupported) - set(ours):
         text = said(f"{section}: {{{name}: '{value}'}}")
         assert text.startswith(f"r.yaml: {entry.setting} is the text '{value}': not supported; allowed: one of ")
         assert "Did you mean" not in text
         assert f" is not a setting; not supported: {value}; " in said(f"{entry.names.split()[0]}: '{value}'")
+
+
+@pytest.mark.parametrize("value", ["ppo", "cdpo", "their_own"])
+def test_a_value_that_our_setting_takes_is_ours_whatever_the_table_says_of_it(value):
+    """So an objective, or a schedule, is added in one place."""
+    settings = {**SETTINGS, "objective.name": Literal["dpo", value]}
+    with pytest.raises(ConfigError) as caught:
+        parse_flags([f"--loss_type={value}"], settings)
+    assert f"--loss_type is not a setting; here it is --objective.name {value} (which loss;" in str(caught.value)
+    assert parse_flags([f"--objective.name={value}"], settings) == {"objective.name": value}
+
+
+@pytest.mark.parametrize("value", ["wandb", "their_own"])
+def test_a_sink_that_there_is_is_ours_whatever_the_table_says_of_it(value):
+    settings = {**SETTINGS, "output.sinks": list[Literal["tensorboard", value]]}
+    told = unknown("report_to", settings, value=value).said
+    assert told.startswith(f"report_to is not a setting; here it is output.sinks: [{value}] (a list of what gets")
+    assert parse_flags([f"--output.sinks=[{value}]"], settings) == {"output.sinks": [value]}
+
+
+def test_an_entry_of_a_list_is_met_by_what_stands_here_for_it():
+    for given, expected in {
+        "[tensorboard, wandb]": r"has the text 'wandb': none is needed: .*; allowed: a list with each entry one of ",
+        "[tensorbord]": r"has the text 'tensorbord'; allowed: a list with .*\. Did you mean tensorboard\?$",
+        "[TensorBoard]": r"has the text 'TensorBoard'; allowed: a list with .*\. Did you mean tensorboard\?$",
+        "[tensorboard, 3]": r"has 3; allowed: a list with each entry one of ",
+        "7": r"is 7; allowed: a list with each entry one of ",
+    }.items():
+        with pytest.raises(ConfigError, match=rf"^r\.yaml: output\.sinks {expected}"):
+            from_yaml(f"output: {{sinks: {given}}}", "r.yaml")
 
 
 @pytest.mark.parametrize(

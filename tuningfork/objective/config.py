@@ -23,11 +23,11 @@ class ObjectiveConfig:
     name: ObjectiveName = "dpo"
     """Which loss; docs/glossary.md has the formula of each."""
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """Strength of the pull towards the reference; for simpo, the scale of the per-token reward."""
+    """Factor of the rewards: strength of the pull towards the reference, where the objective has one."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Probability that a preference label is wrong. dpo and dpo_norm only."""
+    """Probability that a preference label is wrong."""
     gamma: Annotated[float, Field(ge=0)] | None = None
-    """Target margin, simpo only; 0.5 unless set."""
+    """Target margin; the objective's own value unless set (simpo: 0.5)."""
     sft_weight: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the SFT term: mean negative log-prob over the chosen tokens of the whole batch."""
     head_chunk_rows: Annotated[int, Field(ge=1)] = 4096

@@ -11,6 +11,7 @@ from dataclasses import asdict, field, fields, make_dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
+from tuningfork.objective import kinds
 from tuningfork.recipe.run_config import SETTINGS, RunConfig
 from tuningfork.recipe.validate import allowed, found
 
@@ -53,7 +54,7 @@ def print_help(
         labelled = []
         for name in asdict(room):
             key = f"{section.name}.{name}"
-            words = " ".join(meanings[name].split()) + _named_in_text(SETTINGS[key])
+            words = " ".join(meanings[name].split()) + _named_in_text(SETTINGS[key]) + _read_by(key)
             hint = (lambda value: f"(recipe: {value})") if key in given else None
             label = tyro.conf.arg(help=words, help_behavior_hint=hint)
             labelled.append((name, Annotated[SETTINGS[key], label], field(default=None)))
@@ -85,9 +86,18 @@ def _as_written(value: Any) -> str:
 
 
 def _named_in_text(hint: Any) -> str:
-    """The values of a setting that has too many to stand behind its name."""
+    """The values of a setting, or of the entries of its list, that has too many to stand behind its name."""
+    if get_origin(hint) is list:
+        return _named_in_text(get_args(hint)[0])
     too_many = get_origin(hint) is Literal and _metavar(hint) == _METAVAR[str]
     return f" {allowed(hint).capitalize()}." if too_many else ""
+
+
+def _read_by(key: str) -> str:
+    """The objectives that read a setting, where others do not."""
+    section, _, name = key.partition(".")
+    those = kinds.readers(name) if section == "objective" else []
+    return f" Read by {', '.join(those)}." if 0 < len(those) < len(kinds.OBJECTIVES) else ""
 
 
 def _metavar(hint: Any) -> str:

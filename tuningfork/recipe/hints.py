@@ -29,11 +29,13 @@ class Hint:
     step: str = ""
     words: str = ""
 
-    def instead(self, value: Any, dashes: str, step: Mapping[str, int]) -> str:
+    def instead(self, value: Any, dashes: str, step: Mapping[str, int], choices: Mapping[str, str]) -> str:
         """In words, for the value that was given; `dashes` lead our setting on a command line. `step` has the numbers
-        that were given of what makes up a step's batch."""
+        that were given of what makes up a step's batch, `choices` the values that our setting takes, if these are a
+        few, and how a recipe has them: one of them is ours under the same name, whatever the table says of it."""
         given = _plain(str(value)) if isinstance(value, str | int | float) else ""  # a truth value is an int
-        if answer := _first(self.answers, given):
+        same = choices.get(given, "")
+        if not same and (answer := _first(self.answers, given)):
             return answer
         if not self.setting:
             return self.words
@@ -41,11 +43,11 @@ class Hint:
         if self.values == FILES:
             ours = _files(value)
         if isinstance(self.values, Mapping):
-            ours = _first(self.values, given)
+            ours = _first(self.values, given) or same
         if self.step in (BATCH, ACCUMULATION) and step.keys() >= {BATCH, ACCUMULATION}:
             ours = "" if WHOLE in step else str(step[BATCH] * step[ACCUMULATION])
             words = f"{step[BATCH]} x {step[ACCUMULATION]} on each device; {words}" if ours else words
-        missing = f"{UNSUPPORTED}: {given}; " if given in self.unsupported else ""
+        missing = f"{UNSUPPORTED}: {given}; " if given in self.unsupported and not same else ""
         shown = f"{' ' if dashes else ': '}{ours}" if ours else ""
         return f"{missing}here it is {dashes}{self.setting}{shown}" + (f" ({words})" if words else "")
 
@@ -81,11 +83,18 @@ def all_hints() -> dict[str, Hint]:
     return {name: hint for hint in hints for name in hint.names.split()}
 
 
-def hint(key: str, value: Any = None, dashes: str = "", beside: Mapping[str, Any] | None = None) -> str:
+def hint(
+    key: str,
+    value: Any = None,
+    dashes: str = "",
+    beside: Mapping[str, Any] | None = None,
+    choices: Mapping[str, Mapping[str, str]] | None = None,
+) -> str:
     """What to do instead of giving the setting `key`, as a sentence; empty where no other trainer is known to have it.
 
     `key` may stand in a section. One that is no section of ours but a name of theirs is meant as a whole. `beside` are
-    all keys that are given, with their values.
+    all keys that are given, with their values; `choices` has the values of each setting of ours that takes but a few,
+    and how a recipe has them.
     """
     section, _, name = key.rpartition(".")
     known = all_hints()
@@ -94,7 +103,8 @@ def hint(key: str, value: Any = None, dashes: str = "", beside: Mapping[str, Any
     if found is None:
         return ""
     said, given = (section, None) if whole else (key, value)
-    return f"{dashes}{said} is not a setting; {found.instead(given, dashes, _step(beside or {}))}."
+    instead = found.instead(given, dashes, _step(beside or {}), (choices or {}).get(found.setting, {}))
+    return f"{dashes}{said} is not a setting; {instead}."
 
 
 def value_hint(setting: str, value: Any) -> str:

@@ -90,10 +90,14 @@ def _wrong(
         try:
             values[key] = TypeAdapter(settings[key], config=_STRICT).validate_python(value)
         except (ValidationError, OverflowError):
-            elsewhere = value_hint(key, value)
-            near = "" if elsewhere else _meant(str(value), _choices(settings[key]))
+            choices = _choices(settings[key])
+            of_list = choices and isinstance(value, list) and get_origin(settings[key]) is list
+            amiss = next((item for item in value if item not in choices), value) if of_list else value
+            elsewhere = value_hint(key, amiss)
+            near = "" if elsewhere else _meant(str(amiss), choices)
             here, hint = f": {elsewhere}" if elsewhere else "", f" Did you mean {near}?" if near else ""
-            yield _Wrong(f"{key} is {found(value)}{here}; allowed: {allowed(settings[key])}.{hint}")
+            verb = "has" if of_list else "is"
+            yield _Wrong(f"{key} {verb} {found(amiss)}{here}; allowed: {allowed(settings[key])}.{hint}")
 
 
 def _meant(value: str, choices: list[str]) -> str:
@@ -117,7 +121,11 @@ def unknown(
     key = shortened(key, 80)
     if key in sections_of(settings):
         return _Wrong(f"{dashes}{key} is a section; name a setting in it, such as {dashes}{_first(key, settings)}.")
-    if elsewhere := hint(key, shortened(value, 80) if isinstance(value, str) else value, dashes, beside):
+    choices = {
+        name: {choice: f"[{choice}]" if get_origin(setting) is list else choice for choice in _choices(setting)}
+        for name, setting in settings.items()
+    }
+    if elsewhere := hint(key, shortened(value, 80) if isinstance(value, str) else value, dashes, beside, choices):
         return _Wrong(elsewhere)
     names, own = [*settings, *others], key.rpartition(".")[2]
     same_name = [name for name in names if name.rpartition(".")[2] == own]
@@ -173,6 +181,8 @@ def found(value: Any) -> str:
 
 
 def _choices(hint: Any) -> list[str]:
+    """The words that a setting takes, or each entry of its list; empty where it takes others."""
+    hint = get_args(hint)[0] if get_origin(hint) is list else hint
     return list(get_args(hint)) if get_origin(hint) is Literal else []
 
 

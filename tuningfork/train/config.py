@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from tuningfork.models.config import ACTIVATION_MEMORY, ACTIVATION_MEMORY_FORMS
+from tuningfork.report.sinks import NAMES
+
+if TYPE_CHECKING:
+    SinkName = str
+else:
+    SinkName = Literal[NAMES]
 
 
 @dataclass
@@ -77,8 +83,8 @@ class OutputConfig:
     log_every: Annotated[int, Field(ge=1)] = 1
     """Steps between lines in metrics.jsonl; a line covers all steps since the last one. A checkpoint writes one too,
     and so does an evaluation."""
-    sinks: list[str] = field(default_factory=lambda: ["tensorboard"])
-    """Where the numbers of metrics.jsonl go besides: names of modules in tuningfork/report/sinks, or [] for nowhere."""
+    sinks: list[SinkName] = field(default_factory=lambda: ["tensorboard"])
+    """Where the numbers of metrics.jsonl go besides, or [] for nowhere."""
     export: Literal["last", "best"] = "last"
     """Of which step the model is exported: the last, or the best by train.best_by. May change on --resume, also once a
     run has ended: the model exported before is then kept under the name of its step."""

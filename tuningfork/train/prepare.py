@@ -84,17 +84,8 @@ def prepare(
         used = Subset([data.train], order.used_indices())
         reference = open_reference(config, session, used, data.limits, console, data.held_out, weights)
         checked = _step_0_check(session, loader, reference, console)
-    evaluated = saved is not None and saved.before is not None and saved.held_out_digest == begun.held_out_digest
-    if saved is not None and evaluated:
-        start = saved.before
-    else:
-        if saved is not None and data.held_out:
-            console.print(
-                "data.eval holds other pairs than when the run began; the starting model is evaluated on these, and "
-                "what was found on the others is forgotten"
-            )
-        with console.startup.time("evaluation"):
-            start = score_held_out(session, data, reference, console, "evaluating the starting model")
+    known = None if saved is None or saved.held_out_digest != begun.held_out_digest else saved.before
+    start = known or _evaluate_start(session, data, reference, console, continued=saved is not None)
 
     optimizer = build_optimizer(session.policy.model, config.train)
     progress = replace(begun, before=start)
@@ -103,7 +94,18 @@ def prepare(
             restored = checkpoint.restore(last, session.policy.model, optimizer)
         progress = replace(progress, step=restored.step, examples=restored.examples)
         console.print(f"continuing from {last}")
-    return PreparedRun(folder, session, data, console, loader, reference, optimizer, progress, checked, evaluated)
+    return PreparedRun(
+        folder=folder,
+        session=session,
+        data=data,
+        console=console,
+        loader=loader,
+        reference=reference,
+        optimizer=optimizer,
+        progress=progress,
+        checked=checked,
+        keeps_evaluations=known is not None,
+    )
 
 
 def _order(
@@ -130,3 +132,16 @@ def _step_0_check(session: Session, loader: PackLoader, reference: ReferenceStor
     unit = session.objective.unit
     console.print(f"step-0 check: margin exactly 0 for {checked} of {checked} {unit}")
     return checked
+
+
+def _evaluate_start(
+    session: Session, data: Data, reference: ReferenceStore | None, console: Console, continued: bool
+) -> Evaluation | None:
+    """The starting model on the held-out examples. A run that is `continued` comes here where these are others now."""
+    if continued and data.held_out:
+        console.print(
+            "data.eval holds other pairs than when the run began; the starting model is evaluated on these, and "
+            "what was found on the others is forgotten"
+        )
+    with console.startup.time("evaluation"):
+        return score_held_out(session, data, reference, console, "evaluating the starting model")

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 _TRAINING: dict[str, str] = {
     "step": "The last optimizer step that the line covers, counted from 1.",
     "epoch": "Passes over the training data after that step; 0.5 is half of the first.",
-    "loss": "Mean loss over the examples of the line, the SFT term included, nats (ipo, ipo_sum: nats squared).",
+    "loss": "Mean loss over the examples of the line, the SFT term included; nats, or nats squared of a squared loss.",
     "lr": "Learning rate of the last step.",
     "grad_norm": "Global gradient norm before clipping, mean over the steps of the line.",
     "examples": "Examples trained on in this line.",
