@@ -107,7 +107,7 @@ def test_required_settings() -> None:
          "reference.cache is c, but objective.name simpo has no reference. Remove it."),
         ("--pack.tokens 2047", "pack.tokens is 2047, but one answer of data.max_length 2048 can need 2048. "
          "Raise pack.tokens to 2048 or lower data.max_length to 2047."),
-        ("--pack.tokens 4095 --pack.share false",
+        ("--pack.tokens 4095 --pack.share none",
          "pack.tokens is 4095, but two answers, each with a prompt of its own, of data.max_length 2048 can need 4096. "
          "Raise pack.tokens to 4096 or lower data.max_length to 2047."),
         ("--output.sinks [tensorboard,tensorboard]", "output.sinks names tensorboard 2 times. Keep one."),
@@ -121,7 +121,7 @@ def test_settings_that_contradict_each_other(flags: str, message: str) -> None:
     "flags",
     ["--objective.label_smoothing 0.1", "--objective.name dpo_norm --objective.label_smoothing 0.1",
      "--objective.name simpo --objective.gamma 0", "--objective.name simpo", "--pack.tokens 2048",
-     "--pack.tokens 4096 --pack.share false"],
+     "--pack.tokens 4096 --pack.share none"],
 )  # fmt: skip
 def test_settings_that_go_together(flags: str) -> None:
     check_run_config(load(None, *flags.split()))

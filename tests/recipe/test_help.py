@@ -34,7 +34,7 @@ def test_help_shows_every_setting_with_the_values_of_the_recipe(
     for key, expected in {
         "train.learning_rate": ["NUMBER", "Peak learning rate", "(recipe: 3.0e-06)"],
         "train.max_grad_norm": ["NUMBER|null", "(recipe: null)"],
-        "pack.share": ["true|false", "(default: true)"],
+        "pack.share": ["none|prompt|tree", "(default: tree)"],
         "model.compile": ["auto|on|off", "(default: auto)"],
         "train.max_steps": ["INTEGER|null", "(default: null)"],
         "data.train": ["TEXT|[TEXT,..]", "(recipe: mine.jsonl)"],

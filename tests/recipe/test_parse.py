@@ -23,9 +23,7 @@ from tuningfork.recipe.parse import split_flags
         ("train.max_steps", "null", None),
         ("train.max_grad_norm", "null", None),
         ("train.max_grad_norm", "~", None),
-        ("pack.share", "false", False),
-        ("pack.share", "False", False),
-        ("pack.share", "true", True),
+        ("pack.share", "prompt", "prompt"),
         ("model.compile", "on", "on"),
         ("data.template", "none", "none"),
         ("data.eval", "null", None),
@@ -74,8 +72,7 @@ def test_flags_take_an_equals_sign_and_hyphens() -> None:
          "train.max_steps is the text 'None'; allowed: a whole number, at least 1, or null."),
         ("train.examples_per_step", "true",
          "train.examples_per_step is true; allowed: a whole number, at least 1."),
-        ("pack.share", "yes", "pack.share is the text 'yes'; allowed: true or false."),
-        ("pack.share", "1", "pack.share is 1; allowed: true or false."),
+        ("pack.share", "true", "pack.share is true; allowed: one of none, prompt, tree."),
         ("model.dtype", "bfloat", "model.dtype is the text 'bfloat'; "
          "allowed: one of auto, bfloat16, float32. Did you mean bfloat16?"),
         ("train.activation_memory", "blocks", "train.activation_memory is the text 'blocks'; "
@@ -156,7 +153,7 @@ def test_a_section_may_be_empty() -> None:
         (["--resum"], "--resum is not a setting; did you mean --resume?"),
         (["--train", "1"], "--train is a section; name a setting in it, such as --train.learning_rate."),
         (["--train.seed"], "--train.seed needs a value: a whole number, at least 0 and less than 4294967296."),
-        (["--pack.share", "--train.seed", "1"], "--pack.share needs a value: true or false."),
+        (["--pack.share", "--train.seed", "1"], "--pack.share needs a value: one of none, prompt, tree."),
         (["--train.max_steps="],
          "command line: train.max_steps is the text ''; allowed: a whole number, at least 1, or null."),
         (["--data.eval", ""], "command line: data.eval is the text ''; allowed: text that is not empty or a list "

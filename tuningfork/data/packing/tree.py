@@ -205,9 +205,9 @@ def _trie(
         example_of,
         answer_of,
         *columns,
-        leaf=np.array(leaf, dtype=np.int64),
-        ranks_of=np.argsort(example_of, kind="stable"),
-        offsets=np.concatenate([[0], np.cumsum(np.bincount(example_of, minlength=len(examples)))]),
+        np.array(leaf, dtype=np.int64),
+        np.argsort(example_of, kind="stable"),
+        np.concatenate([[0], np.cumsum(np.bincount(example_of, minlength=len(examples)))]),
     )
 
 
