@@ -329,7 +329,7 @@ MUTATIONS = (
     # --- a step
     Mutation(
         "step-with-no-number",
-        "    _check_finite(outcome, batch)\n",
+        "    _check_finite(loss, grad_norm, logps, batch)\n",
         "",
         ("test_a_number_that_is_none_names_its_example_and_moves_nothing",),
         within="train_step",
