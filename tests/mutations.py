@@ -282,6 +282,26 @@ MUTATIONS = (
         ("test_the_limit_holds_for_the_longer_of_the_answers_and_to_the_token", "test_the_report_is_plain_data"),
     ),
     Mutation(
+        "equal-answers-kept",
+        "    _check_distinct(parts, answers)\n",
+        "",
+        ("test_a_bad_row_is_dropped_and_listed[equal]", "test_plain_text_rows_are_dropped_alike[equal]"),
+        within="check_example",
+    ),
+    Mutation(
+        "document-compared-with-no-prompt",
+        "answers[0] if parts.document else prompt",
+        "prompt",
+        ("test_what_the_prompt_holds_may_stand_beside_it",),
+        within="check_example",
+    ),
+    Mutation(
+        "document-with-a-prompts-fields",
+        "beside = {} if parts.document else {key: value for key, value in row.items() if key not in format.keys}",
+        "beside = {key: value for key, value in row.items() if key not in format.keys}",
+        ("test_a_document_has_nothing_beside_it_but_its_weight",),
+    ),
+    Mutation(
         "every-epoch-in-one-order",
         "_permutation(self.examples, self.seed, n // self.examples)",
         "_permutation(self.examples, self.seed, 0)",
@@ -329,7 +349,7 @@ MUTATIONS = (
     # --- a step
     Mutation(
         "step-with-no-number",
-        "    _check_finite(outcome, batch)\n",
+        "    _check_finite(loss, grad_norm, logps, batch)\n",
         "",
         ("test_a_number_that_is_none_names_its_example_and_moves_nothing",),
         within="train_step",

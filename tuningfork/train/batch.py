@@ -3,7 +3,6 @@ host work stands between one step's numbers and the next step's first kernel."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -66,9 +65,3 @@ class StepBatch:
             last = first + len(pack.answer_lengths)
             yield pack, answers.chunk(first, last)
             first = last
-
-    def answer_name(self, place: int) -> str:
-        """What messages call the answer at this place of the batch, counted from 0: ``answer 1 of pairs.jsonl:7``."""
-        boundaries = self.answers.boundaries
-        example = bisect_right(boundaries, place) - 1
-        return f"answer {place - boundaries[example]} of {self.examples[example].id}"
