@@ -116,7 +116,7 @@ def true_logps(hidden: Tensor, weight: Tensor, pack: PackedBatch, rows: int = 25
     for some, targets in zip(hidden.detach().split(rows), pack.targets.split(rows), strict=True):
         parts.append((some.double() @ factor).log_softmax(1).gather(1, targets[:, None])[:, 0])
     zeros = torch.zeros(len(pack.answer_lengths), dtype=torch.float64, device=hidden.device)
-    return zeros.index_add(0, pack.answer_of_logit_row, torch.cat(parts))
+    return zeros.index_add(0, pack.answer_of_counted, torch.cat(parts)[pack.logit_row_of_counted])
 
 
 def _liger(hidden: Tensor, weight: Tensor, pack: PackedBatch, *, cast: bool) -> None:

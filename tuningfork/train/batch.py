@@ -22,8 +22,8 @@ class StepBatch:
     answers: Answers  # of all packs, on the host
     totals: BatchTotals
     tokens: int  # as a plain trainer counts them: the prompt once per answer
-    unique_tokens: int
-    answer_tokens: int
+    unique_tokens: int  # as the packs have them: what several answers begin with once, where a pack shares it
+    answer_tokens: int  # that count in the loss, of each answer
     rows: int  # of the packs, padding included
 
     @classmethod
