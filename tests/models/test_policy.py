@@ -14,7 +14,7 @@ from tuningfork.records import LogitTransform
 def test_hidden_rows_are_the_models_own_final_states():
     policy = tiny_policy("llama")
     [example] = random_examples([(4, (6,))])
-    batch = one_pack([example], True)
+    batch = one_pack([example], "prompt")
     ids = batch.input_ids[None, :10]
     policy.model.set_attn_implementation("sdpa")
     expected = policy.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
@@ -27,7 +27,7 @@ def test_hidden_rows_are_the_models_own_final_states():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_row_that_is_picked_by_many_answers_gets_the_sum_of_their_gradients_in_order(dtype):
     """Those of a ranking all begin at the last row of its prompt. Written out: one addition after the other."""
-    batch = one_pack(random_examples([(4, (3, 1, 2, 1, 5)), (2, (3, 3)), (0, (4, 2)), (3, (1, 1, 1))]), True)
+    batch = one_pack(random_examples([(4, (3, 1, 2, 1, 5)), (2, (3, 3)), (0, (4, 2)), (3, (1, 1, 1))]), "prompt")
     rows = batch.logit_rows
     assert torch.bincount(rows).max() == 5
     generator = torch.Generator().manual_seed(0)
@@ -60,7 +60,7 @@ def test_picked_rows_have_the_gradient_that_differences_give():
 def test_products_run_in_the_compute_dtype_on_float32_weights(dtype):
     model = tiny_policy("llama", torch.float32).model
     policy = Policy(model, tiny_policy("llama").kernels, dtype)
-    batch = one_pack(random_examples([(4, (6, 5))]), True)
+    batch = one_pack(random_examples([(4, (6, 5))]), "prompt")
     hidden = policy.hidden_rows(batch)
     assert hidden.dtype == dtype
     scorer_of(policy).backward(batch, lambda a, b, s: s.sum())
