@@ -200,9 +200,42 @@ MUTATIONS = (
     ),
     Mutation(
         "sum-in-any-order",
-        "fixed = (exact * _FIXED_POINT).round().long()\n    sums = zeros.long().index_add_(0, answer_of_token, fixed)\n",
-        "sums = zeros.float().index_add_(0, answer_of_token, exact.float() * _FIXED_POINT)\n",
+        "sums = zeros.long().index_add_(0, answer_of_token, fixed)",
+        "sums = zeros.float().index_add_(0, answer_of_token, exact.float() * _FIXED_POINT)",
         ("test_sum_by_answer_has_the_same_bits_in_any_order",),
+    ),
+    Mutation(
+        "share-of-one-answer-lost",
+        "sum_by_place(d_counted, self._row_of_counted(batch), _size(self.rows))",
+        "sum_by_place(d_counted[:-1], self._row_of_counted(batch)[:-1], _size(self.rows))",
+        ("test_a_steps_loss_and_gradient_do_not_depend_on_sharing",),
+    ),
+    Mutation(
+        "gradient-of-the-last-answer-alone",
+        "sum_by_place(d_counted, self._row_of_counted(batch), _size(self.rows))",
+        "d_counted.new_zeros(_size(self.rows)).index_copy_(0, self._row_of_counted(batch), d_counted)",
+        ("test_a_steps_loss_and_gradient_do_not_depend_on_sharing",),
+    ),
+    Mutation(
+        "picked-rows-overwrite-each-other",
+        "return total.index_add_(0, places, values)",
+        "return total.index_copy_(0, places, values)",
+        ("test_sum_by_place_adds_up_one_after_the_other", "test_a_steps_loss_and_gradient_do_not_depend_on_sharing"),
+    ),
+    Mutation(
+        "group-one-row-too-large-for-a-chunk",
+        "rows + more_rows - cuts[-1][1] > limit",
+        "rows + more_rows - cuts[-1][1] >= limit",
+        ("test_chunks_are_whole_groups_and_only_a_larger_one_is_cut",),
+    ),
+    Mutation(
+        "group-ends-one-row-early",
+        "np.maximum.accumulate(np.concatenate([[-1], self._logit_rows])) + 1",
+        "np.maximum.accumulate(np.concatenate([[-1], self._logit_rows]))",
+        (
+            "test_the_shared_answers_are_laid_as_the_tests_need_them",
+            "test_log_probs_have_the_same_bits_however_answers_are_shared",
+        ),
     ),
     # --- layout and attention
     Mutation(

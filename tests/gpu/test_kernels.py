@@ -66,7 +66,7 @@ def test_row_logps(rows, vocab, transform, dtype):
 
 def _pack_of(examples: list[TokenExample], rows_of: dict[str, torch.Tensor]) -> tuple[PackedBatch, torch.Tensor]:
     """A pack, and the hidden states of its logit rows, which each example brings with it."""
-    batch = one_pack(examples, True, tokens=2**15).to(torch.device("cuda"))
+    batch = one_pack(examples, "prompt", tokens=2**15).to(torch.device("cuda"))
     return batch, torch.cat([rows_of[example.id] for example in examples])
 
 
@@ -98,7 +98,7 @@ def test_the_heads_bits_and_error(vocabulary):
     logits = hidden.double() @ weight.bfloat16().double().t()
     true = logits.log_softmax(1).gather(1, batch.targets[:, None])[:, 0]
     true = torch.zeros(2 * len(examples), dtype=torch.float64, device="cuda").index_add(
-        0, batch.answer_of_logit_row, true
+        0, batch.answer_of_counted, true[batch.logit_row_of_counted]
     )
     ours = torch.tensor([first[example.id] for example in examples], device="cuda", dtype=torch.float64).flatten()
     # Logits rounded to bfloat16 are off by 1/100 a token, and by tenths of a nat on the longest answers.

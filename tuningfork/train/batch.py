@@ -21,8 +21,9 @@ class StepBatch:
     answers: Answers  # of all packs, on the host
     totals: BatchTotals
     tokens: int  # as a plain trainer counts them: the prompt once per answer
-    unique_tokens: int
-    answer_tokens: int
+    unique_tokens: int  # as the packs have them: what several answers begin with once, where a pack shares it
+    answer_tokens: int  # that count in the loss, of each answer
+    logit_rows: int  # of the packs: one for each of these tokens, but one alone where several answers share it
     rows: int  # of the packs, padding included
 
     @classmethod
@@ -55,6 +56,7 @@ class StepBatch:
             tokens=int(column(examples, "plain_tokens").sum()),
             unique_tokens=sum(pack.used_slots for pack in packs),
             answer_tokens=sum(lengths),
+            logit_rows=sum(len(pack.logit_rows) for pack in packs),
             rows=sum(len(pack.input_ids) for pack in packs),
         )
 

@@ -20,8 +20,8 @@ _TRAINING: dict[str, str] = {
     "grad_norm": "Global gradient norm before clipping, mean over the steps of the line.",
     "examples": "Examples trained on in this line.",
     "tokens": "Their tokens as a plain trainer counts them: the prompt once per answer.",
-    "unique_tokens": "Their tokens as they were computed: with a shared prompt, the prompt once per example.",
-    "answer_tokens": "Tokens whose log-prob counts in the loss.",
+    "unique_tokens": "Their tokens as they were computed: what several answers of a pack share once, as pack.share has it.",
+    "answer_tokens": "Tokens whose log-prob counts in the loss, those of each answer of each example.",
     "pad_share": "Padding / all token slots of the packs.",
 }
 _SPEED: dict[str, str] = {
