@@ -283,8 +283,8 @@ MUTATIONS = (
     ),
     Mutation(
         "every-epoch-in-one-order",
-        "_permutation(self.examples, self.seed, n // self.examples)",
-        "_permutation(self.examples, self.seed, 0)",
+        "self._epoch(n // self.examples)",
+        "self._epoch(0)",
         ("test_epochs_differ_in_order", "test_each_epoch_has_an_order_of_its_own"),
     ),
     Mutation(
