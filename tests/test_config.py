@@ -69,6 +69,8 @@ NEEDS = {
     "model.weights": ["--train.optimizer", "adamw_8bit"],
     "train.gradient_dtype": ["--train.optimizer", "adamw_8bit", "--model.weights", "bfloat16"],
     "train.eval_every": ["--data.eval", "held_out.jsonl"],
+    "train.group_by": ["--train.order", "grouped"],
+    "train.group_most": ["--train.order", "grouped"],
     "train.best_by": ["--data.eval", "held_out.jsonl", "--train.eval_every", "5"],
     "output.export": ["--data.eval", "held_out.jsonl", "--train.eval_every", "5"],
 }
@@ -120,6 +122,13 @@ def test_every_setting_can_be_given_in_a_recipe_and_as_a_flag_which_wins(key: st
 def test_precisions_that_contradict_each_other_are_refused(flags: str, words: tuple[str, ...]) -> None:
     message = error(None, *flags.split())
     assert all(word in message for word in words)
+
+
+@pytest.mark.parametrize(("name", "value"), [("group_by", "conversation"), ("group_most", "8")])
+def test_settings_of_groups_are_refused_where_nothing_is_grouped(name: str, value: str) -> None:
+    message = error(None, f"--train.{name}", value)
+    assert f"train.{name} is {value}, but train.order is shuffled" in message
+    assert "Remove it, or set train.order: grouped." in message
 
 
 def test_the_settings_are_sections_of_plain_values_whose_defaults_are_valid() -> None:

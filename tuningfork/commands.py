@@ -12,7 +12,6 @@ import torch
 from tuningfork import __version__
 from tuningfork.config import check_run_config, from_yaml
 from tuningfork.data.config import CHAT, NO_TEMPLATE
-from tuningfork.data.packing.loader import EpochOrder
 from tuningfork.data.packing.pack import PackLimits
 from tuningfork.data.prepare import check_names_used, dataset_digest
 from tuningfork.data.sources.expand import Use, check_sources
@@ -39,6 +38,7 @@ from tuningfork.train import checkpoint, optimizer, run_folder
 from tuningfork.train.ended import has_ended, is_whole, places
 from tuningfork.train.evaluate import evaluate as evaluate_packs
 from tuningfork.train.exported import MODEL
+from tuningfork.train.order import asked_of_rows, order_of
 from tuningfork.train.run import RunResult, run
 from tuningfork.train.session import Data, Session
 from tuningfork.train.setup.data import read_data, read_sources
@@ -116,17 +116,17 @@ def data(config: RunConfig, strict: bool, console: Console | None = None) -> int
 
     reports = []
 
-    def read(sources: str | list[str], use: Use) -> SetData:
-        examples, report = read_sources(sources, tokenizer, config.data, config.pack, model.vocab_size, console, use)
+    def read(sources: str | list[str], use: Use, group_by: str | None = None) -> SetData:
+        settings = (config.data, config.pack, model.vocab_size)
+        examples, report = read_sources(sources, tokenizer, *settings, console, use, group_by)
         reports.append(report)
         return SetData.of(examples, report, tokenizer.bos_token_id, objective.refusal)
 
     if config.data.eval is not None:
         check_sources(config.data.eval, "eval")
-    train = read(config.data.train, "train")
+    train = read(config.data.train, "train", asked_of_rows(config.train))
     held_out = None if config.data.eval is None else read(config.data.eval, "eval")
     check_names_used(config.data, *reports)
-    per_step, epochs, most = config.train.examples_per_step, config.train.epochs, config.train.max_steps
     # A GPU that is asked for by name need not be here.
     device = torch.device("cuda") if config.train.device == "cuda" else choose_device(config.train.device)
     compiled = choose_compile(config.model.compile, device)
@@ -139,7 +139,7 @@ def data(config: RunConfig, strict: bool, console: Console | None = None) -> int
         positions(model),
         config.data,
         config.pack,
-        EpochOrder.plan(len(train.examples), per_step, config.train.seed, epochs, most),
+        order_of(train.examples, config.train),
         PackLimits.plan(config.pack.tokens, config.pack.share_prompt, compiled),
         counted_for,
     )
@@ -342,8 +342,11 @@ def _read(config: RunConfig, console: Console, train_too: bool = True) -> Data:
             f"chat template: {config.data.template}; it is no part of the exported model, so put it there as "
             "chat_template.jinja to generate as it was trained"
         )
+    group_by = asked_of_rows(config.train)
     with console.startup.time("data"):
-        return read_data(config.model, settings, config.pack, objective, tokenizer, compiled, console, train_too)
+        return read_data(
+            config.model, settings, config.pack, objective, tokenizer, compiled, console, train_too, group_by
+        )
 
 
 def _take_weights(session: Session, path: str, starting: ModelConfig, console: Console) -> None:

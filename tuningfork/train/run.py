@@ -31,9 +31,10 @@ from tuningfork.train.checkpoint import Progress
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.evaluate import check_start
 from tuningfork.train.exported import export_model
-from tuningfork.train.extend import check_length, plan
+from tuningfork.train.extend import check_length
 from tuningfork.train.held_out import Best, HeldOut, score_held_out
 from tuningfork.train.optimizer import build_optimizer
+from tuningfork.train.order import order_of
 from tuningfork.train.run_folder import CONFIG, ROWS, to_go_on, with_checksum
 from tuningfork.train.session import Data, Session
 from tuningfork.train.setup.device import dtype_name
@@ -86,7 +87,9 @@ def run(
     begun = _at_its_beginning(session, data, weights)
     if last is not None and saved is not None:
         _check_same_run(last, saved, begun, train)  # another model has another reference, which is not worth scoring
-    order = plan(len(data.train), train, saved)
+    order = order_of(data.train, train, saved)
+    if order.groups is not None:
+        console.print(f"order: {order.groups}")
     if before is not None and (longer := check_length(folder, len(data.train), before, train, saved)) is not None:
         console.print(longer)
     if train.examples_per_step > len(data.train):

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tuningfork.wording import counted
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
@@ -26,11 +28,8 @@ class Groups:
         return cls(by, most, np.where(keys == 0, np.arange(len(keys)), first[key]))
 
     def __str__(self) -> str:
-        return f"grouped by {self.by}, at most {self.most:,} of a group together"
-
-    @property
-    def count(self) -> int:
-        return len(np.unique(self.first))
+        groups = int((self.first == np.arange(len(self.first))).sum())
+        return f"grouped by {self.by}: {counted(groups, 'group')}, at most {self.most:,} of one together"
 
     def permutation(self, random: np.random.Generator) -> np.ndarray:
         """int64 [n]: all examples, once each. Groups are shuffled inside and cut into pieces of `most` and a rest, and

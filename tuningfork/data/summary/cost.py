@@ -18,7 +18,7 @@ from tuningfork.data.summary.sizes import Sizes
 from tuningfork.records import TokenExample
 
 MOST_PACKED = 32_768
-"""Examples that are really packed, at most: the steps of a run are shuffled, so the first ones speak for all."""
+"""Examples that are really packed, at most: chance decides which of them a step holds, so the first speak for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,7 @@ def plan_run(sizes: Sizes, order: EpochOrder, steps: FirstSteps, limits: PackLim
     size = int(sizes.prompt.sum() + sizes.answer.sum()) / n if limits.share_prompt else tokens
     return RunPlan(
         examples=n,
+        order="shuffled" if order.groups is None else str(order.groups),
         examples_per_step=order.examples_per_step,
         steps_per_epoch=n / order.examples_per_step,
         epochs=in_all / n,
