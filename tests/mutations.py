@@ -293,6 +293,30 @@ MUTATIONS = (
         "return step * self.examples_per_step",
         ("test_a_run_that_is_made_longer_loses_no_example_and_sees_none_twice",),
     ),
+    Mutation(
+        "groups-are-not-cut",
+        "_runs(place % self.most == 0)",
+        "_runs(place == 0)",
+        ("test_a_group_lies_in_as_few_pieces_as_can_be_and_none_is_larger_than_asked",),
+    ),
+    Mutation(
+        "all-without-a-group-are-one",
+        "np.where(keys == 0, np.arange(len(keys)), first[key])",
+        "first[key]",
+        ("test_each_epoch_is_whole_and_as_defined_and_each_step_exact",),
+    ),
+    Mutation(
+        "groups-of-before-for-another-key",
+        '"group_by": group_by,',
+        "",
+        ("test_whatever_decides_a_token_makes_another_entry",),
+    ),
+    Mutation(
+        "rows-may-change-their-groups",
+        'if (group := column(examples, "group")).any():',
+        "if False:",
+        ("test_the_group_changes_the_digest_of_what_is_trained_on_and_only_where_it_is_asked_for",),
+    ),
     # --- the reference
     Mutation(
         "reference-of-another-answer",

@@ -46,9 +46,10 @@ class TrainConfig:
     is a group of its own, and noted."""
     group_most: Annotated[int, Field(ge=1)] = 4
     """Members of a group together at most. More share more, and make a step's examples less independent: where the
-    gradients in a group correlate by r, a step of whole pieces has 1 + (group_most - 1) r times the variance. With the
-    0.22 of four pairs against one reference answer that is 1.7; r was about 0 for pairs of a prompt without a common
-    answer and for turns of a conversation, where more is cheap, and 0.56 for near-copies, where 2 is enough."""
+    gradients in a group correlate by r, a step of whole pieces has 1 + (group_most - 1) r times the variance. On a
+    small model r was about 0 for pairs of a prompt without a common answer and for turns of a conversation, where more
+    costs little; 0.22 for pairs against one reference answer, where 4 is 1.7 times; and 0.56 for near-copies, where 2
+    is 1.6 times."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """adamw_8bit keeps its moments in 8 bits instead of 32: 2 bytes a weight instead of 8. Needs torchao."""
     gradient_dtype: Literal["weights", "float32"] = "weights"
