@@ -297,7 +297,7 @@ MUTATIONS = (
         "groups-are-not-cut",
         "_runs(place % self.most == 0)",
         "_runs(place == 0)",
-        ("test_a_group_lies_in_as_few_pieces_as_can_be_and_none_is_larger_than_asked",),
+        ("test_no_piece_is_larger_than_asked", "test_each_epoch_is_whole_and_as_defined_and_each_step_exact"),
     ),
     Mutation(
         "all-without-a-group-are-one",
