@@ -336,8 +336,8 @@ MUTATIONS = (
     ),
     Mutation(
         "every-epoch-in-one-order",
-        "_permutation(self.examples, self.seed, n // self.examples)",
-        "_permutation(self.examples, self.seed, 0)",
+        "self._epoch(n // self.examples)",
+        "self._epoch(0)",
         ("test_epochs_differ_in_order", "test_each_epoch_has_an_order_of_its_own"),
     ),
     Mutation(
@@ -345,6 +345,30 @@ MUTATIONS = (
         "return self.done_examples + (step - self.done_steps) * self.examples_per_step",
         "return step * self.examples_per_step",
         ("test_a_run_that_is_made_longer_loses_no_example_and_sees_none_twice",),
+    ),
+    Mutation(
+        "groups-are-not-cut",
+        "_runs(place % self.most == 0)",
+        "_runs(place == 0)",
+        ("test_no_piece_is_larger_than_asked", "test_each_epoch_is_whole_and_as_defined_and_each_step_exact"),
+    ),
+    Mutation(
+        "all-without-a-group-are-one",
+        "np.where(keys == 0, np.arange(len(keys)), first[key])",
+        "first[key]",
+        ("test_each_epoch_is_whole_and_as_defined_and_each_step_exact",),
+    ),
+    Mutation(
+        "groups-of-before-for-another-key",
+        '"group_by": group_by,',
+        "",
+        ("test_whatever_decides_a_token_makes_another_entry",),
+    ),
+    Mutation(
+        "rows-may-change-their-groups",
+        'if (group := column(examples, "group")).any():',
+        "if False:",
+        ("test_the_group_changes_the_digest_of_what_is_trained_on_and_only_where_it_is_asked_for",),
     ),
     # --- the reference
     Mutation(

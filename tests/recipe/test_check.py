@@ -33,6 +33,13 @@ def test_precisions_that_contradict_each_other_are_refused(flags: str, words: tu
     assert all(word in message for word in words)
 
 
+@pytest.mark.parametrize(("name", "value"), [("group_by", "conversation"), ("group_most", "8")])
+def test_settings_of_groups_are_refused_where_nothing_is_grouped(name: str, value: str) -> None:
+    message = error(None, f"--train.{name}", value)
+    assert f"train.{name} is {value}, but train.order is shuffled" in message
+    assert "Remove it, or set train.order: grouped." in message
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

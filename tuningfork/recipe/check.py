@@ -85,6 +85,7 @@ def check_run_config(config: RunConfig, required: Mapping[str, str] = REQUIRED) 
         raise ConfigError(
             f"reference.cache is {config.reference.cache}, but objective.name {name} has no reference. Remove it."
         )
+    _check_order(config.train)
     sinks.check_names(config.output.sinks)
     _check_pack(config.pack, config.data.max_length)
     _check_evaluation(config)
@@ -94,6 +95,17 @@ def _of_a_run(folder: str) -> str:
     """A sentence on the recipe of the run in a folder; none where there is no run."""
     recipe = Path(folder) / "config.yaml"
     return f". {recipe} has all settings of the run in output.dir, and is a recipe" if recipe.is_file() else ""
+
+
+def _check_order(train: TrainConfig) -> None:
+    """Raises ConfigError where settings of groups are given and examples are not grouped."""
+    for name in ("group_by", "group_most"):
+        given = getattr(train, name)
+        if train.order != "grouped" and given != getattr(TrainConfig(), name):
+            raise ConfigError(
+                f"train.{name} is {given}, but train.order is {train.order}, which has no groups. Remove it, or set "
+                "train.order: grouped."
+            )
 
 
 def _check_evaluation(config: RunConfig) -> None:

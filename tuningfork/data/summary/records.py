@@ -248,6 +248,7 @@ class RunPlan:
     are not very many, and then its numbers are those that training finds."""
 
     examples: int
+    order: str  # in words: shuffled, or by what they are grouped
     examples_per_step: int
     steps_per_epoch: float
     epochs: float  # of the whole run

@@ -230,7 +230,7 @@ def _run(summary: DataSummary) -> RenderableType:
     about = "" if run.steps_packed >= run.steps else "about "
     return Text(
         f"run: {counted(run.steps, 'step')} of {counted(run.examples_per_step, summary.unit)}, "
-        f"{_many(run.epochs, 'epoch')} of {_many(run.steps_per_epoch, 'step')}; "
+        f"{_many(run.epochs, 'epoch')} of {_many(run.steps_per_epoch, 'step')}, {run.order}; "
         f"{_many(run.packs_per_step, 'pack')} a step, {about}{run.packs:,} in all, "
         f"{share(run.pad_share)} padding, counted for {summary.counted_for}"
     )
