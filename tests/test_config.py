@@ -65,6 +65,7 @@ def another(hint: Any, default: Any) -> Any:
 # What must stand beside a setting for it to be read at all.
 NEEDS = {
     "data.max_length": ["--pack.tokens", "8192"],
+    "objective.mean_over": ["--objective.name", "sft"],
     "objective.gamma": ["--objective.name", "simpo"],
     "model.weights": ["--train.optimizer", "adamw_8bit"],
     "train.gradient_dtype": ["--train.optimizer", "adamw_8bit", "--model.weights", "bfloat16"],
@@ -185,6 +186,15 @@ def test_sources_may_be_a_list_in_a_recipe_and_as_a_flag() -> None:
 )
 def test_a_mix_that_does_not_go_with_its_sources_is_refused(flags: list[str], words: str) -> None:
     assert words in error(None, *flags)
+
+
+@pytest.mark.parametrize("by", ["accuracy", "margin"])
+def test_the_best_step_goes_by_a_number_that_the_objective_has(by: str) -> None:
+    flags = ["--data.eval", "held.jsonl", "--train.eval_every", "5", "--train.best_by", by]
+    load(None, *flags)
+    message = error(None, *flags, "--objective.name", "sft")
+    assert f"train.best_by is {by}, which evaluations of objective.name sft do not give" in message
+    assert "train.best_by: loss" in message
 
 
 def test_flags_take_an_equals_sign_and_hyphens() -> None:

@@ -155,6 +155,12 @@ def _check_evaluation(config: RunConfig) -> None:
             f"train.best_by is {train.best_by}, but only with train.eval_every is there a best step. Set that, or "
             "remove it."
         )
+    objective = config.objective.build()
+    if train.best_by not in ("loss", *objective.headline):
+        raise ConfigError(
+            f"train.best_by is {train.best_by}, which evaluations of objective.name {objective.name} do not give. Set "
+            "train.best_by: loss."
+        )
     if every is None and output.export == "best":
         raise ConfigError(
             "output.export is best, but only with train.eval_every is there a best step. Set that, or output.export: "

@@ -48,6 +48,9 @@ class DataConfig:
     roles: dict[str, str] | None = None
     """What the files call roles of a conversation, beside the names that are known: {customer: user, agent: assistant}.
     Ours are system, developer, user, assistant and tool; tool_call is an assistant's turn whose content is a call."""
+    answers: Literal["all", "best"] = "all"
+    """Which answers of a row are used. best: of several the first, the chosen one of a pair, without the row's margin:
+    for objective.name: sft, which imitates single answers. The others must still be answers that can be read."""
     train_on: Literal["last", "all_assistant"] = "all_assistant"
     """Which assistant turns of an answer count, where it has several: all of them, or the last."""
     max_length: Annotated[int, Field(ge=2)] = 2048
