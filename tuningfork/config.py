@@ -147,7 +147,7 @@ def _check_evaluation(config: RunConfig) -> None:
     every, train, output = config.train.eval_every, config.train, config.output
     if every is not None and config.data.eval is None:
         raise ConfigError(
-            f"train.eval_every is {every}, but there is nothing to evaluate on. Set data.eval to held-out pairs, or "
+            f"train.eval_every is {every}, but there is nothing to evaluate on. Set data.eval to held-out rows, or "
             "remove it."
         )
     if every is None and train.best_by != TrainConfig().best_by:

@@ -161,7 +161,9 @@ def test_strict_fails_where_training_would_refuse_the_objective(
     job: Job, row: dict[str, Any], objective: str, why: str, remedy: str
 ) -> None:
     rows = [{**row, "prompt": f"{row['prompt']} {n}"} for n in range(3)]
-    job = job.but({"data.train": write_rows(job.folder / "rows.jsonl", rows), "objective.name": objective})
+    cache = None if objective == "sft" else job.cache
+    job = job.but({"data.train": write_rows(job.folder / "rows.jsonl", rows), "reference.cache": cache})
+    job = job.but({"objective.name": objective})
     outcome = job("data", "--strict")
     assert outcome.status == 1 and "refused in rows.jsonl (3)" in outcome.out
     assert "All 3 " in outcome.out and "can be read, but not trained on as they are" in outcome.out

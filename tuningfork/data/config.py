@@ -38,7 +38,7 @@ class DataConfig:
     mix_seed: Annotated[int, Field(ge=0)] = 0
     """Decides which examples of a source a mix takes."""
     eval: Annotated[str, Field(min_length=1)] | list[str] | None = None
-    """Held-out pairs from any of the same sources; scored before and after training. Of a folder or a hub name with
+    """Held-out examples from any of the same sources; scored before and after training. Of a folder or a hub name with
     splits, the validation split, else the test split."""
     format: FormatName = "auto"
     """What the fields of a row are. auto: told by their names, the same for a whole file."""
