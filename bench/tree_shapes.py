@@ -19,8 +19,8 @@ Draw = Callable[[int], np.ndarray]
 def turns(vocabulary: int, conversations: int, seed: int = 0) -> list[list[TokenExample]]:
     """An example for each turn of an agent, with all that came before as its prompt; a group for each conversation.
 
-    All have the same system prompt and tools, 4,000 tokens. A turn is an answer of 47 tokens in the middle, and what the
-    user or a tool then says, 177.
+    All have the same system prompt and tools, 4,000 tokens. A turn is an answer of 47 tokens in the middle, and what
+    the user or a tool then says, 177.
     """
     draw, rng, row = _draw(vocabulary, seed), np.random.default_rng(seed + 1), count(1)
     stem = draw(4000)

@@ -107,6 +107,20 @@ MUTATIONS = (
         ".sum() / totals.tokens",
         ".sum() / totals.examples",
         ("test_the_sft_term_is_a_mean_over_the_tokens_of_the_batch", "test_a_step_is_that_of_a_plain_trainer[dpo]"),
+        within="PairObjective",
+    ),
+    Mutation(
+        "tokens-of-the-chunk",
+        ".sum() / totals.tokens",
+        ".sum() / answers.lengths.sum()",
+        ("test_a_step_is_that_of_a_plain_trainer_however_the_batch_is_cut",),
+        within="SFT",
+    ),
+    Mutation(
+        "nll-as-a-mean-of-means",
+        "PerToken(-logps, answers.lengths)",
+        "-logps / answers.lengths",
+        ("test_an_evaluation_is_a_mean_over_all_held_out_examples_and_not_over_packs",),
     ),
     Mutation(
         "mean-of-the-pack",
@@ -119,6 +133,7 @@ MUTATIONS = (
         "sum(example.answer_tokens(0) for example in examples)",
         "sum(example.answer_tokens(1) for example in examples)",
         ("test_totals_count_what_counts", "test_a_step_is_that_of_a_plain_trainer[dpo]"),
+        within="PairObjective",
     ),
     Mutation(
         "weight-forgotten",
@@ -506,8 +521,8 @@ MUTATIONS = (
     ),
     Mutation(
         "evaluation-loss-of-the-last-pack",
-        "loss += float(objective.example_losses(logps, answers).sum())",
-        "loss = float(objective.example_losses(logps, answers).sum())",
+        "totals += objective.totals(pack.examples)",
+        "totals = objective.totals(pack.examples)",
         ("test_evaluation_equals_plain_scores_and_the_papers_formula",),
     ),
 )

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import xxhash
@@ -257,6 +257,17 @@ class DataReport:
     def dropped(self) -> dict[str, int]:
         """reason -> count, the most frequent first."""
         return dict(Counter(row.reason for row in self.dropped_rows).most_common())
+
+
+class PerToken(NamedTuple):
+    """A number of some answers that is a mean over their tokens, not over answers: sum of `sums` / sum of `tokens`."""
+
+    sums: Tensor  # float64 [n], over each answer's tokens
+    tokens: Tensor  # float64 [n], of each answer
+
+
+Statistic: TypeAlias = "Tensor | PerToken"
+"""A number that is reported as a mean: one value for every item that it is taken over, or sums over tokens."""
 
 
 ROOT = -1

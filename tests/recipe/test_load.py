@@ -37,6 +37,7 @@ def another(hint: Any, default: Any) -> Any:
 # What must stand beside a setting for it to be read at all.
 NEEDS = {
     "data.max_length": ["--pack.tokens", "8192"],
+    "objective.mean_over": ["--objective.name", "sft"],
     "objective.gamma": ["--objective.name", "simpo"],
     "model.weights": ["--train.optimizer", "adamw_8bit"],
     "train.gradient_dtype": ["--train.optimizer", "adamw_8bit", "--model.weights", "bfloat16"],

@@ -50,6 +50,7 @@ SETTINGS = (
     "format",
     "columns",
     "roles",
+    "answers",
     "train_on",
     "max_length",
     "over_length",

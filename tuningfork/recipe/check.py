@@ -113,13 +113,19 @@ def _check_evaluation(config: RunConfig) -> None:
     every, train, output = config.train.eval_every, config.train, config.output
     if every is not None and config.data.eval is None:
         raise ConfigError(
-            f"train.eval_every is {every}, but there is nothing to evaluate on. Set data.eval to held-out pairs, or "
+            f"train.eval_every is {every}, but there is nothing to evaluate on. Set data.eval to held-out rows, or "
             "remove it."
         )
     if every is None and train.best_by != TrainConfig().best_by:
         raise ConfigError(
             f"train.best_by is {train.best_by}, but only with train.eval_every is there a best step. Set that, or "
             "remove it."
+        )
+    objective = config.objective.build()
+    if train.best_by not in ("loss", *objective.headline):
+        raise ConfigError(
+            f"train.best_by is {train.best_by}, which evaluations of objective.name {objective.name} do not give. Set "
+            "train.best_by: loss."
         )
     if every is None and output.export == "best":
         raise ConfigError(

@@ -14,6 +14,7 @@ from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
 from tuningfork.errors import NonFiniteError, ReferenceMismatch
 from tuningfork.models.scorer import Scorer
 from tuningfork.objective.base import Objective
+from tuningfork.records import Statistic
 from tuningfork.reference.build import unequal
 from tuningfork.train.batch import StepBatch
 from tuningfork.train.optimizer import gradient_norm, move_weights
@@ -28,7 +29,7 @@ class StepOutcome:
     loss: float  # of the batch, as the objective defines it
     grad_norm: float  # before clipping
     logps: Tensor  # float64 [A], before the weights moved
-    statistics: Mapping[str, Tensor]  # the objective's, of these log-probs
+    statistics: Mapping[str, Statistic]  # the objective's, of these log-probs
 
 
 def train_step(

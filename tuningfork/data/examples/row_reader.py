@@ -7,7 +7,7 @@ what the model sees is passed over: it is used, or its row is dropped, and field
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any, NamedTuple
 
@@ -71,6 +71,11 @@ class ReadRow(NamedTuple):
     notes: list[str]
     not_read: list[str]
     names: list[str]
+
+    def best(self) -> ReadRow:
+        """The same with the best answer alone, and no margin to answers that are gone."""
+        example = replace(self.example, answers=self.example.answers[:1], margin=None)
+        return self._replace(example=example, names=self.names[:1])
 
 
 @dataclass(frozen=True, slots=True)

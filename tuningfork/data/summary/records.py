@@ -178,6 +178,11 @@ class SetSummary:
     control_words: ControlWords | None  # None where there are none, or where data.control_tokens says what they are
     over_positions: list[Source]  # rows in use with a sequence longer than the model knows positions
 
+    @property
+    def compares(self) -> bool:
+        """Whether rows have answers that are compared with each other."""
+        return bool(self.length_bias is not None or self.identical_answers or self.repeats.conflicting_rows)
+
 
 @dataclass(frozen=True, slots=True)
 class MixPart:

@@ -125,6 +125,8 @@ class RowEncoder:
             found = reader(number, row)
             if self.group_by is not None:
                 found = with_group(found, row, self.group_by)
+            if self.config.answers == "best":
+                found = found.best()
             example, notes = self.control.with_one_end(found.example)
             as_it_is = isinstance(example.prompt, str) and self.config.control_tokens in (None, "keep")
             return found, _Words(example, notes, [] if as_it_is else self.control.in_words(example))

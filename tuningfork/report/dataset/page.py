@@ -277,6 +277,11 @@ def _repeats(summary: DataSummary, names: Mapping[str, str]) -> str:
         "Dropped: an answer is empty": lambda data: (data.empty_answers, ""),
         "Different prompts among the used rows": lambda data: (data.repeats.distinct_prompts, ""),
     }
+    note = "Rows are compared by token ids, as the model meets them."
+    if any(data.compares for _, data in _sets(summary)):
+        note += " Contradicting rows have the same prompt and the same answers, and prefer another of them."
+    else:
+        del kinds["Rows that contradict each other"], kinds["Dropped: chosen equals rejected"]
     shown = [
         _placed_counts(
             ["What", "Count", "Where"],
@@ -303,10 +308,6 @@ def _repeats(summary: DataSummary, names: Mapping[str, str]) -> str:
             for name, (count, pairs) in found.items()
         ]
         shown.append(_placed_counts(["Leak", "Rows", "Share", "Where"], body, "From training into held-out data"))
-    note = (
-        "Rows are compared by token ids, as the model meets them. Contradicting rows have the same prompt and the same "
-        "answers, and prefer another of them."
-    )
     return "".join(shown) + f'<p class="note">{note}</p>'
 
 

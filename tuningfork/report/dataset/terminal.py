@@ -148,6 +148,8 @@ def _repeats(sets: Sequence[tuple[str, SetSummary]], leaks: Leaks | None) -> Tab
         "dropped: an answer is empty": lambda data: data.empty_answers,
         "different prompts": lambda data: data.repeats.distinct_prompts,
     }
+    if not any(data.compares for _, data in sets):
+        del counts["rows that contradict each other"], counts["dropped: chosen equals rejected"]
     for words, look in counts.items():
         grid.add_row(words, *(f"{look(data):,}" for _, data in sets))
     if leaks is not None:
