@@ -8,27 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from tuningfork.data.packing.layout import lay
 from tuningfork.data.packing.tree import grow
+from tuningfork.kernels.attention.plain import PlainAttention
 from tuningfork.records import ROOT, PackedBatch, Segment, Source, TokenAnswer, TokenExample
 
 VOCAB = 50_000
+MOST_PATHS = 2**14
 
 
-def random_forest(seed: int, roots: int = 2, depth: int = 4, longest: int = 300) -> list[TokenExample]:
-    """Examples whose sequences part at, before and behind multiples of 32 and 64, and anywhere.
+def random_forest(seed: int, roots: int = 2, depth: int = 4, longest: int = 300, most: int = 24) -> list[TokenExample]:
+    """At most so many examples, whose sequences part at, before and behind multiples of 32 and 64, and anywhere.
 
-    Some end within others' prompts, some have the answers of one prompt, and stretches of a single row are among them.
+    Some end within others' prompts, some have two answers, and stretches of a single row are among them.
     """
     rng = np.random.default_rng(seed)
     sequences: list[tuple[np.ndarray, int]] = []  # and where the last stretch of it begins
 
     def go_on(path: np.ndarray, left: int) -> None:
         for _ in range(int(rng.integers(1, 4)) if len(path) else roots):
+            if len(sequences) >= most:
+                return
             to_grid = -len(path) % int(rng.choice([32, 64]))
             own = int(rng.choice([1, int(rng.integers(1, 70)), max(1, to_grid + int(rng.integers(-1, 2)))]))
             whole = np.concatenate([path, rng.integers(1, VOCAB, own)]).astype(np.int32)
@@ -107,6 +112,101 @@ def mask_of(batch: PackedBatch, window: int | None = None) -> torch.Tensor:
 
 def normal(rows: torch.Tensor, *shape: int, seed: int) -> torch.Tensor:
     """Normal numbers [T, *shape] that depend on each row's number alone; float64 on the CPU."""
-    most = 2**14
-    assert int(rows.max()) < most
-    return torch.randn(most, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)[rows]
+    assert int(rows.max()) < MOST_PATHS
+    return torch.randn(MOST_PATHS, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)[rows]
+
+
+class Case(NamedTuple):
+    """What a call of attention may ask for."""
+
+    heads: int = 2
+    kv_heads: int = 2
+    width: int = 16
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+    value_width: int | None = None
+
+    @property
+    def names(self) -> list[str]:
+        return ["out", "d query", "d key", "d value"] + ["d sinks"] * self.has_sinks
+
+
+def attended(
+    form: Any,
+    batch: PackedBatch,
+    numbers: torch.Tensor,
+    case: Case,
+    dtype: torch.dtype,
+    rounded: torch.dtype | None = None,
+) -> list[torch.Tensor]:
+    """What a form makes of a pack whose rows have numbers of their own, in a dtype; of inputs `rounded` to another.
+
+    Returns:
+        Its output, and the gradients of a random sum of it by query, key, value and sinks; on the layout's device.
+    """
+    rounded, device = rounded or dtype, batch.layout.position_of_row.device
+    value_width = case.value_width or case.width
+    shapes = ((case.heads, case.width), (case.kv_heads, case.width), (case.kv_heads, value_width))
+    given = [normal(numbers, *shape, seed=seed) for seed, shape in enumerate(shapes)]
+    leaves = [t.to(rounded).to(device, dtype).requires_grad_() for t in given]
+    upstream = normal(numbers, case.heads, value_width, seed=9).to(rounded).to(device, dtype)
+    sinks = normal(torch.arange(case.heads), seed=8).float().to(device, torch.promote_types(dtype, torch.float32))
+    leaves += [sinks.requires_grad_()] * case.has_sinks
+    more = {"sinks": leaves[3]} if case.has_sinks else {}
+    how = {"scale": case.width**-0.5, "window": case.window, "softcap": case.softcap}
+    out = form.prepare(batch.layout).attend(*leaves[:3], **how, **more)
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
+
+
+def check_paths_decide_bits(form: Any, packs: Sequence[PackedBatch], case: Case, dtype: torch.dtype) -> None:
+    """Rows of equal paths have equal outputs and gradients of queries, in whichever pack they lie, and how often."""
+    known = Known()
+    first: list[torch.Tensor] = []  # by path: output, gradient of the query
+    met = 0
+    for batch in packs:
+        cpu = batch.to(torch.device("cpu"))
+        numbers = known.rows(cpu)
+        found = [t.cpu() for t in attended(form, batch, numbers, case, dtype)[:2]]
+        assert all(t.isfinite().all() for t in found)
+        if not first:
+            first = [t.new_full((MOST_PATHS, *t.shape[1:]), float("nan")) for t in found]
+        for seen, ours in zip(first, found, strict=True):
+            new = seen[numbers].isnan().flatten(1).all(1)
+            met += int((~new).sum())
+            seen[numbers[new]] = ours[new]
+            assert torch.equal(seen[numbers], ours)
+    assert met > len(packs[0].input_ids)
+
+
+def ways_to_lie(seed: int) -> list[PackedBatch]:
+    """A forest as a tree, as forks and repeated; in another order and company; and with other tokens here and there."""
+    examples = random_forest(seed)
+    others = random_forest(seed + 1000, roots=1, depth=2)
+    changed = [other_branch(e, -1 if n % 2 else 0) if n % 3 == 0 else e for n, e in enumerate(examples)]
+    return [
+        laid(examples, "tree"),
+        laid(examples, "prompt"),
+        laid(examples, "none"),
+        laid([*others, *examples[::-1]], "tree", smallest_stem=32),
+        laid(examples[::2], "tree"),
+        laid(changed, "tree"),
+    ]
+
+
+def check_error_and_repeat(form: Any, batch: PackedBatch, case: Case, dtype: torch.dtype) -> None:
+    """A form's error to the truth is at most twice the plain one's, and another run has the same bits."""
+    numbers = Known().rows(batch.to(torch.device("cpu")))
+    plain, ours, again = (attended(kind, batch, numbers, case, dtype) for kind in (PlainAttention, form, form))
+    truth = attended(PlainAttention, batch, numbers, case, torch.float64, rounded=dtype)
+    for name, o, a, p, t in zip(case.names, ours, again, plain, truth, strict=True):
+        no_worse(o, p, t, name)
+        assert torch.equal(o, a), f"{name}: another run has other bits"
+
+
+def no_worse(fast: torch.Tensor, plain: torch.Tensor, truth: torch.Tensor, what: str) -> None:
+    """A fast form's error to the truth, which is float64, is at most twice what the plain one loses in its dtype."""
+    assert torch.isfinite(fast).all(), f"{what}: not every element was written"
+    error, allowed = (fast.double() - truth).norm(), 2 * (plain.double() - truth).norm()
+    # A plain version that happens to be exact still allows the rounding of one result.
+    assert error <= allowed + torch.finfo(fast.dtype).eps * truth.norm(), f"{what}: {error:.3e} > {allowed:.3e}"
