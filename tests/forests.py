@@ -128,6 +128,12 @@ class Case(NamedTuple):
     value_width: int | None = None
 
     @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Heads and their width, of queries, keys and values."""
+        value_width = self.value_width or self.width
+        return [(self.heads, self.width), (self.kv_heads, self.width), (self.kv_heads, value_width)]
+
+    @property
     def names(self) -> list[str]:
         return ["out", "d query", "d key", "d value"] + ["d sinks"] * self.has_sinks
 
@@ -139,18 +145,24 @@ def attended(
     case: Case,
     dtype: torch.dtype,
     rounded: torch.dtype | None = None,
+    share_of: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """What a form makes of a pack whose rows have numbers of their own, in a dtype; of inputs `rounded` to another.
+    """What a form makes of a pack whose rows have numbers of their own, in a dtype.
+
+    Args:
+        rounded: a dtype to which inputs are rounded before; else the same.
+        share_of: [T], by which a row's upstream gradient is multiplied.
 
     Returns:
         Its output, and the gradients of a random sum of it by query, key, value and sinks; on the layout's device.
     """
     rounded, device = rounded or dtype, batch.layout.position_of_row.device
-    value_width = case.value_width or case.width
-    shapes = ((case.heads, case.width), (case.kv_heads, case.width), (case.kv_heads, value_width))
-    given = [normal(numbers, *shape, seed=seed) for seed, shape in enumerate(shapes)]
+    given = [normal(numbers, *shape, seed=seed) for seed, shape in enumerate(case.shapes)]
     leaves = [t.to(rounded).to(device, dtype).requires_grad_() for t in given]
-    upstream = normal(numbers, case.heads, value_width, seed=9).to(rounded).to(device, dtype)
+    upstream = normal(numbers, case.heads, case.shapes[2][1], seed=9)
+    if share_of is not None:
+        upstream *= share_of[:, None, None]
+    upstream = upstream.to(rounded).to(device, dtype)
     sinks = normal(torch.arange(case.heads), seed=8).float().to(device, torch.promote_types(dtype, torch.float32))
     leaves += [sinks.requires_grad_()] * case.has_sinks
     more = {"sinks": leaves[3]} if case.has_sinks else {}

@@ -90,7 +90,7 @@ class _Attend(torch.autograd.Function):
             for segment in pack.segments:
                 path.go_to(segment)
                 for block in _blocks(segment, how.window):
-                    found = _attend_block(*path.of(block), sinks, block, how)
+                    found = _attend_block([*path.of(block), *_some(sinks)], how)
                     out[block.start : block.end] = found[:, _queries(block)].transpose(0, 1)
         return out
 
@@ -111,9 +111,9 @@ class _Attend(torch.autograd.Function):
             low, high = blocks[0].first, blocks[-1].last
             d_path = [torch.zeros_like(t[:, low:high], dtype=wide) for t in (path.keys, path.values)]
             for block in blocks:
-                leaves = [t.detach().requires_grad_() for t in (*path.of(block), *([] if sinks is None else [sinks]))]
+                leaves = [t.detach().requires_grad_() for t in (*path.of(block), *_some(sinks))]
                 with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
-                    found = _attend_block(*leaves[:3], leaves[3] if sinks is not None else None, block, how)
+                    found = _attend_block(leaves, how)
                 upstream = torch.zeros_like(found)
                 upstream[:, _queries(block)] = grad[block.start : block.end].transpose(0, 1)
                 of_query, *of_path = torch.autograd.grad(found, leaves, upstream)
@@ -190,21 +190,25 @@ def _blocks(segment: Segment, window: int | None) -> Iterator[_Block]:
         yield _Block(start, end, start + shift - begin, first, begin + BLOCK)
 
 
+def _some(tensor: Tensor | None) -> list[Tensor]:
+    return [] if tensor is None else [tensor]
+
+
 def _queries(block: _Block) -> slice:
     return slice(block.offset, block.offset + block.end - block.start)
 
 
-def _attend_block(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, block: _Block, how: _How
-) -> Tensor:  # fmt: skip
-    """Query [H, BLOCK, d] are the last positions of key [H, n, d] and value [H, n, d'] -> [H, BLOCK, d']."""
+def _attend_block(given: list[Tensor], how: _How) -> Tensor:
+    """Query [H, BLOCK, d], the last positions of key [H, n, d] and value [H, n, d'], and sinks [H] if there are any ->
+    [H, BLOCK, d']."""
+    query, key, value, *sinks = given
     n = key.shape[1]
     i = torch.arange(n - BLOCK, n, device=query.device)[:, None]
     j = torch.arange(n, device=query.device)[None, :]
     visible = j <= i
     if how.window is not None:
         visible &= j > i - how.window
-    if how.softcap is None and sinks is None:
+    if how.softcap is None and not sinks:
         query, key, value = query[None], key[None], value[None]
         return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=how.scale)[0]
     products = query @ key.transpose(1, 2)
@@ -213,8 +217,8 @@ def _attend_block(
     else:
         scores = how.softcap * torch.tanh(products * (how.scale / how.softcap))
     scores = scores.masked_fill(~visible, float("-inf"))
-    if sinks is not None:
-        sink = sinks.to(scores.dtype)[:, None, None].expand(-1, BLOCK, 1)
+    if sinks:
+        sink = sinks[0].to(scores.dtype)[:, None, None].expand(-1, BLOCK, 1)
         scores = torch.cat([scores, sink], dim=-1)
     weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
     return weights[..., :n].to(value.dtype) @ value
