@@ -9,6 +9,7 @@ import torch
 
 from tuningfork.data.packing.loader import PackLoader, ahead
 from tuningfork.errors import NonFiniteError, enough_memory
+from tuningfork.models.flops import by_itself
 from tuningfork.models.policy import graphs_compiled
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.run.metrics import Means, StepResult
@@ -36,11 +37,11 @@ def training_steps(
         for step in range(first, loader.order.total_steps):
             of_all_ranks = loader.examples_of(step)
             totals = session.objective.totals(of_all_ranks)
-            packs = loader.packs(session.ranks.mine(of_all_ranks, lambda example: flops.training([example])))
+            packs = loader.packs(session.ranks.mine(of_all_ranks, lambda example: flops.training(*by_itself(example))))
             examples = [example for pack in packs for example in pack.examples]
             cached = None if reference is None else reference.lookup(examples)
             batch = StepBatch.of(packs, session.objective, cached, totals, session.pin_memory)
-            yield step, batch, flops.training(examples)
+            yield step, batch, sum(flops.training(pack.spans, len(pack.logit_rows)) for pack in packs)
 
     begun = waiting = time.perf_counter()
     for step, batch, model_flops in ahead(batches()):
