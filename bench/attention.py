@@ -90,7 +90,7 @@ class Layouts:
     @classmethod
     def of(cls, examples: Sequence[TokenExample], tokens: int) -> Layouts:
         """The examples of the fullest shared pack of `tokens` rows; each layout takes as few rows as it can."""
-        bins = pack_examples(examples, PackLimits.plan(tokens, True, compiled=True))
+        bins = pack_examples(examples, PackLimits.plan(tokens, "prompt", compiled=True))
         _, chosen = max(bins, key=lambda found: sum(e.unique_tokens for e in found[1]))
         return cls(chosen, cls._lay(chosen, "prompt"), cls._lay(chosen, "none"))
 

@@ -30,7 +30,7 @@ def check_head(scorer: Scorer, path: str) -> None:
         ModelError: the head's log-probs or gradients are wrong on this device.
     """
     policy, head = scorer.policy, scorer.head
-    batch = probe_pack(probes(policy), share_prompt=True, compiled=False).to(policy.device)
+    batch = probe_pack(probes(policy), "prompt", compiled=False).to(policy.device)
     with enough_memory("checking the head", LOADING):
         with torch.no_grad():
             hidden = policy.hidden_rows(batch)
