@@ -58,7 +58,7 @@ def test_a_path_that_loses_a_row_at_a_cut_within_a_step_is_named(monkeypatch, de
         highest = 0 if deep else ROOT
         cut = [segment.parent > highest and segment.first_position % GRID > 0 for segment in pack.segments]
         lost = [segment._replace(first_position=segment.first_position - 1) for segment in pack.segments]
-        return pack._replace(segments=[l if c else s for s, l, c in zip(pack.segments, lost, cut, strict=True)])
+        return pack._replace(segments=[w if c else s for s, w, c in zip(pack.segments, lost, cut, strict=True)])
 
     monkeypatch.setattr(PlainAttention, "prepare", losing)
     with pytest.raises(ModelError, match="gives packed examples other log-probs than the same examples alone"):
