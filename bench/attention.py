@@ -33,8 +33,8 @@ from bench.output import device, emit, environment, failure, parser, rounded, ta
 from bench.shapes import random_pairs, yardstick
 from bench.timing import free_memory, median_ms
 from tuningfork.data.packing.layout import lay
-from tuningfork.data.packing.pack import PackLimits, pack_examples
-from tuningfork.data.packing.tree import grow
+from tuningfork.data.packing.pack import PackLimits, pack_examples, portions_of
+from tuningfork.data.packing.tree import Share, grow
 from tuningfork.kernels import attention as kernel_room
 from tuningfork.models.flops import FlopCounter
 from tuningfork.models.mixers.attention import Attention, AttentionLayer
@@ -90,12 +90,13 @@ class Layouts:
     @classmethod
     def of(cls, examples: Sequence[TokenExample], tokens: int) -> Layouts:
         """The examples of the fullest shared pack of `tokens` rows; each layout takes as few rows as it can."""
-        bins = pack_examples(examples, PackLimits.plan(tokens, True, compiled=True))
-        _, chosen = max(bins, key=lambda found: sum(e.unique_tokens for e in found[1]))
+        limits = PackLimits.plan(tokens, "prompt", compiled=True)
+        fullest = max(pack_examples(portions_of(examples, limits), limits), key=lambda found: found.forest.rows)
+        chosen = fullest.examples
         return cls(chosen, cls._lay(chosen, "prompt"), cls._lay(chosen, "none"))
 
     @staticmethod
-    def _lay(chosen: Sequence[TokenExample], share: str) -> PackedBatch:
+    def _lay(chosen: Sequence[TokenExample], share: Share) -> PackedBatch:
         forest = grow(chosen, share).of(range(len(chosen)))
         return lay(chosen, forest, -(-forest.rows // 128) * 128)
 

@@ -41,6 +41,7 @@ import torch
 
 from bench import peer_search, shapes
 from bench.output import emit, environment, parser, peak, table
+from tuningfork.models.flops import by_itself
 from tuningfork.models.policy import Policy
 
 ROOT = Path(__file__).parent.parent
@@ -141,7 +142,8 @@ def flops_of_a_pair(pairs: int) -> float:
     """Model flops of training on one pair of the workload, on average, by our counter; no weight is made."""
     examples = shapes.yardstick(pairs)
     policy = Policy.plain(shapes.build(MODEL, "meta"), torch.bfloat16)
-    return policy.flops().training(examples) / len(examples)
+    flops = policy.flops()
+    return sum(flops.training(*by_itself(example)) for example in examples) / len(examples)
 
 
 def comparable(line: dict[str, Any], pair_flops: float, peak_flops: float | None) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def of_a_step(pairs: Subset, batch: int, limits: PackLimits, store: ReferenceSto
         members = [example for pack in packs for example in pack.examples]
         logps = timed("ahead: reference", store.lookup, members)
         batch_ahead = timed("ahead: answers and totals", StepBatch.of, packs, objective, logps)
-        timed("ahead: model flops", flops.training, members)
+        timed("ahead: model flops", lambda packs=packs: [flops.training(p.spans, len(p.logit_rows)) for p in packs])
         values = timed("between: values of the statistics", objective.statistics, scores, batch_ahead.answers)
         timed("between: their sums", Means.of, values)
     for work, found in spent.items():

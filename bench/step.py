@@ -28,8 +28,9 @@ from bench.workload import pairs as workload
 from bench.workload import stats
 from tuningfork.data.packing.loader import EpochOrder, PackLoader, build_packs
 from tuningfork.data.packing.pack import PackLimits
+from tuningfork.data.packing.tree import Share
 from tuningfork.models.config import ACTIVATION_MEMORY_FORMS
-from tuningfork.models.flops import FlopCounter
+from tuningfork.models.flops import FlopCounter, by_itself
 from tuningfork.models.hf.load import Loaded, hold_weights
 from tuningfork.models.policy import Policy
 from tuningfork.models.scorer import Scorer
@@ -72,7 +73,7 @@ def measure(
     *,
     pairs: int = 512,
     pack_tokens: int = 16384,
-    share: str = "tree",
+    share: Share = "tree",
     examples_per_step: int = 16,
     head_chunk_rows: int = 8192,
     epochs: int = 3,
@@ -182,7 +183,8 @@ def recomputed_share(activation_memory: str, flops: FlopCounter, examples: list[
     if activation_memory.startswith("budget"):
         return None
     blocks = replace(flops, head_weights=0)
-    return sum(blocks.forward(example) for example in examples) / flops.training(examples)
+    alone = [by_itself(example) for example in examples]
+    return sum(blocks.forward(*example) for example in alone) / sum(flops.training(*example) for example in alone)
 
 
 @dataclass

@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tuningfork.objective.sft import SFT
 
 from bench import shapes, tree_shapes
 from bench.output import device, emit, environment, parser, rounded, table
@@ -38,6 +37,7 @@ from tuningfork.models.policy import Policy
 from tuningfork.models.scorer import Scorer
 from tuningfork.objective.base import Objective
 from tuningfork.objective.pairs import DPO
+from tuningfork.objective.sft import SFT
 from tuningfork.records import PackedBatch, TokenExample
 from tuningfork.train.batch import StepBatch
 from tuningfork.train.config import TrainConfig
@@ -169,7 +169,7 @@ def _timed(run: Any) -> float:
 
 
 def _line(
-    shape: str, order: str, work: str, found: Mapping[str, _Way], logps: Mapping[str, Any], other: str
+    shape: str, order: str, work: str, found: Mapping[Share, _Way], logps: Mapping[Share, Any], other: Share
 ) -> dict[str, Any]:
     tree, than = found["tree"], found[other]
     (tree_s, tree_flops), (than_s, than_flops) = ((median(way.seconds), way.work(work)) for way in (tree, than))

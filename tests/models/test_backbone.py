@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,10 +14,20 @@ from tests.tiny import one_pack, random_examples, tiny_policy
 from tuningfork.data.packing.layout import build_pack
 from tuningfork.kernels.select import plain
 from tuningfork.models.backbone import Backbone
-from tuningfork.models.flops import FlopCounter
+from tuningfork.models.flops import FlopCounter, by_itself
 from tuningfork.models.mixers.attention import Attention, AttentionLayer
 from tuningfork.models.mixers.mixer import Flops, Mixer
-from tuningfork.records import ForkLayout, LogitTransform, PackedBatch, Segment, Source, TokenAnswer, TokenExample
+from tuningfork.records import (
+    ROOT,
+    ForkLayout,
+    LogitTransform,
+    PackedBatch,
+    Segment,
+    Source,
+    Span,
+    TokenAnswer,
+    TokenExample,
+)
 from tuningfork.train.checks.self_check import probe_pack, probes, untried
 
 VOCAB, WIDTH = 50, 16
@@ -32,14 +43,15 @@ class Shift:
         """The row of each row's previous position, int64 [T]; T where there is none."""
         rows = len(layout.position_of_row)
         previous = torch.arange(rows) - 1
-        for segment in (Segment(*entry) for entry in layout.segments.tolist()):
+        segments = [Segment(*entry) for entry in layout.segments.tolist()]
+        for segment in segments:
             if segment.start < segment.end:
-                has_ancestors = segment.ancestors_start < segment.ancestors_end
-                previous[segment.start] = segment.ancestors_end - 1 if has_ancestors else rows
+                previous[segment.start] = rows if segment.parent == ROOT else segments[segment.parent].end - 1
         return previous
 
-    def cost(self, example: TokenExample) -> Flops:
-        return Flops(example.unique_tokens, 2 * example.unique_tokens)
+    def cost(self, spans: Iterable[Span]) -> Flops:
+        tokens = sum(own for _, own in spans)
+        return Flops(tokens, 2 * tokens)
 
     def probes(self, limit: int) -> list[tuple[int, tuple[int, ...]]]:
         return [(1, (1, 2))]
@@ -95,11 +107,12 @@ def test_models_have_what_is_asked_of_one(model: Any) -> None:
         assert {name for name in members(Mixer) if not hasattr(mixer, name)} == set()
 
 
-@pytest.mark.parametrize("share", [True, False], ids=["shared", "unshared"])
-def test_all_mixers_find_their_sequence_in_a_pack(share: bool) -> None:
+@pytest.mark.parametrize("share", ["tree", "prompt", "none"])
+def test_all_mixers_find_their_sequence_in_a_pack(share: str) -> None:
     """Against each sequence as one segment, in a pack of its own."""
     model, examples = own_model(), random_examples([(7, (5, 9)), (0, (4, 3)), (1, (1, 3, 2))], vocab=VOCAB)
-    packed = model.hidden_rows(one_pack(examples, share))
+    batch = one_pack(examples, share)
+    packed = model.hidden_rows(batch)[batch.logit_row_of_counted]
     alone = []
     for example in examples:
         p = len(example.prompt_ids)
@@ -107,7 +120,7 @@ def test_all_mixers_find_their_sequence_in_a_pack(share: bool) -> None:
             ids = np.concatenate([example.prompt_ids, answer.ids])
             counted = np.arange(len(ids)) >= p
             document = TokenExample(Source("alone", 1), ids[:0], (TokenAnswer(ids, counted),))
-            alone.append(model.hidden_rows(build_pack([document], len(ids), share="prompt")))
+            alone.append(model.hidden_rows(build_pack([document], len(ids), "prompt")))
     torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-12, atol=1e-12)
 
 
@@ -115,9 +128,9 @@ def test_checks_and_counts_ask_every_mixer() -> None:
     model = own_model(window=400)
     shapes = [(len(e.prompt_ids), tuple(len(a.ids) for a in e.answers)) for e in probes(model)]
     assert shapes == [*model.mixers[0].probes(300), (1, (1, 2))]
-    assert model.hidden_rows(probe_pack(probes(model), share="prompt", compiled=False)).isfinite().all()
+    assert model.hidden_rows(probe_pack(probes(model), "tree", compiled=False)).isfinite().all()
     assert untried(model) == ["not beyond the layers' window of 400, which is too long for that"]
     [pair] = random_examples([(3, (2, 4))])  # 9 unique tokens, 6 logit rows; pairs: 6 + 9 + 22
     counter = FlopCounter(block_weights=3, head_weights=5, mixers=model.mixers)
-    assert counter.forward(pair) == 2 * 3 * 9 + 2 * 5 * 6 + 4 * WIDTH * 37 + 9
-    assert counter.training([pair]) == 3 * counter.forward(pair)
+    assert counter.forward(*by_itself(pair)) == 2 * 3 * 9 + 2 * 5 * 6 + 4 * WIDTH * 37 + 9
+    assert counter.training(*by_itself(pair)) == 3 * counter.forward(*by_itself(pair))

@@ -47,7 +47,7 @@ def attention_of(attend: Callable[..., Any]) -> Kernels:
     return replace(with_form("attention", Other), names={"attention": "other", "row_logps": "other"})
 
 
-def begun(kernels: Kernels, family: str = "llama", dtype: torch.dtype = torch.float32, share: bool = True):
+def begun(kernels: Kernels, family: str = "llama", dtype: torch.dtype = torch.float32, share: str = "tree"):
     policy = Policy(tiny_model(family, torch.float32), kernels, dtype)
     return policy, KernelCheck.begin(policy, "here", share, compiling=False)
 

@@ -33,7 +33,8 @@ _SPEED: dict[str, str] = {
     "examples_per_s": "examples / wall seconds of the steps of the line.",
     "tokens_per_s": "tokens / the same seconds.",
     "unique_tokens_per_s": "unique_tokens / the same seconds.",
-    "mfu": "Model flops of the line / the same seconds / peak flops of all devices; null where the peak is unknown.",
+    "mfu": "Model flops of the line, of each row that is laid once / the same seconds / peak flops of all devices; "
+    "null where the peak is unknown.",
     "peak_memory_gib": "Most device memory held at once during the line, GiB; null on a CPU.",
 }
 EVAL = "eval/"  # leads the names of held-out numbers
@@ -119,7 +120,7 @@ class StepResult:
     pad_rows: int
     seconds: float  # wall time since the numbers of the step before were known; data, logging and checkpoints included
     data_seconds: float  # of these, waiting for data
-    model_flops: float  # necessary work only, as models/flops.py counts it
+    model_flops: float  # necessary work only, of each row that is laid once
     statistics: Means = Means()  # the objective's
     peak_memory_bytes: int | None = None  # of the fullest device during the step; None on a CPU
     compiled: bool = False  # something was compiled or tuned in this step, so its time says nothing about speed

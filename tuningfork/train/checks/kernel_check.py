@@ -57,17 +57,18 @@ class KernelCheck:
     usual: _Numbers  # in the run's dtype
 
     @classmethod
-    def begin(cls, policy: Policy, path: str, share_prompt: bool, compiling: bool) -> KernelCheck:
+    def begin(cls, policy: Policy, path: str, share: str, compiling: bool) -> KernelCheck:
         """Compare each kernel by itself, on what this model gives it, and measure the plain ones.
 
         Args:
+            share: how much of the pack's examples is laid once, as in training.
             compiling: whether the policy's blocks will be compiled.
 
         Raises:
             ModelError: a kernel is wrong.
         """
         usual_policy = Policy.plain(policy.model, policy.dtype)
-        batch = probe_pack(probes(policy), share_prompt, compiling).to(policy.device)
+        batch = probe_pack(probes(policy), share, compiling).to(policy.device)
         with enough_memory("checking the kernels", LOADING):
             _check_attention(policy, batch, path)
             usual_policy.keep_activations("block")  # where memory is short, it is short here too

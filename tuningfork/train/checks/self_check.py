@@ -2,25 +2,27 @@
 
 Families differ in ways that no table of ours can promise to know (logit scales, new attention keywords, state that
 leaks). A few sequences through plain transformers and through our path settle it for the model at hand: longer than the
-tiles of the kernels, and than the windows of its layers, so that each layer has something to cut off.
+tiles of the kernels, and than the windows of its layers, so that each layer has something to cut off. They lie as a
+tree in which others leave each of them in the middle of its prompt and of an answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from tuningfork.data.packing.layout import build_pack
+from tuningfork.data.packing.layout import lay
 from tuningfork.data.packing.pack import SMALLEST_COMPILED, PackLimits
+from tuningfork.data.packing.tree import grow
 from tuningfork.errors import LOADING, ModelError, OutOfMemory, enough_memory
 from tuningfork.models.backbone import Backbone
 from tuningfork.models.hf import attention
 from tuningfork.models.policy import Policy
-from tuningfork.records import PackedBatch, Source, TokenAnswer, TokenExample
+from tuningfork.records import GRID, PackedBatch, Source, TokenAnswer, TokenExample
 
 _LONGEST = {"cpu": 640, "cuda": 4608}  # tokens: beyond the windows of 512 and of 4,096 that models have
 _TOLERANCE = 1e-3  # of the largest log-prob of a token; float32 differs by 1e-6, a wrong model by its whole size
@@ -41,8 +43,7 @@ def check_packed_equals_alone(model: PreTrainedModel, path: str) -> None:
 
 def _compare(model: PreTrainedModel, path: str) -> None:
     policy = Policy.plain(model, torch.float32)
-    examples = probes(policy)
-    batch = probe_pack(examples, share_prompt=True, compiled=False).to(model.device)
+    batch = probe_pack(probes(policy), "tree", compiled=False).to(model.device)
     with torch.no_grad():
         try:
             with enough_memory("checking the model", LOADING):
@@ -61,7 +62,7 @@ def _compare(model: PreTrainedModel, path: str) -> None:
             )
         try:
             with enough_memory("checking the model", LOADING):
-                alone = torch.cat([score for example in examples for score in _score_alone(model, example)])
+                alone = torch.cat([score for example in batch.examples for score in _score_alone(model, example)])
         except OutOfMemory:
             raise
         except Exception as error:
@@ -117,11 +118,39 @@ def probes(model: Backbone) -> list[TokenExample]:
     ]
 
 
-def probe_pack(examples: list[TokenExample], share_prompt: bool, compiled: bool) -> PackedBatch:
-    """Examples in one pack, with as many token slots as a run would give it."""
-    rows = sum(example.slots(share_prompt) for example in examples)
-    limits = PackLimits.plan(2 * rows + SMALLEST_COMPILED, share_prompt, compiled)
-    return build_pack(examples, limits.slots(rows), share_prompt)
+def probe_pack(examples: Sequence[TokenExample], share: str, compiled: bool) -> PackedBatch:
+    """Examples in one pack, with as many token slots as a run would give it.
+
+    Args:
+        share: none, prompt or tree, see data/packing/tree.py. In a tree each of them has neighbours that leave it, so
+            that its path is cut where no kernel would have it cut, and more than once.
+    """
+    if share == "tree":
+        examples = [*examples, *(neighbour for example in examples for neighbour in _neighbours(example))]
+    forest = grow(examples, share, smallest_stem=1).of(range(len(examples)))
+    limits = PackLimits.plan(2 * forest.rows + SMALLEST_COMPILED, share, compiled)
+    return lay(examples, forest, limits.slots(forest.rows))
+
+
+def _neighbours(example: TokenExample) -> Iterator[TokenExample]:
+    """Examples whose sequences leave an example's first in the middle of its prompt, and of its answer.
+
+    They go on with a few of its own tokens, each replaced by the one before it in the vocabulary.
+    """
+    sequence = np.concatenate([example.prompt_ids, example.answers[0].ids])
+    p, end = len(example.prompt_ids), len(sequence)
+    for first, last in ((0, p), (p, end)):
+        if last - first > 1:
+            cut = _middle(first, last)
+            own = sequence[cut : cut + 9]
+            answer = TokenAnswer(np.where(own > 0, own - 1, 1).astype(np.int32), np.ones(len(own), bool))
+            yield TokenExample(example.source, sequence[:cut], (answer,))
+
+
+def _middle(first: int, last: int) -> int:
+    """A position about halfway between two that are not neighbours; if it can be, no multiple of a mixer's steps."""
+    middle = (first + last) // 2
+    return middle + 1 if middle % GRID == 0 and middle + 1 < last else middle
 
 
 def _score_packed(policy: Policy, batch: PackedBatch) -> torch.Tensor:
@@ -129,7 +158,8 @@ def _score_packed(policy: Policy, batch: PackedBatch) -> torch.Tensor:
     logits = policy.hidden_rows(batch) @ policy.head_weight.t()
     if policy.head_bias is not None:
         logits += policy.head_bias
-    return policy.kernels["row_logps"].row_logps(logits, batch.targets, policy.transform)[0].cpu()
+    logps = policy.kernels["row_logps"].row_logps(logits, batch.targets, policy.transform)[0]
+    return logps[batch.logit_row_of_counted].cpu()
 
 
 def _score_alone(model: PreTrainedModel, example: TokenExample) -> list[torch.Tensor]:
