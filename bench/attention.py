@@ -33,7 +33,8 @@ from bench.output import device, emit, environment, failure, parser, rounded, ta
 from bench.shapes import random_pairs, yardstick
 from bench.timing import free_memory, median_ms
 from tuningfork.data.packing.layout import build_pack
-from tuningfork.data.packing.pack import PackLimits, pack_examples
+from tuningfork.data.packing.pack import PackLimits, pack_examples, portions_of, slots_of_each
+from tuningfork.data.packing.tree import Share
 from tuningfork.kernels import attention as kernel_room
 from tuningfork.models.flops import FlopCounter
 from tuningfork.models.mixers.attention import Attention, AttentionLayer
@@ -89,13 +90,14 @@ class Layouts:
     @classmethod
     def of(cls, examples: Sequence[TokenExample], tokens: int) -> Layouts:
         """The examples of the fullest shared pack of `tokens` rows; each layout takes as few rows as it can."""
-        bins = pack_examples(examples, PackLimits.plan(tokens, share_prompt=True, compiled=True))
-        _, chosen = max(bins, key=lambda found: sum(e.unique_tokens for e in found[1]))
-        return cls(chosen, cls._lay(chosen, True), cls._lay(chosen, False))
+        limits = PackLimits.plan(tokens, "prompt", compiled=True)
+        bins = pack_examples(portions_of(examples, limits), limits)
+        chosen = max(bins, key=lambda found: found.forest.rows).examples
+        return cls(chosen, cls._lay(chosen, "prompt"), cls._lay(chosen, "none"))
 
     @staticmethod
-    def _lay(chosen: Sequence[TokenExample], share: bool) -> PackedBatch:
-        rows = sum(example.slots(share) for example in chosen)
+    def _lay(chosen: Sequence[TokenExample], share: Share) -> PackedBatch:
+        rows = int(slots_of_each(chosen, share).sum())
         return build_pack(chosen, -(-rows // 128) * 128, share)
 
 

@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tuningfork.objective.sft import SFT
 
 from bench import shapes, tree_shapes
 from bench.output import device, emit, environment, parser, rounded, table
@@ -38,6 +37,7 @@ from tuningfork.models.policy import Policy
 from tuningfork.models.scorer import Scorer
 from tuningfork.objective.base import Objective
 from tuningfork.objective.pairs import DPO
+from tuningfork.objective.sft import SFT
 from tuningfork.records import PackedBatch, TokenExample
 from tuningfork.train.batch import StepBatch
 from tuningfork.train.config import TrainConfig
