@@ -54,6 +54,7 @@ def many_pairs(lengths: np.ndarray) -> Subset:
         "label": np.full(pairs, -1),
         "weight": np.ones(pairs),
         "margin": np.full(pairs, np.nan),
+        "group": np.zeros(pairs, "<u8"),
         "content": np.zeros(pairs, TYPES["content"]),
         "answer": lengths[:, 1:].reshape(-1),
         "ids": rng.integers(0, 30_000, tokens, dtype=np.int32),

@@ -46,13 +46,13 @@ def _assert_same_gradients(policy, truth, ours, relative):
         assert error < relative, f"{name}: {error:.2e}"
 
 
-@pytest.mark.parametrize("share", ["prompt", "none"], ids=["shared", "unshared"])
+@pytest.mark.parametrize("share", ["prompt", "none", "tree"], ids=["shared", "unshared", "tree"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float64_packed_equals_alone(family, share):
     policy = tiny_policy(family)
     examples = random_examples(SHAPES, holes=True)
     batch = one_pack(examples, share)
-    weights = torch.linspace(-1, 2, batch.answer_of_logit_row.max() + 1, dtype=torch.float64)
+    weights = torch.linspace(-1, 2, len(batch.answer_lengths), dtype=torch.float64)
 
     expected, truth = _weighted_alone(policy, examples, weights)
     truth_gradients = _gradients(policy, truth)
@@ -68,14 +68,14 @@ def test_float64_packed_equals_alone(family, share):
     torch.testing.assert_close(_scores(policy, batch, 16), logps)
 
 
-@pytest.mark.parametrize("share", ["prompt", "none"], ids=["shared", "unshared"])
+@pytest.mark.parametrize("share", ["prompt", "none", "tree"], ids=["shared", "unshared", "tree"])
 @pytest.mark.parametrize("family", ["llama", "olmo3", "gemma2"])
 def test_a_pack_filled_to_the_last_row_equals_alone(family, share):
     policy = tiny_policy(family)
     examples = random_examples(SHAPES, holes=True)
     batch = one_pack(examples, share, tokens=one_pack(examples, share).used_slots)
     assert batch.used_slots == len(batch.input_ids)
-    weights = torch.linspace(-1, 2, batch.answer_of_logit_row.max() + 1, dtype=torch.float64)
+    weights = torch.linspace(-1, 2, len(batch.answer_lengths), dtype=torch.float64)
 
     expected, truth = _weighted_alone(policy, examples, weights)
     truth_gradients = _gradients(policy, truth)
@@ -85,13 +85,13 @@ def test_a_pack_filled_to_the_last_row_equals_alone(family, share):
     _assert_same_gradients(policy, truth_gradients, gradients, relative=1e-6)
 
 
-@pytest.mark.parametrize("share", ["prompt", "none"], ids=["shared", "unshared"])
+@pytest.mark.parametrize("share", ["prompt", "none", "tree"], ids=["shared", "unshared", "tree"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2", "olmo3", "mistral", "gemma2", "phi"])
 def test_float32_packed_equals_alone(family, share):
     policy = tiny_policy(family, torch.float32)
     examples = random_examples(SHAPES, holes=True)
     batch = one_pack(examples, share)
-    weights = torch.linspace(-1, 2, batch.answer_of_logit_row.max() + 1, dtype=torch.float64)
+    weights = torch.linspace(-1, 2, len(batch.answer_lengths), dtype=torch.float64)
 
     expected, truth = _weighted_alone(policy, examples, weights)
     truth_gradients = _gradients(policy, truth)
@@ -101,7 +101,7 @@ def test_float32_packed_equals_alone(family, share):
     _assert_same_gradients(policy, truth_gradients, gradients, relative=2e-5)
 
 
-@pytest.mark.parametrize("share", ["prompt", "none"], ids=["shared", "unshared"])
+@pytest.mark.parametrize("share", ["prompt", "none", "tree"], ids=["shared", "unshared", "tree"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_token_reaches_another_example(family, share):
     """G3: change every token of one example; not a bit of any other example changes."""

@@ -47,7 +47,7 @@ SUB_ROOMS = {
     "data.tables": set(),
     "data.sources": {"data.tables"},
     "data.examples": {"data.tables"},
-    "data.config": {"data.examples"},
+    "data.config": {"data.examples", "data.packing"},
     "data.template_file": {"data.config"},
     "data.tokens": {"data.token_table", "data.tables", "data.examples", "data.config"},
     "data.token_cache": {"data.token_table", "data.tables", "data.examples", "data.config", "data.tokens"},

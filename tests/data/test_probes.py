@@ -117,8 +117,9 @@ def packed(folder: Path, rows: int) -> PackedBatch:
 def test_an_answers_end_has_a_log_prob_where_pad_is_the_same_token(tmp_path: Path) -> None:
     """Megatron-Bridge#4660: targets equal to pad were masked by id, and the model never learnt to stop."""
     batch = packed(tmp_path, rows=48)
-    assert batch.targets.tolist() == [*ids(" b "), EOS, *ids(" c "), EOS]
-    assert batch.logit_rows.tolist() == [36, 37, 38, 39, 36, 41, 42, 43]  # each the row before its target's
+    counted = batch.logit_row_of_counted
+    assert batch.targets[counted].tolist() == [*ids(" b "), EOS, *ids(" c "), EOS]
+    assert batch.logit_rows[counted].tolist() == [36, 37, 38, 39, 36, 41, 42, 43]  # each the row before its target's
     assert batch.answer_lengths == [4, 4]
 
 
@@ -126,11 +127,11 @@ def test_an_end_token_within_the_prompt_is_seen_like_any_other(tmp_path: Path) -
     """trl PR#741: where pad is EOS, an EOS in the middle of the prompt was masked out of attention."""
     batch = packed(tmp_path, rows=48)
     assert batch.input_ids[20] == EOS
-    assert [entry for entry in batch.layout.segments.tolist() if entry[0] < entry[1]] == [
-        [0, 37, ROOT, 0, 0, 45],  # one prompt, whole, and both answers see all of it
-        [37, 41, 0, 0, 37, 41],
-        [41, 45, 0, 0, 37, 45],
-        [45, 48, ROOT, 45, 45, 48],  # padding, which sees only itself
+    assert [entry[:5] for entry in batch.layout.segments.tolist() if entry[0] < entry[1]] == [
+        [0, 37, ROOT, 0, 45],  # one prompt, whole, and both answers see all of it
+        [37, 41, 0, 37, 41],
+        [41, 45, 0, 37, 45],
+        [45, 48, ROOT, 0, 48],  # padding, which sees only itself
     ]
     assert batch.layout.position_of_row.tolist() == [*range(41), *range(37, 41), *range(3)]
 

@@ -378,6 +378,7 @@ OUTSIDE = {
     "files": "opens, locks and writes files; what is in them is the business of those who read them",
     "json_files": "reads what lies beside the tables of a saved data set, which names the files that are hashed",
     "data.config": "the settings, whose values are in the key",
+    "data.packing.tree": "what pack.share may be",
 }
 """Modules that decide no token although rows become tokens by way of them, and why."""
 

@@ -346,7 +346,7 @@ def test_pack_size_and_prompt_sharing_change_nothing_but_rounding(job: Job) -> N
     """G5: the same steps from one large pack, from many small ones, and with every prompt stored twice."""
     large = job.but({"pack.tokens": 2048})
     small = job.elsewhere("small").but({"pack.tokens": 256})
-    apart = job.elsewhere("apart").but({"pack.share": False, "reference.cache": job.folder / "cache-apart"})
+    apart = job.elsewhere("apart").but({"pack.share": "none", "reference.cache": job.folder / "cache-apart"})
     for each in (large, small, apart):
         each.done()
     for other in (small, apart):

@@ -272,18 +272,20 @@ def test_one_cache_serves_any_number_of_models(job: Job, shelf: Path) -> None:
     assert {path: path.read_bytes() for path in (job.cache / ours).iterdir()} == before
 
 
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        ({"model.dtype": "bfloat16"}, "differs in dtype (here 'bfloat16', there 'float32')"),
-        ({"pack.share": False}, "differs in share (here 'False', there 'True')"),
-    ],
-)
-def test_another_setup_has_an_entry_of_its_own(job: Job, shelf: Path, change: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize("share", ["none", "prompt"])
+def test_every_way_to_share_has_one_entry(job: Job, share: str) -> None:
+    """A row's bits depend on the tokens of its path alone; some of what is cached is scored again, and is the same."""
+    job.but({"pack.share": "tree"}).done("reference")
+    out = job.but({"pack.share": share}).done("reference").out
+    assert f"reference cache: {job.entry}, 80 answers\n" in out and "scoring the reference" not in out
+
+
+def test_another_setup_has_an_entry_of_its_own(job: Job, shelf: Path) -> None:
     """What may change a bit of a log-prob is part of the fingerprint; the nearest entry is one of the same model."""
     job.but({"model.path": shelf / "other-model"}).done("reference")
     job.done("reference")
-    out = job.but(change).done("reference").out
+    out = job.but({"model.dtype": "bfloat16"}).done("reference").out
+    said = "differs in dtype (here 'bfloat16', there 'float32')"
     assert "of 2 other entries the nearest, " in out and said in out and "scoring the reference: 40/40" in out
     assert len(list(job.cache.iterdir())) == 3
 

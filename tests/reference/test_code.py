@@ -50,6 +50,7 @@ DECIDE_NO_BIT = {
     "models.hf.trust": "refuses folders that ask for code of others",
     "models.hf.safetensors_reader": "brings weights into memory, where they are digested",
     "data.packing.bin_packing": "which pack an example lies in; no start lets this change its log-prob",
+    "data.packing.portions": "which examples share a pack, and so what they begin with; likewise",
 }
 
 

@@ -42,14 +42,9 @@ def test_a_batch_has_the_tokens_counted_by_hand(share, unique, logit_rows):
     assert batch.answers.lengths.tolist() == [2, 2, 2, 5, 2, 2]
 
 
-def test_answers_are_named_and_handed_out_by_pack():
+def test_answers_are_handed_out_by_pack():
     packs = [build_pack([FIRST, SECOND], 40, "tree"), build_pack([THIRD], 16, "tree")]
     batch = StepBatch.of(packs, ObjectiveConfig().build(), -np.arange(6.0))
-    assert [batch.answer_name(place) for place in (0, 3, 5)] == [
-        "answer 0 of pairs:1",
-        "answer 1 of pairs:2",
-        "answer 1 of pairs:3",
-    ]
     handed = [(pack, answers.reference.tolist()) for pack, answers in batch.with_answers(batch.answers)]
     assert [pack is own for (pack, _), own in zip(handed, packs, strict=True)] == [True, True]
     assert [reference for _, reference in handed] == [[0, -1, -2, -3], [-4, -5]]

@@ -28,7 +28,7 @@ from tuningfork.models.policy import Policy
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.recipe.run_config import RunConfig
 from tuningfork.records import Source, TokenExample
-from tuningfork.reference.build import fill
+from tuningfork.reference.build import check_rescored, fill
 from tuningfork.reference.config import ReferenceConfig
 from tuningfork.reference.fingerprint import differing_facts
 from tuningfork.reference.store import ReferenceStore
@@ -277,16 +277,18 @@ def test_a_hole_in_the_reference_is_counted_not_filled(tmp_path):
             call(session, packs, store)
 
 
-def test_a_reference_with_shared_prompts_is_not_that_of_a_run_without(tmp_path):
-    """Another layout is another order of arithmetic, and has an entry of its own in the cache."""
+def test_a_reference_with_shared_prompts_is_that_of_a_run_without(tmp_path):
+    """A row's bits depend on the tokens of its path alone, so every way to share has one entry in the cache."""
     examples = pairs(4)
     session = session_of(_policy("llama", torch.float32))
     cache = str(tmp_path / "cache")
-    shared, unshared = limits_of(share="prompt"), limits_of(share="none")
-    store = open_reference(run_of(cache), session, examples, shared, quiet())
+    store = open_reference(run_of(cache), session, examples, limits_of(share="prompt"), quiet())
     assert len(store) == 8
-    other = open_reference(run_of(cache, share="none"), session, examples, unshared, quiet())
-    assert other.folder != store.folder and other.inherited(examples) == []
+    for share in ("none", "tree"):
+        out = io.StringIO()
+        other = open_reference(run_of(cache, share=share), session, examples, limits_of(share=share), Console(out))
+        assert other.folder == store.folder and len(other) == 8 and "scoring the reference" not in out.getvalue()
+        check_rescored(other, build_packs(examples, limits_of(share=share)), session.scorer.score)  # bit by bit
 
 
 def test_the_fingerprint_of_a_run_names_all_that_decides_a_bit(tmp_path):
@@ -294,8 +296,9 @@ def test_the_fingerprint_of_a_run_names_all_that_decides_a_bit(tmp_path):
     session = session_of(_policy("llama", torch.float32))
     store = open_reference(run_of(str(tmp_path)), session, examples, limits_of(), quiet())
     facts = json.loads((store.folder / "fingerprint.json").read_text())
-    assert {"weights", "config", "dtype", "attention kernel", "row_logps kernel", "compiled", "share"} < set(facts)
+    assert {"weights", "config", "dtype", "attention kernel", "row_logps kernel", "compiled"} < set(facts)
     assert {"device", "torch", "transformers", "layout"} < set(facts)
+    assert "share" not in facts
 
     def differs(other: Session, fact: str) -> None:
         theirs = open_reference(run_of(str(tmp_path)), other, examples, limits_of(), quiet())

@@ -179,7 +179,7 @@ CUTS = {
     "many packs": {"tokens": 64},
     "another order": {"order": [3, 6, 0, 5, 2, 4, 1]},
     "another order, many packs, small chunks": {"order": [6, 5, 4, 3, 2, 1, 0], "tokens": 72, "chunk_rows": 5},
-    "prompts not shared": {"share": False, "tokens": 128},
+    "prompts not shared": {"share": "none", "tokens": 128},
 }
 
 

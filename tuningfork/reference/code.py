@@ -23,6 +23,7 @@ SCORING = (
     "records.py",
     "data/packing/layout.py",
     "data/packing/pack.py",
+    "data/packing/tree.py",
     "models/activations.py",
     "models/compiler.py",
     "models/head.py",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tuningfork.reference.code import scoring_digest
 
-LAYOUT_VERSION = "4"  # raised whenever the digest of weights, the keys or the files of a cache change
+LAYOUT_VERSION = "5"  # raised with the digest of weights, the keys or files of a cache, or the steps of a layout
 
 _PIECE = 16 << 20  # bytes hashed at once; part of what the digest is, so a change of it raises LAYOUT_VERSION
 _THREADS = min(8, os.cpu_count() or 1)

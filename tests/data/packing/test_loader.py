@@ -13,10 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.data.packing.alike import example_of
 from tests.tiny import limits_of, random_examples, random_pairs
 from tuningfork.data.packing.loader import EpochOrder, PackLoader, ahead, build_packs, packs_in_windows
 from tuningfork.data.packing.pack import PackLimits
-from tuningfork.records import PackedBatch
+from tuningfork.distributed.ranks import Ranks
+from tuningfork.records import PackedBatch, TokenExample
 
 
 def stream(order: EpochOrder, first: int = 0) -> list[int]:
@@ -225,6 +227,38 @@ def test_build_packs_lays_out_what_the_packer_chose():
     assert sum(pack.used_slots for pack in packs) == sum(e.unique_tokens for e in examples)
 
 
+def of_two_stems(count: int) -> list[TokenExample]:
+    """Examples that take turns at two stems of 60 tokens, with two answers each."""
+    return [example_of(row, [1 + row % 2] * 60, [10 + row] * 4, [50 + row] * 3) for row in range(count)]
+
+
+@pytest.mark.parametrize(("share", "used"), [("none", 8 * 127), ("prompt", 8 * 67), ("tree", 2 * 60 + 8 * 7)])
+def test_a_steps_trees_share_its_packs(share, used):
+    """Which eight of the examples a step holds chance decides: all, here."""
+    loader = PackLoader(of_two_stems(8), EpochOrder.plan(8, 8, 0, 1, None), limits_of(256, share))
+    packs = loader.step(0)
+    assert sum(pack.used_slots for pack in packs) == used
+    assert sorted(e.source.row for pack in packs for e in pack.examples) == list(range(8))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("share", ["none", "prompt", "tree"])
+def test_ranks_share_out_the_portions_of_a_step(share, size):
+    """Every example of a step is on one rank, and what it begins with alike with others is laid there once."""
+    examples = of_two_stems(24)
+    loader = PackLoader(examples, EpochOrder.plan(24, 24, 3, 1, None), limits_of(130, share))
+    portions = loader.portions(loader.examples_of(0))
+    packs = [
+        loader.packs(Ranks(rank, size).mine(portions, lambda portion: sum(own for _, own in portion.spans)))
+        for rank in range(size)
+    ]
+    assert sum(map(bool, packs)) == min(size, len(portions))
+    assert sorted(e.source.row for of_rank in packs for pack in of_rank for e in pack.examples) == list(range(24))
+    used = [sum(pack.used_slots for pack in of_rank) for of_rank in packs]
+    assert sum(used) <= sum(portion.rows for portion in portions)
+    assert max(used) - min(used) <= max(portion.rows for portion in portions)
+
+
 @pytest.mark.parametrize("window", [4, 30, 1024])
 def test_packs_in_windows_hold_every_example_once(window):
     examples = random_pairs(100)
@@ -235,20 +269,22 @@ def test_packs_in_windows_hold_every_example_once(window):
 
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
-@pytest.mark.parametrize("share", [True, False], ids=["shared", "unshared"])
+@pytest.mark.parametrize("share", ["none", "prompt", "tree"])
 def test_a_full_pack_has_no_padding(share, compiled):
     examples = random_examples([(10, (20, 24)), (5, (6, 7))])
-    rows = sum(e.unique_tokens if share else e.plain_tokens for e in examples)
+    rows = sum(e.plain_tokens if share == "none" else e.unique_tokens for e in examples)
     [batch] = build_packs(examples, PackLimits.plan(rows, share, compiled))
     assert batch.used_slots == len(batch.input_ids) == rows
     assert int(batch.layout.segments[:, 1].max()) == rows
 
 
-@pytest.mark.parametrize(("share", "compiled"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(("share", "compiled"), [("prompt", True), ("prompt", False), ("none", True)])
 def test_packs_have_the_rows_that_the_limits_say(share, compiled):
     examples = random_pairs(40)
     limits = PackLimits.plan(1300, share, compiled)
     packs = build_packs(examples, limits)
     assert [len(pack.input_ids) for pack in packs] == [limits.slots(pack.used_slots) for pack in packs]
     assert {len(pack.input_ids) % limits.quantum for pack in packs if len(pack.input_ids) < 1300} <= {0}
-    assert sum(pack.used_slots for pack in packs) == sum(e.unique_tokens if share else e.plain_tokens for e in examples)
+    assert sum(pack.used_slots for pack in packs) == sum(
+        e.plain_tokens if share == "none" else e.unique_tokens for e in examples
+    )

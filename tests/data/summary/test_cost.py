@@ -94,18 +94,18 @@ def test_shared_attention_is_what_the_layout_lets_see(shapes: list[tuple[int, li
     examples = random_examples(shapes)
     order = order_of(examples, 4)
     seen = {}
-    for share in (True, False):
+    for share in ("prompt", "none"):
         seen[share] = 0
         for pack in build_packs(examples, limits_of(128, share)):
             for segment in (Segment(*entry) for entry in pack.layout.segments.tolist()):
                 if segment.start < pack.used_slots:
-                    rows, above = segment.end - segment.start, segment.ancestors_end - segment.ancestors_start
-                    seen[share] += rows * (rows + 1) // 2 + rows * above
+                    rows = segment.end - segment.start
+                    seen[share] += rows * (rows + 1) // 2 + rows * segment.first_position
     found = cost_of(examples, order, limits_of())
-    assert (found.attention_pairs_shared, found.attention_pairs) == (seen[True], seen[False])
+    assert (found.attention_pairs_shared, found.attention_pairs) == (seen["prompt"], seen["none"])
 
 
-@pytest.mark.parametrize("share", ["prompt", "none"], ids=["shared", "unshared"])
+@pytest.mark.parametrize("share", ["none", "prompt", "tree"])
 def test_layouts_and_plan_are_those_of_the_loader(share: Share) -> None:
     """Packs of every step of the run, and of the first epoch for its layouts, made as the trainer makes them."""
     examples = random_pairs(23, longest=40)
@@ -130,7 +130,7 @@ def test_layouts_and_plan_are_those_of_the_loader(share: Share) -> None:
     layouts = {layout.name: layout for layout in cost_of(examples, order, limits).layouts}
     assert list(layouts) == ["padded", "packed", "shared"]
     shared = layouts["shared"]
-    if share:
+    if share == "prompt":
         assert (shared.slots, shared.padding) == (rows, rows - used)
     assert shared.prompt_again == 0 and layouts["packed"].prompt_again == shared.prompt
     for layout in layouts.values():
