@@ -132,7 +132,7 @@ def test_headings_links_and_labels(outline: Outline) -> None:
     targets = [str(attributes["href"])[1:] for tag, attributes in outline.tags if tag == "a"]
     assert set(named) | set(targets) <= set(ids)
     pictures = [attributes for tag, attributes in outline.tags if tag == "svg" or attributes.get("role") == "img"]
-    assert len(pictures) == 5 + 2 + 3 + 2 and all(picture.get("aria-label") for picture in pictures)
+    assert len(pictures) == 5 + 2 + 5 + 4 and all(picture.get("aria-label") for picture in pictures)
 
 
 def test_the_numbers_are_those_of_the_report(summary: DataSummary, outline: Outline) -> None:
@@ -142,7 +142,7 @@ def test_the_numbers_are_those_of_the_report(summary: DataSummary, outline: Outl
         assert finding.text[1:].split(EVIL)[0] in text
     assert text.count("stops --strict") == 4 + 1 and text.count("worth a look") == 2
     cost, run = summary.cost, summary.run
-    for number in (cost.tokens, cost.unique_tokens, cost.attention_pairs, cost.attention_pairs_shared):
+    for number in (cost.tokens, cost.unique_tokens, *(layout.attention_pairs for layout in cost.layouts)):
         assert f"{number:,}" in text
     assert all(f"{layout.slots:,} slots" in text for layout in cost.layouts)
     assert f"steps of 2 pairs in the whole run{run.steps:,}" in text and run.steps == 33
@@ -254,7 +254,7 @@ def test_in_a_browser(page: str, tmp_path: Path) -> None:
                 assert (tab.said, tab.requests) == ([], [])
                 assert tab.value("document.documentElement.scrollWidth") <= tab.value("window.innerWidth") == width
                 plots = tab.value(f"{boxes}.map(box => [box.width, box.height])")
-                assert len(plots) == 12 and all(w > 250 and h >= 20 for w, h in plots)
+                assert len(plots) == 16 and all(w > 250 and h >= 20 for w, h in plots)
                 colours.add(tab.value(paper))
         assert len(colours) == 2  # light and dark
         assert tab.value("getComputedStyle(document.querySelector('.t'), '::after').content") == "none"

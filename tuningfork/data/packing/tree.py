@@ -146,7 +146,7 @@ def grow(examples: Sequence[TokenExample], share: Share, smallest_stem: int = SM
     owners = [owners[n] for n in order]
     sequences = [np.frombuffer(keys[n], dtype=">u4") for n in order]
     lengths = np.array([len(ids) for ids in sequences], dtype=np.int64)
-    common = np.array([0, *map(_common, sequences, sequences[1:])], dtype=np.int64)[: len(lengths)]
+    common = np.array([0, *map(in_common, sequences, sequences[1:])], dtype=np.int64)[: len(lengths)]
     nodes, leaf, turn = _branches(lengths.tolist(), common.tolist())
     example_of = np.array([place for place, _ in owners], dtype=np.int64)
     needed = _partings(example_of, common, turn)
@@ -158,7 +158,7 @@ def _key(example: TokenExample, answer: int) -> bytes:
     return np.concatenate([example.prompt_ids, example.answers[answer].ids]).astype(">u4").tobytes()
 
 
-def _common(one: np.ndarray, other: np.ndarray) -> int:
+def in_common(one: np.ndarray, other: np.ndarray) -> int:
     """How many tokens two sequences begin with in common."""
     shorter = min(len(one), len(other))
     differ = one[:shorter] != other[:shorter]
