@@ -32,8 +32,9 @@ from torch import Tensor
 from bench.output import device, emit, environment, failure, parser, rounded, table
 from bench.shapes import random_pairs, yardstick
 from bench.timing import free_memory, median_ms
-from tuningfork.data.packing.layout import build_pack
+from tuningfork.data.packing.layout import lay
 from tuningfork.data.packing.pack import PackLimits, pack_examples
+from tuningfork.data.packing.tree import grow
 from tuningfork.kernels import attention as kernel_room
 from tuningfork.models.flops import FlopCounter
 from tuningfork.models.mixers.attention import Attention, AttentionLayer
@@ -74,7 +75,7 @@ def visible_pairs(examples: Sequence[TokenExample]) -> tuple[int, int]:
     """(query, key) pairs that attention must see: with each prompt once, and with it before every answer."""
     one = AttentionLayer(width=1, window=None, head_width=1)
     count = FlopCounter(0, 0, (Attention((one,)),))  # attention of width 1 alone: 4 flops a pair
-    once, repeated = (sum(count.work(example, share) for example in examples) for share in (True, False))
+    once, repeated = (sum(count.work(example, share) for example in examples) for share in ("prompt", "none"))
     return once // 4, repeated // 4
 
 
@@ -89,14 +90,14 @@ class Layouts:
     @classmethod
     def of(cls, examples: Sequence[TokenExample], tokens: int) -> Layouts:
         """The examples of the fullest shared pack of `tokens` rows; each layout takes as few rows as it can."""
-        bins = pack_examples(examples, PackLimits.plan(tokens, share_prompt=True, compiled=True))
+        bins = pack_examples(examples, PackLimits.plan(tokens, True, compiled=True))
         _, chosen = max(bins, key=lambda found: sum(e.unique_tokens for e in found[1]))
-        return cls(chosen, cls._lay(chosen, True), cls._lay(chosen, False))
+        return cls(chosen, cls._lay(chosen, "prompt"), cls._lay(chosen, "none"))
 
     @staticmethod
-    def _lay(chosen: Sequence[TokenExample], share: bool) -> PackedBatch:
-        rows = sum(example.slots(share) for example in chosen)
-        return build_pack(chosen, -(-rows // 128) * 128, share)
+    def _lay(chosen: Sequence[TokenExample], share: str) -> PackedBatch:
+        forest = grow(chosen, share).of(range(len(chosen)))
+        return lay(chosen, forest, -(-forest.rows // 128) * 128)
 
 
 def kernels(names: list[str] | None, where: torch.device) -> dict[str, Any]:

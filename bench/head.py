@@ -31,8 +31,7 @@ from torch.nn import functional as F
 from bench.output import device, emit, environment, failure, parser, peak, rounded, table
 from bench.shapes import random_pairs
 from bench.timing import free_memory, median_ms, transient_bytes
-from tuningfork.data.packing.loader import build_packs
-from tuningfork.data.packing.pack import PackLimits
+from tuningfork.data.packing.layout import build_pack
 from tuningfork.kernels.select import plain, select
 from tuningfork.models.head import Head, _Projection
 from tuningfork.objective.base import Answers
@@ -61,7 +60,7 @@ COLUMNS = {
 
 
 def pack_of(rows: int, vocabulary: int, seed: int = 0) -> PackedBatch:
-    """One pack of random pairs with exactly `rows` logit rows."""
+    """One pack of random pairs with exactly `rows` logit rows, none of which two answers share."""
     rng = np.random.default_rng(seed)
     lengths, left = [], rows
     while left:
@@ -70,8 +69,7 @@ def pack_of(rows: int, vocabulary: int, seed: int = 0) -> PackedBatch:
         lengths.append((PROMPT, chosen, size - chosen))
         left -= size
     examples = random_pairs(lengths, vocabulary, seed)
-    tokens = -(-sum(example.unique_tokens for example in examples) // 64) * 64 + 64
-    (pack,) = build_packs(examples, PackLimits.plan(tokens, share_prompt=True, compiled=True))
+    pack = build_pack(examples, sum(example.plain_tokens for example in examples), "none")
     assert len(pack.logit_rows) == rows
     return pack
 
@@ -116,7 +114,7 @@ def true_logps(hidden: Tensor, weight: Tensor, pack: PackedBatch, rows: int = 25
     for some, targets in zip(hidden.detach().split(rows), pack.targets.split(rows), strict=True):
         parts.append((some.double() @ factor).log_softmax(1).gather(1, targets[:, None])[:, 0])
     zeros = torch.zeros(len(pack.answer_lengths), dtype=torch.float64, device=hidden.device)
-    return zeros.index_add(0, pack.answer_of_logit_row, torch.cat(parts))
+    return zeros.index_add(0, pack.answer_of_counted, torch.cat(parts)[pack.logit_row_of_counted])
 
 
 def _liger(hidden: Tensor, weight: Tensor, pack: PackedBatch, *, cast: bool) -> None:

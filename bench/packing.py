@@ -155,18 +155,14 @@ def main(argv: list[str] | None = None) -> None:
                     lines.append({**about, **what, **found, "left_out": len(left_out), **environment()})
                     emit(lines[-1], args.out)
 
-    count = Policy.plain(shapes.build(args.model, "meta"), torch.bfloat16).flops()
-
-    def work(example: TokenExample) -> int:
-        alone = example.alone() if share == "none" else [example]
-        return sum(count.forward(one.spans, one.counted_tokens) for one in alone)
+    flops = Policy.plain(shapes.build(args.model, "meta"), torch.bfloat16).flops()
 
     shares: list[dict[str, Any]] = []
     for source, drawn in sources.items():
         for per_rank in args.pairs_per_rank:
             for ranks in args.ranks:
                 batches = (examples_of(drawn(per_rank * ranks, seed)) for seed in range(args.steps))
-                steps = ([work(example) for example in batch] for batch in batches)
+                steps = ([flops.work(example, share) for example in batch] for batch in batches)
                 what = {"lengths": source, "model": args.model, "pairs_per_rank": per_rank}
                 shares.append({**about, **what, **measure_balance(steps, ranks), **environment()})
                 emit(shares[-1], args.out)

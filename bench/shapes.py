@@ -50,12 +50,18 @@ def config(name: str) -> Any:
     )
 
 
-def build(name: str, device: torch.device | str, seed: int = 0) -> PreTrainedModel:
-    """A model of a named shape with random float32 weights and our attention under it, in training mode."""
+def build(name: str, device: torch.device | str, seed: int = 0, positions: int = 0) -> PreTrainedModel:
+    """A model of a named shape with random float32 weights and our attention under it, in training mode.
+
+    Args:
+        positions: that it knows at least; of random weights it is as good for many as for few.
+    """
     torch.manual_seed(seed)
+    settings = config(name)
+    settings.max_position_embeddings = max(settings.max_position_embeddings, positions)
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(
-            config(name), attn_implementation=attention.NAME, dtype=torch.float32, trust_remote_code=False
+            settings, attn_implementation=attention.NAME, dtype=torch.float32, trust_remote_code=False
         )
     return model.train()
 

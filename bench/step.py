@@ -215,7 +215,7 @@ class _Timed:
             else:
                 self.profiled_s += step.seconds
             if step.step <= self.last:
-                self.losses.append(step.loss_sum / step.examples)
+                self.losses.append(step.loss)
             if profile is not None and step.step == self.last:
                 profile.start()
         if profile is not None:

@@ -107,6 +107,20 @@ MUTATIONS = (
         ".sum() / totals.tokens",
         ".sum() / totals.examples",
         ("test_the_sft_term_is_a_mean_over_the_tokens_of_the_batch", "test_a_step_is_that_of_a_plain_trainer[dpo]"),
+        within="PairObjective",
+    ),
+    Mutation(
+        "tokens-of-the-chunk",
+        ".sum() / totals.tokens",
+        ".sum() / answers.lengths.sum()",
+        ("test_a_step_is_that_of_a_plain_trainer_however_the_batch_is_cut",),
+        within="SFT",
+    ),
+    Mutation(
+        "nll-as-a-mean-of-means",
+        "PerToken(-logps, answers.lengths)",
+        "-logps / answers.lengths",
+        ("test_an_evaluation_is_a_mean_over_all_held_out_examples_and_not_over_packs",),
     ),
     Mutation(
         "mean-of-the-pack",
@@ -119,6 +133,7 @@ MUTATIONS = (
         "sum(example.answer_tokens(0) for example in examples)",
         "sum(example.answer_tokens(1) for example in examples)",
         ("test_totals_count_what_counts", "test_a_step_is_that_of_a_plain_trainer[dpo]"),
+        within="PairObjective",
     ),
     Mutation(
         "weight-forgotten",
@@ -200,9 +215,42 @@ MUTATIONS = (
     ),
     Mutation(
         "sum-in-any-order",
-        "fixed = (exact * _FIXED_POINT).round().long()\n    sums = zeros.long().index_add_(0, answer_of_token, fixed)\n",
-        "sums = zeros.float().index_add_(0, answer_of_token, exact.float() * _FIXED_POINT)\n",
+        "sums = zeros.long().index_add_(0, answer_of_token, fixed)",
+        "sums = zeros.float().index_add_(0, answer_of_token, exact.float() * _FIXED_POINT)",
         ("test_sum_by_answer_has_the_same_bits_in_any_order",),
+    ),
+    Mutation(
+        "share-of-one-answer-lost",
+        "sum_by_place(d_counted, self._row_of_counted(batch), _size(self.rows))",
+        "sum_by_place(d_counted[:-1], self._row_of_counted(batch)[:-1], _size(self.rows))",
+        ("test_a_steps_loss_and_gradient_do_not_depend_on_sharing",),
+    ),
+    Mutation(
+        "gradient-of-the-last-answer-alone",
+        "sum_by_place(d_counted, self._row_of_counted(batch), _size(self.rows))",
+        "d_counted.new_zeros(_size(self.rows)).index_copy_(0, self._row_of_counted(batch), d_counted)",
+        ("test_a_steps_loss_and_gradient_do_not_depend_on_sharing",),
+    ),
+    Mutation(
+        "picked-rows-overwrite-each-other",
+        "return total.index_add_(0, places, values)",
+        "return total.index_copy_(0, places, values)",
+        ("test_sum_by_place_adds_up_one_after_the_other", "test_a_steps_loss_and_gradient_do_not_depend_on_sharing"),
+    ),
+    Mutation(
+        "group-one-row-too-large-for-a-chunk",
+        "rows + more_rows - cuts[-1][1] > limit",
+        "rows + more_rows - cuts[-1][1] >= limit",
+        ("test_chunks_are_whole_groups_and_only_a_larger_one_is_cut",),
+    ),
+    Mutation(
+        "group-ends-one-row-early",
+        "np.maximum.accumulate(np.concatenate([[-1], self._logit_rows])) + 1",
+        "np.maximum.accumulate(np.concatenate([[-1], self._logit_rows]))",
+        (
+            "test_the_shared_answers_are_laid_as_the_tests_need_them",
+            "test_log_probs_have_the_same_bits_however_answers_are_shared",
+        ),
     ),
     # --- layout and attention
     Mutation(
@@ -282,9 +330,29 @@ MUTATIONS = (
         ("test_the_limit_holds_for_the_longer_of_the_answers_and_to_the_token", "test_the_report_is_plain_data"),
     ),
     Mutation(
+        "equal-answers-kept",
+        "    _check_distinct(parts, answers)\n",
+        "",
+        ("test_a_bad_row_is_dropped_and_listed[equal]", "test_plain_text_rows_are_dropped_alike[equal]"),
+        within="check_example",
+    ),
+    Mutation(
+        "document-compared-with-no-prompt",
+        "answers[0] if parts.document else prompt",
+        "prompt",
+        ("test_what_the_prompt_holds_may_stand_beside_it",),
+        within="check_example",
+    ),
+    Mutation(
+        "document-with-a-prompts-fields",
+        "beside = {} if parts.document else {key: value for key, value in row.items() if key not in format.keys}",
+        "beside = {key: value for key, value in row.items() if key not in format.keys}",
+        ("test_a_document_has_nothing_beside_it_but_its_weight",),
+    ),
+    Mutation(
         "every-epoch-in-one-order",
-        "_permutation(self.examples, self.seed, n // self.examples)",
-        "_permutation(self.examples, self.seed, 0)",
+        "self._epoch(n // self.examples)",
+        "self._epoch(0)",
         ("test_epochs_differ_in_order", "test_each_epoch_has_an_order_of_its_own"),
     ),
     Mutation(
@@ -292,6 +360,30 @@ MUTATIONS = (
         "return self.done_examples + (step - self.done_steps) * self.examples_per_step",
         "return step * self.examples_per_step",
         ("test_a_run_that_is_made_longer_loses_no_example_and_sees_none_twice",),
+    ),
+    Mutation(
+        "groups-are-not-cut",
+        "_runs(place % self.most == 0)",
+        "_runs(place == 0)",
+        ("test_no_piece_is_larger_than_asked", "test_each_epoch_is_whole_and_as_defined_and_each_step_exact"),
+    ),
+    Mutation(
+        "all-without-a-group-are-one",
+        "np.where(keys == 0, np.arange(len(keys)), first[key])",
+        "first[key]",
+        ("test_each_epoch_is_whole_and_as_defined_and_each_step_exact",),
+    ),
+    Mutation(
+        "groups-of-before-for-another-key",
+        '"group_by": group_by,',
+        "",
+        ("test_whatever_decides_a_token_makes_another_entry",),
+    ),
+    Mutation(
+        "rows-may-change-their-groups",
+        'if (group := column(examples, "group")).any():',
+        "if False:",
+        ("test_the_group_changes_the_digest_of_what_is_trained_on_and_only_where_it_is_asked_for",),
     ),
     # --- the reference
     Mutation(
@@ -329,7 +421,7 @@ MUTATIONS = (
     # --- a step
     Mutation(
         "step-with-no-number",
-        "    _check_finite(outcome, batch)\n",
+        "    _check_finite(loss, grad_norm, logps, batch)\n",
         "",
         ("test_a_number_that_is_none_names_its_example_and_moves_nothing",),
         within="train_step",
@@ -429,8 +521,8 @@ MUTATIONS = (
     ),
     Mutation(
         "evaluation-loss-of-the-last-pack",
-        "loss += float(objective.example_losses(logps, answers).sum())",
-        "loss = float(objective.example_losses(logps, answers).sum())",
+        "totals += objective.totals(pack.examples)",
+        "totals = objective.totals(pack.examples)",
         ("test_evaluation_equals_plain_scores_and_the_papers_formula",),
     ),
 )

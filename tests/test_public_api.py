@@ -20,7 +20,7 @@ EXAMPLES = dict(re.findall(r"^## (.*?)\n.*?^```python\n(.*?)^```", PAGE, re.M | 
 # A name that is gone breaks the programs of others: a new version says so in CHANGELOG.md, first under "Deprecated".
 FROZEN = """
     ConfigError DPO DPONorm DataConfig DataError DataReport IPO IPOSum ModelError NonFiniteError OutOfMemory PackedBatch
-    ReferenceMismatch ReferenceStore RunConfig RunFolderError Scorer SimPO Source StepBatch TokenAnswer TokenExample
+    ReferenceMismatch ReferenceStore RunConfig RunFolderError SFT Scorer SimPO Source StepBatch TokenAnswer TokenExample
     TuningforkError __version__ build_scorer load_recipe load_tokenizer open_reference pack read_examples run_recipe
     train_step
 """

@@ -15,7 +15,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 
 def test_there_are_recipes():
-    assert {path.stem.split("-")[0] for path in RECIPES} >= {"dpo", "simpo", "ipo"}
+    assert {path.stem.split("-")[0] for path in RECIPES} >= {"dpo", "simpo", "ipo", "sft"}
 
 
 @pytest.mark.parametrize("path", [*RECIPES, ROOT / "demo" / "recipe.yaml"], ids=lambda path: path.stem)

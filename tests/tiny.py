@@ -93,6 +93,20 @@ def tiny_policy(
     return Policy(tiny_model(family, dtype, seed), kernels or plain(), dtype)
 
 
+def tiny_gpt2(dtype: torch.dtype = torch.float64) -> Policy:
+    """The one family that stays in float64 throughout: the others compute norms and rotary embeddings in float32."""
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(0, 0.2)
+    return Policy(model.to(dtype).train(), plain(), dtype)
+
+
 def with_form(op: str, form: Any) -> Kernels:
     """The plain kernels, but for what runs one op."""
     return replace(plain(), forms={**plain().forms, op: form})

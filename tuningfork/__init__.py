@@ -15,6 +15,7 @@ _PLACES = {
     "models.hf.load": ("load_tokenizer",),
     "models.scorer": ("Scorer",),
     "objective.pairs": ("DPO", "DPONorm", "IPO", "IPOSum", "SimPO"),
+    "objective.sft": ("SFT",),
     "records": ("DataReport", "PackedBatch", "Source", "TokenAnswer", "TokenExample"),
     "reference.store": ("ReferenceStore",),
     "recipe.run_config": ("RunConfig",),

@@ -23,7 +23,7 @@ from tuningfork.report.run.console import Console
 from tuningfork.wording import visible
 
 _INTRODUCTION = """\
-Train language models on preference pairs.
+Train language models on preference pairs, or on answers to imitate.
 
 A run is described by one recipe, a YAML file, and every key of it can be
 overridden by a dotted flag. The shortest:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import xxhash
@@ -86,6 +86,7 @@ class Example:
     weight: float = 1.0  # of the example's loss
     margin: float | None = None  # by which the first answer should win, in rewards
     template: Mapping[str, Any] = field(default_factory=dict, hash=False)  # arguments of the chat template, tools too
+    group: int = 0  # 64 bits that name what train.group_by puts it into; 0 where there is none, or nobody asked
 
     @property
     def id(self) -> str:
@@ -120,6 +121,7 @@ class TokenExample:
     label: bool | None = None  # see Example
     weight: float = 1.0
     margin: float | None = None
+    group: int = 0
 
     @property
     def id(self) -> str:
@@ -195,6 +197,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[TokenExample], Any]]] = {
     "label": ("i1", lambda e: -1 if e.label is None else int(e.label)),
     "weight": ("<f8", lambda e: e.weight),
     "margin": ("<f8", lambda e: np.nan if e.margin is None else e.margin),
+    "group": ("<u8", lambda e: e.group),
 }
 
 
@@ -254,6 +257,17 @@ class DataReport:
     def dropped(self) -> dict[str, int]:
         """reason -> count, the most frequent first."""
         return dict(Counter(row.reason for row in self.dropped_rows).most_common())
+
+
+class PerToken(NamedTuple):
+    """A number of some answers that is a mean over their tokens, not over answers: sum of `sums` / sum of `tokens`."""
+
+    sums: Tensor  # float64 [n], over each answer's tokens
+    tokens: Tensor  # float64 [n], of each answer
+
+
+Statistic: TypeAlias = "Tensor | PerToken"
+"""A number that is reported as a mean: one value for every item that it is taken over, or sums over tokens."""
 
 
 ROOT = -1

@@ -33,6 +33,29 @@ def pair(prompt: str, chosen: str, rejected: str) -> dict[str, str]:
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
+def test_of_several_answers_the_best_alone_is_used_where_that_is_asked_for(tmp_path: Path) -> None:
+    """SFT on the chosen answers of preference pairs: the prompt is the pair's, the margin is gone, the weight stays."""
+    talk = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "v"}, {"role": "user", "content": "q"}]
+    rows = [
+        {**pair("q", "yes", "no"), "margin": 0.5, "weight": 2.0},
+        {"prompt": "q", "answers": ["low", "high"], "scores": [1, 2]},
+        {"prompt": "q", "completion": "one"},
+        {key: [*talk, {"role": "assistant", "content": key}] for key in ("chosen", "rejected")},
+    ]
+    tokenizer, best = byte_bpe(chat_template=CHATML), DataConfig(answers="best")
+    found = []
+    for n, row in enumerate(rows):
+        (tmp_path / str(n)).mkdir()
+        path = write(tmp_path / str(n), [row])
+        (example,), _ = prepare_examples(path, tokenizer, best, 260)
+        (of_all,), _ = prepare_examples(path, tokenizer, DataConfig(), 260)
+        assert tokenizer.decode(example.prompt_ids) == tokenizer.decode(of_all.prompt_ids)
+        (answer,) = example.answers
+        assert answer.ids.tolist() == of_all.answers[0].ids.tolist()
+        found.append((tokenizer.decode(answer.ids[answer.mask]).partition("<")[0], example.weight, example.margin))
+    assert found == [("yes", 2.0, None), ("high", 1.0, None), ("one", 1.0, None), ("chosen", 1.0, None)]
+
+
 def test_transcripts_end_to_end(tmp_path: Path) -> None:
     """A small file with every fault of the real one, through a template with strict roles."""
     talk = "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: {}\n\nAssistant:{}"

@@ -54,9 +54,11 @@ class Opened:
 
         monkeypatch.setattr(TableEncoder, "encode", counted)
 
-    def __call__(self, table: str, tokenizer: Any = None, config: DataConfig = CONFIG) -> Any:
+    def __call__(
+        self, table: str, tokenizer: Any = None, config: DataConfig = CONFIG, group_by: str | None = None
+    ) -> Any:
         tokenizer = tokenizer or byte_bpe(chat_template=CHATML)
-        with TokenTables(tokenizer, config, self.cache, self.said.append) as reader:
+        with TokenTables(tokenizer, config, self.cache, self.said.append, group_by) as reader:
             found, account = reader.open(table)
         return [told(example) for example in found], account
 
@@ -76,11 +78,22 @@ def test_what_is_kept_is_what_was_made(opened: Opened, tmp_path: Path, monkeypat
     assert opened.said == [f"{table}: tokens of before, from {tmp_path / 'cache'}"]
     found, account = again
     assert [(e[0].file, e[0].row) for e in found] == [(table, 1), (table, 4)]
-    assert [e[3:] for e in found] == [(None, 1.0, 0.5), (None, 2.0, None)]
+    assert [e[3:] for e in found] == [(None, 1.0, 0.5, 0), (None, 2.0, None, 0)]
     assert (account.format, account.rows_read) == ("pairs", 4)
     assert [(row, reason) for row, reason, _ in account.dropped] == [(2, "empty answer"), (3, "longer than max_length")]
     assert account.notes == {"fields that are not read: id": [1]}
     assert list(account.sizes) == [3] and account.sizes[3].answers[0] > 90
+
+
+def test_what_rows_belong_to_is_kept_with_their_tokens(
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = write(tmp_path, [{**ROWS[0], "id": n // 2} for n in range(6)])
+    first, again = opened(table, group_by="id"), opened(table, group_by="id")
+    assert first == again == Opened(monkeypatch, None)(table, group_by="id")
+    groups = [told[-1] for told in first[0]]
+    assert groups[::2] == groups[1::2] and len({*groups}) == 3 and 0 not in groups
+    assert {told[-1] for told in opened(table)[0]} == {0}
 
 
 def test_the_same_bytes_under_another_name_are_found(opened: Opened, tmp_path: Path) -> None:
@@ -107,6 +120,8 @@ def test_whatever_decides_a_token_makes_another_entry(
         lambda: opened(table, config=replace(CONFIG, control_tokens="as_text")),
         lambda: opened(table, config=replace(CONFIG, template="none")),
         lambda: opened(table, config=replace(CONFIG, format="pairs")),
+        lambda: opened(table, group_by="id"),
+        lambda: opened(table, group_by="conversation"),
     ]
     for count, other in enumerate(others, 2):
         write(tmp_path, ROWS)

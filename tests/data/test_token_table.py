@@ -25,6 +25,7 @@ ROW = st.tuples(
     st.sampled_from([None, True, False]),
     st.floats(0, 1e9),
     st.none() | st.floats(-1e9, 1e9),
+    st.integers(0, 2**64 - 1),
 )
 
 
@@ -39,7 +40,7 @@ def example(row: int, prompt: list[int], answers: list[list[tuple[int, bool]]], 
 def told(e: TokenExample) -> tuple:
     """All that an example says, comparable."""
     answers = tuple((tuple(a.ids.tolist()), tuple(a.mask.tolist())) for a in e.answers)
-    return e.source, tuple(e.prompt_ids.tolist()), answers, e.label, e.weight, e.margin
+    return e.source, tuple(e.prompt_ids.tolist()), answers, e.label, e.weight, e.margin, e.group
 
 
 @given(st.lists(ROW, max_size=6), st.integers(0, 6))
@@ -173,6 +174,7 @@ HOSTILE = {
     "a weight that is none": {"weight": [np.nan, 1]},
     "a row before the first": {"row": [0, 2]},
     "a row less": {"row": [1]},
+    "a group less": {"group": [7]},
 }
 
 
@@ -180,7 +182,7 @@ HOSTILE = {
 def test_columns_that_no_examples_make_are_told(name: str) -> None:
     good = {
         **{"row": [1, 2], "answers": [2, 1], "prompt": [2, 2], "label": [-1, -1], "weight": [1, 2]},
-        **{"margin": [np.nan, 1], "content": [b"a", b"b"], "answer": [1, 1, 3], "ids": range(9)},
+        **{"margin": [np.nan, 1], "group": [0, 7], "content": [b"a", b"b"], "answer": [1, 1, 3], "ids": range(9)},
         "counts": [0, 0, 1, 1, 0, 0, 1, 0, 1],
     }
 

@@ -126,7 +126,25 @@ def test_strict_fails_where_training_would_refuse_the_length(job: Job) -> None:
             {"prompt": "p", "completion": "a", "label": True},
             "dpo",
             "has 1 answer, objective dpo compares two",
-            "give rows with a chosen and a rejected answer",
+            "Single answers with a label are not trained on yet: give rows with a chosen and a rejected answer",
+        ),
+        (
+            {"prompt": "p", "completion": "a"},
+            "dpo",
+            "has 1 answer, objective dpo compares two",
+            "Set objective.name: sft to imitate single answers, or give rows with a chosen and a rejected answer",
+        ),
+        (
+            {"prompt": "p", "chosen": "a", "rejected": "b"},
+            "sft",
+            "has 2 answers, objective sft imitates one",
+            "Set data.answers: best to imitate the first of them",
+        ),
+        (
+            {"prompt": "p", "completion": "a", "label": True},
+            "sft",
+            "has a label, and objective sft would imitate unwanted answers",
+            "leave the label out: data.columns: {label: null}",
         ),
         (
             {"prompt": "p", "answers": ["a", "b", "c"]},
@@ -146,7 +164,9 @@ def test_strict_fails_where_training_would_refuse_the_objective(
     job: Job, row: dict[str, Any], objective: str, why: str, remedy: str
 ) -> None:
     rows = [{**row, "prompt": f"{row['prompt']} {n}"} for n in range(3)]
-    job = job.but({"data.train": write_rows(job.folder / "rows.jsonl", rows), "objective.name": objective})
+    cache = None if objective == "sft" else job.cache
+    job = job.but({"data.train": write_rows(job.folder / "rows.jsonl", rows), "reference.cache": cache})
+    job = job.but({"objective.name": objective})
     outcome = job("data", "--strict")
     assert outcome.status == 1 and "refused in rows.jsonl (3)" in outcome.out
     assert "All 3 " in outcome.out and "can be read, but not trained on as they are" in outcome.out
@@ -162,7 +182,7 @@ def test_what_the_objective_refuses_is_said_before_weights_are_read(job: Job, sh
     shutil.copytree(shelf / "model", bare, ignore=shutil.ignore_patterns("*.safetensors"))
     rows = write_rows(job.folder / "rows.jsonl", [{"prompt": "p", "completion": "a", "label": True}])
     message = job.but({"model.path": bare, "data.train": rows}).refused()
-    assert "rows.jsonl:1: has 1 answer, objective dpo compares two. Single answers are not trained on yet" in message
+    assert "rows.jsonl:1: has 1 answer, objective dpo compares two. Single answers with a label are not" in message
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu"])

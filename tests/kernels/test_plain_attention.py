@@ -5,7 +5,21 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from tests.forests import (
+    Case,
+    Known,
+    attended,
+    check_error_and_repeat,
+    check_paths_decide_bits,
+    laid,
+    mask_of,
+    normal,
+    random_forest,
+    ways_to_lie,
+)
 from tests.tiny import one_pack, random_examples
 from tuningfork.kernels.attention.plain import PlainAttention
 from tuningfork.records import PackedBatch, TokenExample
@@ -13,9 +27,10 @@ from tuningfork.records import PackedBatch, TokenExample
 # k = 1, 2 and 3; an empty prompt, alone and forked; one-token prompts and answers; two examples longer than a window.
 SHAPES = [(7, (5, 9)), (1, (1, 3)), (12, (8, 2, 4)), (0, (6,)), (0, (3, 5)), (9, (1, 1)), (4, (11,))]
 HEADS, WIDTH = 4, 8
+NEAR = {"rtol": 1e-11, "atol": 1e-11}  # float64 throughout, and sums of at most some thousand terms
 
 
-def forks(examples: list[TokenExample], share_prompt: bool) -> list[tuple[list[int], list[list[int]]]]:
+def forks(examples: list[TokenExample], share: str) -> list[tuple[list[int], list[list[int]]]]:
     """(rows of a prompt, rows of each answer forked from it), all through a pack, from the definition alone."""
     found: list[tuple[list[int], list[list[int]]]] = []
     row = 0
@@ -27,19 +42,19 @@ def forks(examples: list[TokenExample], share_prompt: bool) -> list[tuple[list[i
 
     for example in examples:
         for i, answer in enumerate(example.answers):
-            if i == 0 or not share_prompt:
+            if i == 0 or share == "none":
                 found.append((lay(len(example.prompt_ids)), []))
             found[-1][1].append(lay(len(answer.ids)))
     return found
 
 
-def sees(examples: list[TokenExample], share_prompt: bool, rows: int, window: int | None) -> torch.Tensor:
+def sees(examples: list[TokenExample], share: str, rows: int, window: int | None) -> torch.Tensor:
     """bool [T, T], written from the definition alone: each row sees its own sequence up to itself.
 
     Padding rows see themselves here; what they hold is nobody's.
     """
     mask = np.eye(rows, dtype=bool)
-    for prompt, answers in forks(examples, share_prompt):
+    for prompt, answers in forks(examples, share):
         for answer in answers:
             sequence = prompt + answer
             for place, row in enumerate(sequence):
@@ -73,7 +88,7 @@ def attend(batch: PackedBatch, q, k, v, scale=0.3, window=None, softcap=None, si
     return prepared.attend(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
 
 
-@pytest.mark.parametrize("share", [True, False], ids=["shared", "unshared"])
+@pytest.mark.parametrize("share", ["prompt", "none"])
 @pytest.mark.parametrize("softcap", [None, 2.0], ids=["no cap", "softcap"])
 @pytest.mark.parametrize("window", [None, 1, 5, 13, 1000])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -96,7 +111,7 @@ def test_values_and_gradients_are_those_of_a_dense_masked_softmax(share, softcap
         torch.testing.assert_close(ours, true, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("share", [True, False], ids=["shared", "unshared"])
+@pytest.mark.parametrize("share", ["prompt", "none"])
 @pytest.mark.parametrize("softcap", [None, 2.0], ids=["no cap", "softcap"])
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("value_width", [4, WIDTH, 12])
@@ -126,7 +141,7 @@ def test_sinks_and_values_of_another_width_are_those_of_a_dense_softmax(has_sink
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_error_is_at_most_twice_that_of_dense_attention_in_the_same_dtype(dtype, softcap):
     examples = random_examples(SHAPES)
-    batch = one_pack(examples, True)
+    batch = one_pack(examples, "prompt")
     n, rows = batch.used_slots, len(batch.input_ids)
     inputs = random_qkv(rows, 2, dtype)
     mask = sees(examples, True, rows, 5)
@@ -146,7 +161,7 @@ def test_error_is_at_most_twice_that_of_dense_attention_in_the_same_dtype(dtype,
 def test_the_prompts_gradient_is_the_sum_over_its_answers():
     """Sharing a prompt means: one copy of its keys gets what the copies of a plain trainer get together."""
     [example] = random_examples([(6, (4, 7, 3))])
-    shared, unshared = one_pack([example], True), one_pack([example], False)
+    shared, unshared = one_pack([example], "prompt"), one_pack([example], "none")
     [q, k, v] = random_qkv(len(shared.input_ids), 2)
     # Row of the shared pack behind each row of the unshared one.
     rows = [*range(6), *range(6, 10), *range(6), *range(10, 17), *range(6), *range(17, 20)]
@@ -165,7 +180,7 @@ def test_the_prompts_gradient_is_the_sum_over_its_answers():
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0], ids=["no cap", "softcap"])
-@pytest.mark.parametrize("share", [True, False], ids=["shared", "unshared"])
+@pytest.mark.parametrize("share", ["prompt", "none"])
 def test_not_a_number_in_one_segment_reaches_only_who_sees_it(share, softcap):
     """NaN survives a weight of exactly 0, so this finds even a masked read of a neighbour: of another example, or of
     the other answer. Padding is poisoned too."""
@@ -175,18 +190,19 @@ def test_not_a_number_in_one_segment_reaches_only_who_sees_it(share, softcap):
     q, k, v = random_qkv(rows, 2, torch.float32)
     clean = attend(batch, q, k, v, window=5, softcap=softcap)
     mask = sees(examples, share, rows, window=None)
-    parts = [part for prompt, answers in forks(examples, share) for part in (prompt, *answers) if part]
-    for segment in (*parts, list(range(batch.used_slots, rows))):
+    for start, end in batch.layout.segments[:, :2].tolist():
+        segment = list(range(start, end))
         poisoned = [t.clone() for t in (q, k, v)]
         for t in poisoned:
             t[segment] = float("nan")
         out = attend(batch, *poisoned, window=5, softcap=softcap)
         untouched = ~mask[:, segment].any(1)
+        untouched[batch.used_slots :] = start < batch.used_slots
         assert torch.equal(out[untouched], clean[untouched])
         assert out[segment].isnan().all()
 
 
-@pytest.mark.parametrize("share", [True, False], ids=["shared", "unshared"])
+@pytest.mark.parametrize("share", ["prompt", "none"])
 def test_a_pack_filled_to_the_last_row_is_the_same_as_a_padded_one(share):
     examples = random_examples(SHAPES)
     padded = one_pack(examples, share)
@@ -198,7 +214,7 @@ def test_a_pack_filled_to_the_last_row_is_the_same_as_a_padded_one(share):
 
 
 def test_every_row_of_the_result_is_written_padding_too():
-    batch = one_pack(random_examples(SHAPES), True)
+    batch = one_pack(random_examples(SHAPES), "prompt")
     out = attend(batch, *random_qkv(len(batch.input_ids), 2, torch.float32))
     assert out.shape == (len(batch.input_ids), HEADS, WIDTH)
     assert out.isfinite().all()
@@ -209,7 +225,7 @@ def test_an_example_has_the_same_bits_at_any_place_of_any_pack(dtype):
     examples = random_examples(SHAPES)
     reference: dict[str, torch.Tensor] = {}
     for order, tokens in ((examples, 256), (examples[::-1], 256), (examples[2:] + examples[:2], 512)):
-        batch = one_pack(order, True, tokens)
+        batch = one_pack(order, "prompt", tokens)
         start = 0
         q, k, v = (torch.zeros(tokens, h, WIDTH, dtype=dtype) for h in (HEADS, 2, 2))
         places = {}
@@ -236,7 +252,7 @@ def test_an_answer_has_the_same_bits_wherever_and_however_it_lies(prompt, window
     parts = [random_qkv(n, 2, dtype, seed=n) for n in (prompt, *lengths)]  # the prompt, then each answer
     upstream = [random_qkv(n, 2, dtype, seed=n + 1000)[0] for n in lengths]
 
-    def run(order: tuple[int, ...], share: bool, before: list[TokenExample]) -> dict[int, list[torch.Tensor]]:
+    def run(order: tuple[int, ...], share: str, before: list[TokenExample]) -> dict[int, list[torch.Tensor]]:
         """Output of the prompt (0) and of each answer (1, 2, 3) with its gradients; answers lie in this order."""
         example = TokenExample(ranking.source, ranking.prompt_ids, tuple(ranking.answers[i - 1] for i in order))
         batch = one_pack([*before, example], share, tokens=320)
@@ -244,7 +260,7 @@ def test_an_answer_has_the_same_bits_wherever_and_however_it_lies(prompt, window
         out_grad = torch.zeros(320, HEADS, WIDTH, dtype=dtype)
         spans: list[tuple[int, list[int]]] = []
         for n, (rows, answers) in enumerate(forks([*before, example], share)[len(forks(before, share)) :]):
-            spans += [(0, rows), *zip(order if share else order[n : n + 1], answers, strict=True)]
+            spans += [(0, rows), *zip(order if share == "prompt" else order[n : n + 1], answers, strict=True)]
         for piece, rows in spans:
             for into, of in zip(leaves, parts[piece], strict=True):
                 into[rows] = of
@@ -259,27 +275,98 @@ def test_an_answer_has_the_same_bits_wherever_and_however_it_lies(prompt, window
             assert all(torch.equal(a, b) for a, b in zip(mine, found.setdefault(piece, mine), strict=True))
         return found
 
-    first = run((1, 2, 3), True, [])
-    cases = [((2, 1, 3), True, []), ((3, 1, 2), True, others), ((1, 2, 3), False, []), ((2, 3, 1), False, others)]
-    cases += [((answer,), share, before) for answer in (1, 2, 3) for share, before in ((True, []), (False, others))]
+    first = run((1, 2, 3), "prompt", [])
+    cases = [((2, 1, 3), "prompt", []), ((3, 1, 2), "prompt", others)]
+    cases += [((1, 2, 3), "none", []), ((2, 3, 1), "none", others)]
+    cases += [((n,), share, before) for n in (1, 2, 3) for share, before in (("prompt", []), ("none", others))]
     for case in cases:
         for piece, ours in run(*case).items():
             assert all(torch.equal(a, b) for a, b in zip(ours, first[piece], strict=True)), (case, piece)
 
 
 def test_empty_entries_of_the_table_are_no_segments():
-    batch = one_pack([random_examples([(7, (5, 9))])[0]], True, tokens=21)
+    batch = one_pack([random_examples([(7, (5, 9))])[0]], "prompt", tokens=21)
     prepared = PlainAttention.prepare(batch.layout)
-    assert prepared.lengths == [7, 5, 9]
-    assert prepared.paths == [[0], [0, 1], [0, 2]]
-    batch = one_pack([random_examples([(7, (5, 9))])[0]], False, tokens=30)
-    prepared = PlainAttention.prepare(batch.layout)
-    assert prepared.lengths == [7, 5, 7, 9, 2]
-    assert prepared.paths == [[0], [0, 1], [2], [2, 3], [4]]
+    assert [(segment.start, segment.end) for segment in prepared.segments] == [(0, 7), (7, 12), (12, 21)]
+    assert prepared.longest == 16
 
 
 def test_the_result_can_be_viewed_as_models_do():
     """transformers' own attention functions return contiguous outputs, and some models call .view on them."""
-    batch = one_pack(random_examples(SHAPES), True)
+    batch = one_pack(random_examples(SHAPES), "prompt")
     out = attend(batch, *random_qkv(len(batch.input_ids), 2, torch.float32))
     out[None].view(1, len(batch.input_ids), -1)
+
+
+# --- trees ------------------------------------------------------------------------------------------------------------
+
+CASES = [
+    Case(),
+    Case(4, 2, 24, window=40),
+    Case(2, 1, 16, window=64, softcap=20.0),
+    Case(4, 2, 16, has_sinks=True),
+    Case(2, 1, 16, window=1, value_width=24, has_sinks=True, softcap=2.0),
+]
+cases = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+@cases
+@pytest.mark.parametrize("seed", range(3))
+def test_a_tree_has_the_values_and_gradients_of_its_sequences_alone(seed, case):
+    """In float64; a row that is repeated in other layouts has its part of the gradient in each of them."""
+    examples = random_forest(seed, depth=8, longest=200)
+    known = Known()
+    tree, alone = laid(examples, "tree"), laid(examples, "none")
+    rows, copies = known.rows(tree), known.rows(alone)
+    many = torch.bincount(copies, minlength=len(known.of_path))
+    found = attended(PlainAttention, tree, rows, case, torch.float64)
+    repeated = attended(PlainAttention, alone, copies, case, torch.float64, share_of=1 / many[copies].double())
+    repeated[0] /= many[copies, None, None]
+    used = slice(tree.used_slots)
+    for ours, parts in zip(found[:4], repeated[:4], strict=True):
+        parts = parts[: alone.used_slots]
+        expected = parts.new_zeros(len(many), *parts.shape[1:]).index_add(0, copies[: alone.used_slots], parts)
+        torch.testing.assert_close(ours[used], expected[rows[used]], **NEAR)
+
+    leaves = [normal(rows, *shape, seed=n).requires_grad_() for n, shape in enumerate(case.shapes)]
+    sinks = [normal(torch.arange(case.heads), seed=8).float().double().requires_grad_()] * case.has_sinks
+    expected = dense(*leaves, mask_of(tree, case.window), case.width**-0.5, case.softcap, *sinks)
+    upstream = normal(rows, *expected.shape[1:], seed=9)
+    true = [expected.detach(), *torch.autograd.grad(expected, [*leaves, *sinks], upstream)]
+    for ours, theirs in zip(found, true, strict=True):
+        torch.testing.assert_close(ours, theirs, **NEAR)
+
+
+@cases
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_row_has_the_same_bits_wherever_its_path_is_cut_and_whatever_lies_beside_it(seed, dtype, case):
+    check_paths_decide_bits(PlainAttention, ways_to_lie(seed), case, dtype)
+
+
+@cases
+def test_gradients_repeat_to_the_bit(case):
+    check_error_and_repeat(PlainAttention, laid(random_forest(2), "tree"), case, torch.bfloat16)
+
+
+def test_a_path_of_thousands_of_tokens_needs_little_memory():
+    """Without a copy of its keys, or of its scores, for each block that reads them."""
+    [example] = random_examples([(4096, (1,))])
+    batch = one_pack([example], "prompt", tokens=4160)
+    q, k, v = (t.requires_grad_() for t in random_qkv(4160, 2, torch.float32))
+    largest = 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            largest = max([largest, *(t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor))])
+            return out
+
+    held = []
+    with Sizes():
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.numel()) or t, lambda t: t):
+            out = attend(batch, q, k, v)
+        out.sum().backward()
+    assert largest <= 4160 * HEADS * max(WIDTH, 64)
+    assert sum(held) <= 4 * q.numel()

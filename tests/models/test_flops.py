@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.sweep_models import small_config, small_model
 from tests.tiny import VOCAB, one_pack, random_examples, tiny_policy
+from tuningfork.data.packing.layout import build_pack
 from tuningfork.kernels.select import plain
-from tuningfork.models.flops import FlopCounter
+from tuningfork.models.flops import FlopCounter, by_itself
 from tuningfork.models.hf import attention
 from tuningfork.models.mixers.attention import Attention, AttentionLayer
 from tuningfork.models.policy import Policy
@@ -34,7 +37,7 @@ def test_a_pair_on_a_tiny_llama_by_hand():
     matmuls = 2 * (4 * LLAMA_BLOCK) * 9
     head = 2 * (97 * 32) * 6
     attended = 4 * (4 * 8) * pairs * 4  # 4 flops a pair and head element, 4 layers
-    assert counter.forward(PAIR) == matmuls + head + attended == 663_552 + 37_248 + 18_944
+    assert counter.forward(*by_itself(PAIR)) == matmuls + head + attended == 663_552 + 37_248 + 18_944
 
 
 def test_windows_count_only_what_they_show():
@@ -42,7 +45,9 @@ def test_windows_count_only_what_they_show():
     assert [(layer.width, layer.window) for layer in counter.mixers[0].layers] == [(32, 5)] * 3 + [(32, None)]
     # within 5: the prompt 1+2+3; 4+5; 4+5+5+5
     windowed = 6 + 9 + 19
-    assert counter.forward(PAIR) == 2 * (4 * LLAMA_BLOCK) * 9 + 2 * (97 * 32) * 6 + 4 * 32 * (3 * windowed + 37)
+    assert counter.forward(*by_itself(PAIR)) == 2 * (4 * LLAMA_BLOCK) * 9 + 2 * (97 * 32) * 6 + 4 * 32 * (
+        3 * windowed + 37
+    )
 
 
 def test_head_width_may_differ_from_the_hidden_size():
@@ -77,32 +82,32 @@ def test_a_window_that_the_model_ignores_is_no_window():
 def test_masked_tokens_cost_their_row_but_no_head():
     [example] = random_examples([(3, (8, 2))], holes=True)
     counter = FlopCounter(block_weights=10, head_weights=100)
-    assert counter.forward(example) == 2 * 10 * 13 + 2 * 100 * (8 - 3 + 2)
+    assert counter.forward(*by_itself(example)) == 2 * 10 * 13 + 2 * 100 * (8 - 3 + 2)
 
 
 def test_documents_and_rankings():
     counter = FlopCounter(block_weights=1, head_weights=1, mixers=attention_of((1, 3, 1), (1, None, 1)))
     [document] = random_examples([(0, (5,))])
-    assert counter.forward(document) == 2 * 5 + 2 * 4 + 4 * (1 + 2 + 3 + 3 + 3) + 4 * 15
+    assert counter.forward(*by_itself(document)) == 2 * 5 + 2 * 4 + 4 * (1 + 2 + 3 + 3 + 3) + 4 * 15
     [ranking] = random_examples([(2, (1, 1, 2))])
-    assert counter.forward(ranking) == 2 * 6 + 2 * 4 + 4 * (3 + 3 + 3 + 6) + 4 * (3 + 3 + 3 + 7)
+    assert counter.forward(*by_itself(ranking)) == 2 * 6 + 2 * 4 + 4 * (3 + 3 + 3 + 6) + 4 * (3 + 3 + 3 + 7)
 
 
 def test_work_counts_the_prompt_as_often_as_it_is_laid():
     """One weight a block and a head, one head of width 1: 2 flops a row, 2 a logit row, 4 a visible pair."""
     counter = FlopCounter(block_weights=1, head_weights=1, mixers=attention_of((1, None, 1)))
     [pair] = random_examples([(3, (2, 1))])
-    assert counter.work(pair, share_prompt=True) == counter.forward(pair) == 2 * 6 + 2 * 3 + 4 * (6 + 9 + 4)
-    assert counter.work(pair, share_prompt=False) == 2 * 9 + 2 * 3 + 4 * (15 + 10)
+    assert counter.work(pair, "prompt") == counter.forward(*by_itself(pair)) == 2 * 6 + 2 * 3 + 4 * (6 + 9 + 4)
+    assert counter.work(pair, "none") == 2 * 9 + 2 * 3 + 4 * (15 + 10)
     [document] = random_examples([(0, (5,))])
-    assert counter.work(document, True) == counter.work(document, False)
+    assert counter.work(document, "prompt") == counter.work(document, "none")
 
 
 def test_training_is_three_forwards_of_every_example():
     counter = tiny_policy("olmo3").flops()
-    examples = random_examples([(3, (2, 4)), (0, (7,)), (12, (1, 9))])
-    assert counter.training(examples) == 3 * sum(counter.forward(e) for e in examples)
-    assert counter.training([]) == 0
+    for example in random_examples([(3, (2, 4)), (0, (7,)), (12, (1, 9))]):
+        assert counter.training(*by_itself(example)) == 3 * counter.forward(*by_itself(example))
+    assert counter.training([], 0) == 0
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
@@ -117,7 +122,7 @@ def test_attention_pairs_are_the_visible_entries_of_the_mask(window):
             mask = (column <= row) & (window is None or column > row - (window or 0))
             visible += int(mask[0 if i == 0 else p :].sum())
         counter = FlopCounter(block_weights=0, head_weights=0, mixers=attention_of((8, window, 8)))
-        assert counter.forward(example) == 4 * 8 * visible
+        assert counter.forward(*by_itself(example)) == 4 * 8 * visible
 
 
 class Products(TorchDispatchMode):
@@ -135,7 +140,7 @@ class Products(TorchDispatchMode):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "cohere"])
 def test_block_products_are_those_that_really_run(family):
     policy = tiny_policy(family, torch.float32)
-    batch = one_pack([PAIR], share_prompt=True, tokens=64)
+    batch = one_pack([PAIR], "prompt", tokens=64)
     with torch.no_grad(), Products() as products:
         policy.hidden_rows(batch)
     assert products.flops == 2 * policy.flops().block_weights * 64  # padding runs, though it is not counted
@@ -145,7 +150,7 @@ def test_block_products_are_those_that_really_run(family):
 def test_products_are_counted_as_often_as_they_run_forward_and_backward(kind):
     """HRM runs its blocks in cycles and trains the last of them only; Gemma's layers are not alike."""
     policy = Policy.plain(small_model(small_config(kind)), torch.float32)
-    batch = one_pack([PAIR], share_prompt=True, tokens=64)
+    batch = one_pack([PAIR], "prompt", tokens=64)
     with Products() as forward:
         hidden = policy.hidden_rows(batch)
     with Products() as backward:
@@ -156,9 +161,20 @@ def test_products_are_counted_as_often_as_they_run_forward_and_backward(kind):
     assert (counter.forward_only_weights > 0) == (kind == "hrm_text")
 
 
-def test_a_pack_with_shared_prompts_counts_as_many_model_flops_as_one_without():
-    """Model flops are what the work needs. A prompt that is computed twice is not counted twice."""
-    counter = tiny_policy("llama").flops()
-    shared, unshared = one_pack([PAIR], True), one_pack([PAIR], False)
-    assert (shared.used_slots, unshared.used_slots) == (9, 12)
-    assert counter.training(shared.examples) == counter.training(unshared.examples)
+def test_a_pack_counts_each_row_that_is_laid_and_each_logit_row():
+    """One weight a block and a head, one head of width 1: 2 flops a row, 2 a logit row, 4 a visible pair."""
+    counter = FlopCounter(block_weights=1, head_weights=1, mixers=attention_of((1, None, 1)))
+    forward, alone = counter.forward(*by_itself(PAIR)), [counter.forward(*by_itself(part)) for part in PAIR.alone()]
+    for share, expected in (("prompt", forward), ("none", sum(alone))):
+        pack = one_pack([PAIR], share)
+        assert counter.forward(pack.spans, len(pack.logit_rows)) == expected
+    # The same pair again is laid once, and its logit rows are one another's.
+    twice = build_pack([PAIR, PAIR], 64, "tree")
+    assert counter.training(twice.spans, len(twice.logit_rows)) == 3 * forward
+    # Two examples of one prompt of 40 tokens, which is laid once.
+    [longer] = random_examples([(40, (2, 4))], seed=5)
+    other = replace(longer, answers=(random_examples([(0, (6,))], seed=6)[0].answers[0],))
+    tree = build_pack([longer, other], 128, "tree")
+    rows, pairs = 40 + 2 + 4 + 6, 40 * 41 // 2 + (41 + 42) + (41 + 42 + 43 + 44) + sum(range(41, 47))
+    # The answers' first tokens have the prompt's last row for a predictor, each a logit row of its own.
+    assert counter.forward(tree.spans, len(tree.logit_rows)) == 2 * rows + 2 * (2 + 4 + 6) + 4 * pairs

@@ -16,7 +16,7 @@ from tuningfork.kernels.select import plain
 from tuningfork.models.head import Head
 from tuningfork.objective.base import Answers
 from tuningfork.objective.config import ObjectiveConfig
-from tuningfork.objective.kinds import OBJECTIVES
+from tuningfork.objective.pairs import OBJECTIVES
 from tuningfork.records import LogitTransform, PackedBatch
 
 # k = 1, 2 and 3; a document, alone and forked, whose first token has no row; one-token answers; masks with holes.

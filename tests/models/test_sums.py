@@ -50,10 +50,10 @@ def test_sum_by_answer_beyond_its_room_is_not_a_number(rows):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sum_by_place_adds_up_one_after_the_other(dtype):
-    """A large number, its negative and a small one: what is left tells the order."""
-    values = torch.tensor([1e20, 5.0, 3.0, -1e20, 7.0, -1e20, 1e20, 2.0], dtype=dtype)
+    """A large number, its negative and small ones: what is left tells the order."""
+    values = torch.tensor([1e20, 5.0, -1e20, 3.0, 7.0, 2.0, -1e20, 1e20], dtype=dtype)
     places = torch.tensor([0, 2, 0, 0, 0, 3, 3, 3])
-    assert sum_by_place(values, places, 5).tolist() == [7, 0, 5, 2, 0]
+    assert sum_by_place(values, places, 5).tolist() == [10, 0, 5, 0, 0]
     assert sum_by_place(values, places, 5).dtype == dtype
 
 

@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tiny import random_examples, random_pairs, scorer_of, tiny_policy
+from tests.tiny import random_examples, random_pairs, score_alone, scorer_of, tiny_policy
 from tuningfork.data.packing.loader import build_packs
 from tuningfork.data.packing.pack import PackLimits
 from tuningfork.errors import DataError
+from tuningfork.models.hf.load import Loaded
 from tuningfork.objective.base import Answers, BatchTotals, Objective
 from tuningfork.objective.kinds import OBJECTIVES
 from tuningfork.train.batch import StepBatch
+from tuningfork.train.evaluate import evaluate
+from tuningfork.train.session import Session
 from tuningfork.train.step import train_step
 
 EXAMPLES = [
@@ -55,13 +58,26 @@ def test_a_chunk_has_its_own_answers_and_examples(first: int, last: int) -> None
         assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs, item.name
 
 
+def test_answers_of_parts_are_those_of_all_of_them_together() -> None:
+    for parts in ([(0, 8)], [(0, 2), (2, 3), (3, 8)]):
+        joined = Answers.joined([answers().chunk(first, last) for first, last in parts])
+        for item in fields(Answers):
+            ours, whole = getattr(joined, item.name), getattr(answers(), item.name)
+            assert torch.equal(ours, whole) if isinstance(ours, torch.Tensor) else ours == whole, item.name
+    assert Answers.joined([answers(reference=False)]).reference is None
+
+
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_an_objective_declares_what_it_gives(name: str) -> None:
     objective = OBJECTIVES[name]()
     assert objective.name == name and objective.unit
     reference = -np.arange(4.0) if objective.needs_reference else None
-    of_pairs = Answers.of(random_pairs(2), [1, 2, 3, 4], reference)
-    found = objective.statistics(-torch.ones(4, dtype=torch.float64), of_pairs)
+    pairs = random_pairs(2)
+    if objective.refusal(pairs[0]):
+        known = Answers.of([one for pair in pairs for one in pair.alone()], [1, 2, 3, 4], reference)
+    else:
+        known = Answers.of(pairs, [1, 2, 3, 4], reference)
+    found = objective.statistics(-torch.ones(4, dtype=torch.float64), known)
     assert list(found) == list(objective.statistics_defined)
     assert set(objective.headline.values()) <= set(found)
     assert all(definition.endswith(".") for definition in objective.statistics_defined.values())
@@ -86,9 +102,6 @@ class Coupled(Objective):
 
     def coupling(self, logps, answers) -> torch.Tensor:
         return (logps / answers.lengths).mean()
-
-    def example_losses(self, logps, answers) -> torch.Tensor:
-        raise AssertionError("`loss` needs the coupling")
 
     def loss(self, logps, answers, totals) -> torch.Tensor:
         above = (logps.detach() / answers.lengths > totals.coupling).double() * 2 - 1
@@ -128,6 +141,19 @@ def test_an_objective_that_couples_examples_sees_the_whole_batch_before_its_firs
             torch.testing.assert_close(gradient, whole[name], rtol=1e-6, atol=1e-8, msg=name)
 
 
+@pytest.mark.parametrize("tokens", [512, 32])
+def test_an_evaluation_couples_all_held_out_examples(tokens: int) -> None:
+    """The batch's mean is that of all of them, not that of a pack."""
+    examples = random_examples([(n + 1, (9 - n,)) for n in range(7)])
+    policy = tiny_policy()
+    session = Session(scorer_of(policy), Coupled(), Loaded(policy.model, torch.float64))
+    packs = build_packs(examples, PackLimits.plan(tokens, True, compiled=False))
+    assert (len(packs) == 1) == (tokens == 512)
+    means = torch.stack([score_alone(policy.model, e)[0].detach() / e.answer_tokens(0) for e in examples])
+    above = (means > means.mean()).double() * 2 - 1
+    assert evaluate(session, packs, None).loss == pytest.approx(-float((above * means).mean()), rel=1e-7)
+
+
 def test_refusals_are_counted_by_what_they_say() -> None:
     pairs = random_pairs(4)
     rows = [pairs[0], replace(pairs[1], margin=1.0), replace(pairs[2], margin=2.0), pairs[3]]
@@ -135,4 +161,4 @@ def test_refusals_are_counted_by_what_they_say() -> None:
         OBJECTIVES["ipo"]().check(rows)
     singles = random_examples([(3, (4,)), (3, (5,)), (3, (6,))])
     with pytest.raises(DataError, match=r"random:1: has 1 answer, .* \(2 other rows are like it\.\)"):
-        OBJECTIVES["dpo"]().check([singles[0], replace(singles[1], label=True), replace(singles[2], label=False)])
+        OBJECTIVES["dpo"]().check([replace(e, label=e.source.row == 2) for e in singles])

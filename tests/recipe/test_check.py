@@ -33,6 +33,22 @@ def test_precisions_that_contradict_each_other_are_refused(flags: str, words: tu
     assert all(word in message for word in words)
 
 
+@pytest.mark.parametrize("by", ["accuracy", "margin"])
+def test_the_best_step_goes_by_a_number_that_the_objective_has(by: str) -> None:
+    flags = ["--data.eval", "held.jsonl", "--train.eval_every", "5", "--train.best_by", by]
+    load(None, *flags)
+    message = error(None, *flags, "--objective.name", "sft")
+    assert f"train.best_by is {by}, which evaluations of objective.name sft do not give" in message
+    assert "train.best_by: loss" in message
+
+
+@pytest.mark.parametrize(("name", "value"), [("group_by", "conversation"), ("group_most", "8")])
+def test_settings_of_groups_are_refused_where_nothing_is_grouped(name: str, value: str) -> None:
+    message = error(None, f"--train.{name}", value)
+    assert f"train.{name} is {value}, but train.order is shuffled" in message
+    assert "Remove it, or set train.order: grouped." in message
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

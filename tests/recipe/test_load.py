@@ -37,10 +37,13 @@ def another(hint: Any, default: Any) -> Any:
 # What must stand beside a setting for it to be read at all.
 NEEDS = {
     "data.max_length": ["--pack.tokens", "8192"],
+    "objective.mean_over": ["--objective.name", "sft"],
     "objective.gamma": ["--objective.name", "simpo"],
     "model.weights": ["--train.optimizer", "adamw_8bit"],
     "train.gradient_dtype": ["--train.optimizer", "adamw_8bit", "--model.weights", "bfloat16"],
     "train.eval_every": ["--data.eval", "held_out.jsonl"],
+    "train.group_by": ["--train.order", "grouped"],
+    "train.group_most": ["--train.order", "grouped"],
     "train.best_by": ["--data.eval", "held_out.jsonl", "--train.eval_every", "5"],
     "output.export": ["--data.eval", "held_out.jsonl", "--train.eval_every", "5"],
 }

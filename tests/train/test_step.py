@@ -10,7 +10,6 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from tests.tiny import (
     head_of,
@@ -19,6 +18,7 @@ from tests.tiny import (
     random_pairs,
     score_alone,
     scorer_of,
+    tiny_gpt2,
     tiny_policy,
     with_row_logps,
 )
@@ -27,12 +27,11 @@ from tuningfork.data.packing.loader import build_packs
 from tuningfork.errors import DataError, NonFiniteError, ReferenceMismatch
 from tuningfork.kernels.row_logps import plain as plain_rows
 from tuningfork.kernels.select import plain
-from tuningfork.models.hf import attention
 from tuningfork.models.hf.load import Loaded
 from tuningfork.models.policy import Policy
 from tuningfork.models.scorer import Scorer
 from tuningfork.objective.config import ObjectiveConfig
-from tuningfork.objective.kinds import OBJECTIVES
+from tuningfork.objective.pairs import OBJECTIVES
 from tuningfork.records import TokenExample
 from tuningfork.train.batch import StepBatch
 from tuningfork.train.config import TrainConfig
@@ -55,21 +54,7 @@ class Done:
 
 @cache
 def _starting_policy(family: str, dtype: torch.dtype):
-    return tiny_policy(family, dtype) if family != "gpt2" else _gpt2(dtype)
-
-
-def _gpt2(dtype: torch.dtype) -> Policy:
-    """The one family that stays in float64 throughout: the others compute norms and rotary embeddings in float32."""
-    config = transformers.GPT2Config(
-        vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.normal_(0, 0.2)
-    return Policy(model.to(dtype).train(), plain(), dtype)
+    return tiny_policy(family, dtype) if family != "gpt2" else tiny_gpt2(dtype)
 
 
 def fresh_policy(family: str = "gpt2", dtype: torch.dtype = torch.float64):

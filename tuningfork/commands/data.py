@@ -10,7 +10,6 @@ import torch
 from tuningfork import __version__
 from tuningfork.commands.inputs import READING_MODEL
 from tuningfork.commands.resolve import dated_as_its_run, located
-from tuningfork.data.packing.loader import EpochOrder
 from tuningfork.data.packing.pack import PackLimits
 from tuningfork.data.prepare import check_names_used
 from tuningfork.data.sources.expand import Use, check_sources
@@ -23,6 +22,7 @@ from tuningfork.recipe.run_config import RunConfig
 from tuningfork.report.dataset import report_files
 from tuningfork.report.dataset.terminal import draw_report
 from tuningfork.report.run.console import Console
+from tuningfork.train.order import asked_of_rows, order_of
 from tuningfork.train.setup.data import read_sources
 from tuningfork.train.setup.device import choose_compile, choose_device
 
@@ -45,17 +45,17 @@ def data(config: RunConfig, strict: bool, console: Console | None = None) -> int
 
     reports = []
 
-    def read(sources: str | list[str], use: Use) -> SetData:
-        examples, report = read_sources(sources, tokenizer, config.data, config.pack, model.vocab_size, console, use)
+    def read(sources: str | list[str], use: Use, group_by: str | None = None) -> SetData:
+        settings = (config.data, config.pack, model.vocab_size)
+        examples, report = read_sources(sources, tokenizer, *settings, console, use, group_by)
         reports.append(report)
         return SetData.of(examples, report, tokenizer.bos_token_id, objective.refusal)
 
     if config.data.eval is not None:
         check_sources(config.data.eval, "eval")
-    train = read(config.data.train, "train")
+    train = read(config.data.train, "train", asked_of_rows(config.train))
     held_out = None if config.data.eval is None else read(config.data.eval, "eval")
     check_names_used(config.data, *reports)
-    per_step, epochs, most = config.train.examples_per_step, config.train.epochs, config.train.max_steps
     # A GPU that is asked for by name need not be here.
     device = torch.device("cuda") if config.train.device == "cuda" else choose_device(config.train.device)
     compiled = choose_compile(config.model.compile, device)
@@ -68,7 +68,7 @@ def data(config: RunConfig, strict: bool, console: Console | None = None) -> int
         positions(model),
         config.data,
         config.pack,
-        EpochOrder.plan(len(train.examples), per_step, config.train.seed, epochs, most),
+        order_of(train.examples, config.train),
         PackLimits.plan(config.pack.tokens, config.pack.share, compiled),
         counted_for,
     )

@@ -6,6 +6,7 @@ from tuningfork.data.template_file import with_template
 from tuningfork.models.hf.load import load_tokenizer
 from tuningfork.recipe.run_config import RunConfig
 from tuningfork.report.run.console import Console
+from tuningfork.train.order import asked_of_rows
 from tuningfork.train.session import Data, Session
 from tuningfork.train.setup.data import read_data
 from tuningfork.train.setup.device import choose_compile, choose_device
@@ -32,5 +33,8 @@ def data_of(config: RunConfig, console: Console, train_too: bool = True) -> Data
             f"chat template: {config.data.template}; it is no part of the exported model, so put it there as "
             "chat_template.jinja to generate as it was trained"
         )
+    group_by = asked_of_rows(config.train)
     with console.startup.time("data"):
-        return read_data(config.model, settings, config.pack, objective, tokenizer, compiled, console, train_too)
+        return read_data(
+            config.model, settings, config.pack, objective, tokenizer, compiled, console, train_too, group_by
+        )

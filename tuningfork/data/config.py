@@ -39,7 +39,7 @@ class DataConfig:
     mix_seed: Annotated[int, Field(ge=0)] = 0
     """Decides which examples of a source a mix takes."""
     eval: Annotated[str, Field(min_length=1)] | list[str] | None = None
-    """Held-out pairs from any of the same sources; scored before and after training. Of a folder or a hub name with
+    """Held-out examples from any of the same sources; scored before and after training. Of a folder or a hub name with
     splits, the validation split, else the test split."""
     format: FormatName = "auto"
     """What the fields of a row are. auto: told by their names, the same for a whole file."""
@@ -49,6 +49,9 @@ class DataConfig:
     roles: dict[str, str] | None = None
     """What the files call roles of a conversation, beside the names that are known: {customer: user, agent: assistant}.
     Ours are system, developer, user, assistant and tool; tool_call is an assistant's turn whose content is a call."""
+    answers: Literal["all", "best"] = "all"
+    """Which answers of a row are used. best: of several the first, the chosen one of a pair, without the row's margin:
+    for objective.name: sft, which imitates single answers. The others must still be answers that can be read."""
     train_on: Literal["last", "all_assistant"] = "all_assistant"
     """Which assistant turns of an answer count, where it has several: all of them, or the last."""
     max_length: Annotated[int, Field(ge=2)] = 2048

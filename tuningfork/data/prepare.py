@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tuningfork.data.config import DataConfig
 from tuningfork.data.examples.field_names import check_renames_used
+from tuningfork.data.examples.groups import check_group_found
 from tuningfork.data.sources.expand import Use, expand_sources
 from tuningfork.data.sources.mix import mixed_indices
 from tuningfork.data.token_cache import Notice, TokenTables
@@ -42,19 +43,21 @@ def prepare_examples(
     use: Use = "train",
     cache: Path | None = None,
     notice: Notice = lambda text: None,
+    group_by: str | None = None,
 ) -> tuple[Subset, DataReport]:
     """Read, render, encode and, where asked, truncate the examples of all sources, in their order.
 
     Those to train on are mixed by the recipe's shares or counts. Rows that are not used are listed in the report;
     rows_read = used + dropped. vocab_size is the number of rows of the model's embedding. With a `cache` folder, tokens
-    of before are taken from there and new ones kept there, mapped, not in memory. Raises DataError where a source or
-    the tokenizer are unfit, or where no row is left.
+    of before are taken from there and new ones kept there, mapped, not in memory. `group_by` says what examples keep
+    of their rows for their order, see `with_group`. Raises DataError where a source or the tokenizer are unfit, or
+    where no row is left; ConfigError where no row has what they are grouped by.
     """
     check_vocabulary(tokenizer, vocab_size)
     names = [str(sources)] if isinstance(sources, str | Path) else list(sources)
     report = DataReport()
     groups: list[Subset] = []
-    with TokenTables(tokenizer, config, cache, notice) as opened:
+    with TokenTables(tokenizer, config, cache, notice, group_by) as opened:
         for tables in expand_sources(names, use):
             report.sources[tables.source] = tables.taken
             report.passed_over += tables.left
@@ -74,6 +77,8 @@ def prepare_examples(
     assert report.rows_read == report.used + sum(report.dropped.values()), "a row was lost"
     if not used:
         raise DataError(_unusable(report, names))
+    if group_by is not None:
+        check_group_found(group_by, column(used, "group"), report.fields)
     return used, report
 
 
@@ -168,10 +173,13 @@ def check_names_used(config: DataConfig, *reports: DataReport) -> None:
 
 
 def dataset_digest(examples: Sequence[TokenExample]) -> str:
-    """A hash of what is trained on, in order: ids, masks, labels, weights, margins; not of where it was read."""
+    """A hash of what is trained on, in order: ids, masks, labels, weights, margins, and groups where rows were asked
+    for them; not of where it was read."""
     digest = xxhash.xxh3_128()
     for name in ("content", "label", "weight", "margin"):
         digest.update(column(examples, name).tobytes())
+    if (group := column(examples, "group")).any():
+        digest.update(group.tobytes())
     return digest.hexdigest()
 
 

@@ -50,6 +50,7 @@ SETTINGS = (
     "format",
     "columns",
     "roles",
+    "answers",
     "train_on",
     "max_length",
     "over_length",
@@ -65,16 +66,22 @@ SOURCE = ("data/tables", "data/examples", "data/tokens", "data/token_table.py", 
 
 class TokenTables:
     """Opens tables as token examples, with one tokenizer and one set of options; `folder` is the cache, None for none.
+    `group_by` names what examples keep of their rows for their order, see `with_group`.
 
     To be used as a context: what processes it starts stay to its end. Raises DataError for an unfit tokenizer.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, config: DataConfig, folder: Path | None, notice: Notice
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        config: DataConfig,
+        folder: Path | None,
+        notice: Notice,
+        group_by: str | None = None,
     ) -> None:
-        self.encoder = TableEncoder(tokenizer, config)
+        self.encoder = TableEncoder(tokenizer, config, group_by)
         self.folder, self.notice = folder, notice
-        self.origin = "" if folder is None else _origin(self.encoder.tokenizer, config)
+        self.origin = "" if folder is None else _origin(self.encoder.tokenizer, config, group_by)
 
     def __enter__(self) -> TokenTables:
         return self
@@ -158,7 +165,7 @@ def _check_ours(entry: Path) -> None:
         raise RunFolderError(f"{entry} holds {others[0]!r}, which is not ours to remove. Move it away; or {ELSEWHERE}")
 
 
-def _origin(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str:
+def _origin(tokenizer: PreTrainedTokenizerBase, config: DataConfig, group_by: str | None) -> str:
     """All that decides what becomes of a table's bytes, as text."""
     backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
     facts = {
@@ -168,6 +175,7 @@ def _origin(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str:
         "split": str(getattr(tokenizer, "split_special_tokens", None)),
         "template": tokenizer.chat_template,
         "settings": {name: getattr(config, name) for name in SETTINGS},
+        "group_by": group_by,
         "libraries": {name: version(name) for name in LIBRARIES},
         "source": _source_digest(),
     }

@@ -8,6 +8,7 @@ The columns of a table with N examples, A answers and L tokens, each of them one
     label    int8 [N]     of a row without a partner: 1 wanted, 0 not; -1 where there is no label
     weight   float64 [N]  of its loss
     margin   float64 [N]  by which the first answer should win; NaN where there is none
+    group    uint64 [N]   names what it is put into for its order (train.group_by); 0 where there is nothing to say
     content  bytes16 [N]  the hash of its tokens and of which count, see records.content_digest
     answer   int32 [A]    tokens of each answer
     ids      int32 [L]    token ids: of each example the prompt, then its answers
@@ -36,7 +37,10 @@ TYPES: dict[str, np.dtype] = {
     "counts": np.dtype("?"),
     **dict.fromkeys(("answers", "prompt", "answer", "ids"), np.dtype("<i4")),
     **dict.fromkeys(("weight", "margin"), np.dtype("<f8")),
+    "group": np.dtype("<u8"),
 }
+
+_OF_TOKENS = ("answer", "ids", "counts")  # columns that have no entry for each example
 
 
 class TokenTable(Sequence[TokenExample]):
@@ -76,6 +80,7 @@ class TokenTable(Sequence[TokenExample]):
             label=None if label < 0 else bool(label),
             weight=float(get["weight"][n]),
             margin=None if margin != margin else margin,
+            group=int(get["group"][n]),
         )
 
     def source_of(self, token: int) -> Source:
@@ -154,7 +159,7 @@ class Subset(Sequence[TokenExample]):
 def columns_of(examples: Sequence[TokenExample]) -> Columns:
     """The columns of these examples."""
     answers = [answer for example in examples for answer in example.answers]
-    said = {name: column(examples, name) for name in ("answers", "label", "weight", "margin", "content")}
+    said = {name: column(examples, name) for name in ("answers", "label", "weight", "margin", "group", "content")}
     parts = [part for e in examples for part in ((e.prompt_ids, None), *((a.ids, a.mask) for a in e.answers))]
     found: dict[str, list] = {
         "row": [e.source.row for e in examples],
@@ -194,7 +199,7 @@ def check_consistent(columns: Columns) -> None:
     """Raise ValueError where columns are not what `columns_of` makes: of unlike lengths, pieces that reach beyond the
     tokens, an example without answers, an answer of which no token counts."""
     answers, prompt, answer = (columns[name] for name in ("answers", "prompt", "answer"))
-    if {len(columns[name]) for name in ("row", "prompt", "label", "weight", "margin", "content")} != {len(answers)}:
+    if {len(columns[name]) for name in TYPES if name not in _OF_TOKENS} != {len(answers)}:
         raise ValueError("columns of examples have unlike lengths")
     if (answers < 1).any() or (answer < 1).any() or (prompt < 0).any() or (columns["row"] < 1).any():
         raise ValueError("an example has no answers, or none of a length")

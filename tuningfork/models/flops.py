@@ -1,15 +1,16 @@
-"""Model flops: only necessary work, on unique tokens. Recomputation, padding and repeated prompts are not counted.
+"""Model flops: only necessary work, on each row that is laid once. Recomputation and padding are not counted.
 
-What an example costs where its prompt is repeated, `work` says: ranks share a step's work by it.
+What a step costs follows from its packs: what several sequences begin with is computed once where it is laid once. What
+an example costs by itself, ranks share a step's work by.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tuningfork.models.mixers.mixer import Mixer
-from tuningfork.records import TokenExample
+from tuningfork.records import Span, TokenExample
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,26 +30,32 @@ class FlopCounter:
     mixers: tuple[Mixer, ...] = ()
     forward_only_weights: int = 0
 
-    def forward(self, example: TokenExample) -> int:
-        """Flops to score one example."""
-        return self._products(example) + sum(mixer.cost(example).forward for mixer in self.mixers)
+    def forward(self, spans: Sequence[Span], logit_rows: int) -> int:
+        """Flops to score the tokens of some segments, and so many logit rows of theirs."""
+        return self._products(spans, logit_rows) + sum(mixer.cost(spans).forward for mixer in self.mixers)
 
-    def work(self, example: TokenExample, share_prompt: bool) -> int:
-        """Flops that a pack's layout makes of one example: without sharing, its prompt again for every answer."""
-        if share_prompt:
-            return self.forward(example)
-        return sum(map(self.forward, example.alone()))
-
-    def training(self, examples: Iterable[TokenExample]) -> int:
-        """Flops of one forward and backward pass."""
-        return sum(
-            3 * self._products(example)
-            - 2 * (2 * self.forward_only_weights * example.unique_tokens)
-            + sum(sum(mixer.cost(example)) for mixer in self.mixers)
-            for example in examples
+    def training(self, spans: Sequence[Span], logit_rows: int) -> int:
+        """Flops of one forward and backward pass of these."""
+        return (
+            3 * self._products(spans, logit_rows)
+            - 2 * (2 * self.forward_only_weights * _tokens(spans))
+            + sum(sum(mixer.cost(spans)) for mixer in self.mixers)
         )
 
-    def _products(self, example: TokenExample) -> int:
-        """Forward flops of products with weights, the head's on the tokens that predict a counted one."""
-        logit_rows = sum(example.answer_tokens(i) for i in range(len(example.answers)))
-        return 2 * (self.block_weights * example.unique_tokens + self.head_weights * logit_rows)
+    def work(self, example: TokenExample, share: str) -> int:
+        """Forward flops of an example in a pack of its own; `share` none has its prompt again for every answer."""
+        parts = example.alone() if share == "none" else [example]
+        return sum(self.forward(*by_itself(part)) for part in parts)
+
+    def _products(self, spans: Sequence[Span], logit_rows: int) -> int:
+        """Forward flops of products with weights, the head's on the logit rows alone."""
+        return 2 * (self.block_weights * _tokens(spans) + self.head_weights * logit_rows)
+
+
+def by_itself(example: TokenExample) -> tuple[list[Span], int]:
+    """The segments and logit rows of an example that shares nothing with others: what FlopCounter takes."""
+    return example.spans, sum(example.answer_tokens(answer) for answer in range(len(example.answers)))
+
+
+def _tokens(spans: Sequence[Span]) -> int:
+    return sum(own for _, own in spans)

@@ -161,8 +161,8 @@ class Policy:
 
 
 def picked(hidden: Tensor, rows: Tensor) -> Tensor:
-    """Rows [R] of hidden states [T, D], [R, D]. A row may be picked more than once, as one is at which answers part, for
-    what each goes on with; its gradients are then added up in one and the same order, in float32 at least."""
+    """Rows [R] of hidden states [T, D], [R, D]. A row may be picked more than once, as the last one of a prompt is for
+    the first token of each answer; its gradients are then added up in one order, in float32 at least."""
     return _Picked.apply(hidden, rows)
 
 

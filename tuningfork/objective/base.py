@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from tuningfork.errors import DataError
-from tuningfork.records import ChunkLoss, TokenExample, column, map_tensors
+from tuningfork.records import ChunkLoss, Statistic, TokenExample, column, map_tensors
 from tuningfork.wording import counted
 
 if TYPE_CHECKING:
@@ -79,6 +79,23 @@ class Answers:
             self.labels[examples],
         )
 
+    @classmethod
+    def joined(cls, parts: Sequence[Answers]) -> Answers:
+        """The answers of several parts, at least one, one part behind the other."""
+        import torch
+
+        def all_of(name: str) -> Tensor:
+            return torch.cat([getattr(part, name) for part in parts])
+
+        return cls(
+            tuple(k for part in parts for k in part.answers_per_example),
+            all_of("lengths"),
+            None if parts[0].reference is None else all_of("reference"),
+            all_of("weights"),
+            all_of("margins"),
+            all_of("labels"),
+        )
+
     def to(self, device: torch.device) -> Answers:
         """These answers on a device. From page-locked memory, the host goes on while the device is busy."""
         return map_tensors(self, lambda tensor: tensor.to(device, non_blocking=True))
@@ -90,7 +107,7 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class BatchTotals:
-    """Sizes of the global batch, known before its first pack runs.
+    """Sizes of the global batch, known before its first pack runs; in an evaluation, those of all held-out examples.
 
     Every mean of an objective divides by these, so a step's gradient does not depend on how the batch is cut.
     """
@@ -98,6 +115,10 @@ class BatchTotals:
     examples: int
     tokens: int  # those that the objective's mean over tokens divides by
     coupling: Tensor | None = None  # what `Objective.coupling` found, for an objective that couples examples
+
+    def __add__(self, other: BatchTotals) -> BatchTotals:
+        """The sizes of two batches together, whose coupling is not known by those of its parts."""
+        return BatchTotals(self.examples + other.examples, self.tokens + other.tokens)
 
 
 class Objective(ABC):
@@ -143,26 +164,38 @@ class Objective(ABC):
         """The sizes of a global batch of these examples."""
 
     @abstractmethod
-    def example_losses(self, logps: Tensor, answers: Answers) -> Tensor:
-        """The loss of each example, [N], its weight included: the numbers whose mean an evaluation reports."""
-
     def loss(self, logps: Tensor, answers: Answers, totals: BatchTotals) -> Tensor:
-        """The share that some whole examples have in the loss of the batch.
+        """The share that some whole examples have in the loss of the batch, each with its weight.
 
         Args:
             logps: [A], differentiable: each answer's summed log-prob under the policy.
             totals: sizes of the global batch.
         """
-        return self.example_losses(logps, answers).sum() / totals.examples
+
+    def evaluation_loss(self, logps: Tensor, answers: Answers, totals: BatchTotals) -> Tensor:
+        """The share that some whole held-out examples have in the loss that an evaluation reports.
+
+        An evaluation is one batch of all held-out examples, so its loss is the same mean as that of a step, unless the
+        objective leaves a term out.
+
+        Args:
+            totals: sizes of all held-out examples together, and the coupling of their log-probs where there is one.
+        """
+        return self.loss(logps, answers, totals)
+
+    def loss_size(self, totals: BatchTotals) -> int:
+        """How many items the loss of a batch is a mean over; losses of several batches are averaged in proportion."""
+        return totals.examples
 
     @abstractmethod
-    def statistics(self, logps: Tensor, answers: Answers) -> dict[str, Tensor]:
-        """The numbers of `statistics_defined`, each with one value for every item that its mean is taken over."""
+    def statistics(self, logps: Tensor, answers: Answers) -> dict[str, Statistic]:
+        """The numbers of `statistics_defined`."""
 
     def coupling(self, logps: Tensor, answers: Answers) -> Tensor:
         """What an objective that couples examples needs of the whole batch's log-probs, without a gradient.
 
-        It reaches `loss` as `BatchTotals.coupling`. The batch is then scored once before it is trained on.
+        It reaches `loss` as `BatchTotals.coupling`. The batch is then scored once before it is trained on. In an
+        evaluation, `logps` and `answers` are those of all held-out examples.
         """
         raise NotImplementedError(f"{type(self).__name__} does not couple examples")
 

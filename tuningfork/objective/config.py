@@ -9,6 +9,7 @@ from pydantic import Field
 
 from tuningfork.objective.base import Objective
 from tuningfork.objective.kinds import OBJECTIVES, readers
+from tuningfork.objective.sft import MeanOver
 
 if TYPE_CHECKING:
     ObjectiveName = str
@@ -30,6 +31,9 @@ class ObjectiveConfig:
     """Target margin; the objective's own value unless set (simpo: 0.5)."""
     sft_weight: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the SFT term: mean negative log-prob over the chosen tokens of the whole batch."""
+    mean_over: MeanOver = "tokens"
+    """What the loss is a mean over, sft only: all counted tokens of a step, or its examples, each by the mean over its
+    own tokens."""
     head_chunk_rows: Annotated[int, Field(ge=1)] = 4096
     """Logit rows projected at once. Fewer need less memory: logits take 4 bytes each, and their gradient 2 more in
     bfloat16: 3.5 GiB for 4096 rows and a vocabulary of 151,936. No bit of a log-prob changes; gradients, which are

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from tuningfork.objective import losses
 from tuningfork.objective.base import Answers, BatchTotals, Objective
-from tuningfork.records import TokenExample
+from tuningfork.records import Statistic, TokenExample
 from tuningfork.wording import counted
 
 if TYPE_CHECKING:
@@ -61,12 +61,16 @@ class PairObjective(Objective):
         chosen, rejected = self.rewards(logps, answers).view(-1, 2).unbind(1)
         return answers.weights * self.margin_losses(chosen - rejected - answers.margins)
 
+    def evaluation_loss(self, logps: Tensor, answers: Answers, totals: BatchTotals) -> Tensor:
+        """These pairs' share of the mean preference loss, without an SFT term; see `Objective.evaluation_loss`."""
+        return self.example_losses(logps, answers).sum() / totals.examples
+
     def loss(self, logps: Tensor, answers: Answers, totals: BatchTotals) -> Tensor:
         """These pairs' share of the batch loss, the SFT term included; see `Objective.loss`.
 
         The SFT term is the mean negative log-prob over the chosen tokens of the whole batch.
         """
-        share = super().loss(logps, answers, totals)
+        share = self.evaluation_loss(logps, answers, totals)
         if self.sft_weight:
             share = share - self.sft_weight * (answers.weights * logps.view(-1, 2)[:, 0]).sum() / totals.tokens
         return share
@@ -75,7 +79,7 @@ class PairObjective(Objective):
         """Pairs, and the tokens of their chosen answers."""
         return BatchTotals(len(examples), sum(example.answer_tokens(0) for example in examples))
 
-    def statistics(self, logps: Tensor, answers: Answers) -> dict[str, Tensor]:
+    def statistics(self, logps: Tensor, answers: Answers) -> dict[str, Statistic]:
         """One value a pair of each number in `statistics_defined`."""
         chosen, rejected = self.rewards(logps, answers).view(-1, 2).unbind(1)
         margin = chosen - rejected
@@ -98,13 +102,18 @@ class PairObjective(Objective):
             )
         answers = len(example.answers)
         if answers != 2:
-            cure = (
-                "Single answers are not trained on yet: give rows with a chosen and a rejected answer"
-                if answers < 2
-                else "Rankings are not trained on yet: write pairs of their answers as chosen and rejected"
-            )
-            return f"{counted(answers, 'answer')}, objective {self.name} compares two. {cure}"
+            return f"{counted(answers, 'answer')}, objective {self.name} compares two. {_cure(example)}"
         return ""
+
+
+def _cure(example: TokenExample) -> str:
+    """What to do with an example that is no pair."""
+    if len(example.answers) > 2:
+        return "Rankings are not trained on yet: write pairs of their answers as chosen and rejected"
+    pairs = "give rows with a chosen and a rejected answer"
+    if example.label is not None:
+        return f"Single answers with a label are not trained on yet: {pairs}"
+    return f"Set objective.name: sft to imitate single answers, or {pairs}"
 
 
 @dataclass(frozen=True)

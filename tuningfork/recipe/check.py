@@ -85,6 +85,7 @@ def check_run_config(config: RunConfig, required: Mapping[str, str] = REQUIRED) 
         raise ConfigError(
             f"reference.cache is {config.reference.cache}, but objective.name {name} has no reference. Remove it."
         )
+    _check_order(config.train)
     sinks.check_names(config.output.sinks)
     _check_pack(config.pack, config.data.max_length)
     _check_evaluation(config)
@@ -96,18 +97,35 @@ def _of_a_run(folder: str) -> str:
     return f". {recipe} has all settings of the run in output.dir, and is a recipe" if recipe.is_file() else ""
 
 
+def _check_order(train: TrainConfig) -> None:
+    """Raises ConfigError where settings of groups are given and examples are not grouped."""
+    for name in ("group_by", "group_most"):
+        given = getattr(train, name)
+        if train.order != "grouped" and given != getattr(TrainConfig(), name):
+            raise ConfigError(
+                f"train.{name} is {given}, but train.order is {train.order}, which has no groups. Remove it, or set "
+                "train.order: grouped."
+            )
+
+
 def _check_evaluation(config: RunConfig) -> None:
     """Raises ConfigError where settings of evaluations have nothing to work on."""
     every, train, output = config.train.eval_every, config.train, config.output
     if every is not None and config.data.eval is None:
         raise ConfigError(
-            f"train.eval_every is {every}, but there is nothing to evaluate on. Set data.eval to held-out pairs, or "
+            f"train.eval_every is {every}, but there is nothing to evaluate on. Set data.eval to held-out rows, or "
             "remove it."
         )
     if every is None and train.best_by != TrainConfig().best_by:
         raise ConfigError(
             f"train.best_by is {train.best_by}, but only with train.eval_every is there a best step. Set that, or "
             "remove it."
+        )
+    objective = config.objective.build()
+    if train.best_by not in ("loss", *objective.headline):
+        raise ConfigError(
+            f"train.best_by is {train.best_by}, which evaluations of objective.name {objective.name} do not give. Set "
+            "train.best_by: loss."
         )
     if every is None and output.export == "best":
         raise ConfigError(

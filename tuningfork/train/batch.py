@@ -3,7 +3,6 @@ host work stands between one step's numbers and the next step's first kernel."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,8 +21,9 @@ class StepBatch:
     answers: Answers  # of all packs, on the host
     totals: BatchTotals
     tokens: int  # as a plain trainer counts them: the prompt once per answer
-    unique_tokens: int
-    answer_tokens: int
+    unique_tokens: int  # as the packs have them: what several answers begin with once, where a pack shares it
+    answer_tokens: int  # that count in the loss, of each answer
+    logit_rows: int  # of the packs: one for each of these tokens, but one alone where several answers share it
     rows: int  # of the packs, padding included
 
     @classmethod
@@ -56,6 +56,7 @@ class StepBatch:
             tokens=int(column(examples, "plain_tokens").sum()),
             unique_tokens=sum(pack.used_slots for pack in packs),
             answer_tokens=sum(lengths),
+            logit_rows=sum(len(pack.logit_rows) for pack in packs),
             rows=sum(len(pack.input_ids) for pack in packs),
         )
 
@@ -66,9 +67,3 @@ class StepBatch:
             last = first + len(pack.answer_lengths)
             yield pack, answers.chunk(first, last)
             first = last
-
-    def answer_name(self, place: int) -> str:
-        """What messages call the answer at this place of the batch, counted from 0: ``answer 1 of pairs.jsonl:7``."""
-        boundaries = self.answers.boundaries
-        example = bisect_right(boundaries, place) - 1
-        return f"answer {place - boundaries[example]} of {self.examples[example].id}"

@@ -1,12 +1,15 @@
-"""Scores of the policy on held-out pairs, and the check that a start really is the reference."""
+"""Scores of the policy on held-out examples, and the check that a start really is the reference."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import torch
 
 from tuningfork.errors import ReferenceMismatch
-from tuningfork.objective.base import Answers
+from tuningfork.objective.base import Answers, BatchTotals
 from tuningfork.records import PackedBatch
 from tuningfork.reference.build import by_file, wrongly_cached
 from tuningfork.reference.store import ReferenceStore
@@ -22,13 +25,17 @@ def evaluate(
 ) -> Evaluation:
     """Score every example of the packs; nothing is trained.
 
+    They are one batch to the objective, so the loss is its mean over all of them, however they are cut into packs, and
+    an objective that couples examples couples all of them.
+
     Args:
         scored: called after each pack with the number of its examples.
 
     Raises:
         DataError: the objective refuses an example.
     """
-    objective, means, loss, examples = session.objective, Means(), 0.0, 0
+    objective, means, totals = session.objective, Means(), BatchTotals(0, 0)
+    scores: list[tuple[torch.Tensor, Answers]] = []  # a few numbers for each answer
     begun = time.perf_counter()
     for pack in packs:
         objective.check(pack.examples)  # first of all, for what it refuses may be no pairs
@@ -36,10 +43,14 @@ def evaluate(
         answers = Answers.of(pack.examples, pack.answer_lengths, cached)
         logps = session.scorer.score(pack).cpu()
         means += Means.of(objective.statistics(logps, answers))
-        loss += float(objective.example_losses(logps, answers).sum())
-        examples += len(pack.examples)
+        totals += objective.totals(pack.examples)
+        scores.append((logps, answers))
         scored(len(pack.examples))
-    return Evaluation(examples, objective.unit, loss / max(examples, 1), means, time.perf_counter() - begun)
+    if objective.couples_examples and scores:
+        logps, answers = torch.cat([logps for logps, _ in scores]), Answers.joined([answers for _, answers in scores])
+        totals = replace(totals, coupling=objective.coupling(logps, answers))
+    loss = sum(float(objective.evaluation_loss(logps, answers, totals)) for logps, answers in scores)
+    return Evaluation(totals.examples, objective.unit, loss, means, time.perf_counter() - begun)
 
 
 def check_start(session: Session, packs: Sequence[PackedBatch], reference: ReferenceStore) -> int:

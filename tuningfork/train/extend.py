@@ -13,7 +13,7 @@ from tuningfork.wording import counted
 
 
 def plan(examples: int, config: TrainConfig, saved: Progress | None) -> EpochOrder:
-    """The order of the examples in a run of that length, from where its checkpoint stands, if it has one."""
+    """The steps of a run over so many examples, shuffled, from where its checkpoint stands, if it has one."""
     done = (0, 0) if saved is None else (saved.step, saved.examples)
     return EpochOrder.plan(examples, config.examples_per_step, config.seed, config.epochs, config.max_steps, *done)
 

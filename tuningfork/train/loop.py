@@ -97,7 +97,7 @@ def _headline(step: StepResult, objective: Objective) -> dict[str, float | None]
     means = step.statistics.values()
     of_objective = {heading: means[key] for heading, key in objective.headline.items()}
     loss, _ = objective.loss_names
-    return {loss: step.loss_sum / step.examples, **of_objective, "tokens/s": step.tokens / step.seconds}
+    return {loss: step.loss, **of_objective, "tokens/s": step.tokens / step.seconds}
 
 
 def _peak_flops(session: Session) -> float | None:

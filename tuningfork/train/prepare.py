@@ -19,9 +19,10 @@ from tuningfork.train import checkpoint
 from tuningfork.train.checkpoint import Progress
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.evaluate import check_start
-from tuningfork.train.extend import check_length, plan
+from tuningfork.train.extend import check_length
 from tuningfork.train.held_out import score_held_out
 from tuningfork.train.optimizer import build_optimizer
+from tuningfork.train.order import order_of
 from tuningfork.train.run_folder import CHECKPOINTS
 from tuningfork.train.same_run import at_its_beginning, check_same_run
 from tuningfork.train.session import Data, Session
@@ -113,7 +114,9 @@ def _order(
 ) -> EpochOrder:
     """The order of the examples to the run's end, with a word on a run that is made longer, or has few examples."""
     train, examples = config.train, len(data.train)
-    order = plan(examples, train, saved)
+    order = order_of(data.train, train, saved)
+    if order.groups is not None:
+        console.print(f"order: {order.groups}")
     if before is not None:
         longer = check_length(Path(config.output.dir), examples, before, train, saved)
         if longer is not None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
 from tuningfork.errors import NonFiniteError, ReferenceMismatch
 from tuningfork.models.scorer import Scorer
 from tuningfork.objective.base import Objective
+from tuningfork.records import Statistic
 from tuningfork.reference.build import unequal
 from tuningfork.train.batch import StepBatch
 from tuningfork.train.optimizer import gradient_norm, move_weights
@@ -27,7 +29,7 @@ class StepOutcome:
     loss: float  # of the batch, as the objective defines it
     grad_norm: float  # before clipping
     logps: Tensor  # float64 [A], before the weights moved
-    statistics: Mapping[str, Tensor]  # the objective's, of these log-probs
+    statistics: Mapping[str, Statistic]  # the objective's, of these log-probs
 
 
 def train_step(
@@ -55,47 +57,45 @@ def train_step(
     if objective.couples_examples:
         totals = replace(totals, coupling=objective.coupling(torch.cat([*map(scorer.score, batch.packs)]), answers))
 
-    losses, logps = [], []
+    shares, scores = [], []
     for pack, of_pack in batch.with_answers(answers):
-        loss, pack_logps = scorer.backward(pack, objective.of_chunks(of_pack, totals))
-        losses.append(loss)
-        logps.append(pack_logps)
+        share, pack_logps = scorer.backward(pack, objective.of_chunks(of_pack, totals))
+        shares.append(share)
+        scores.append(pack_logps)
 
     norm = gradient_norm(optimizer)
-    outcome = _read(ranks.sum(torch.stack(losses).sum()), norm, torch.cat(logps), objective, batch)
-    _check_finite(outcome, batch)
+    # Here the host waits for the device, and nowhere else in a step.
+    loss, grad_norm, logps = float(ranks.sum(torch.stack(shares).sum())), float(norm), torch.cat(scores).cpu()
+    _check_finite(loss, grad_norm, logps, batch)
     if starting:
-        _check_starting(outcome, batch)
+        _check_starting(logps, batch)
     scale = None
-    if max_grad_norm is not None and outcome.grad_norm > max_grad_norm:
+    if max_grad_norm is not None and grad_norm > max_grad_norm:
         scale = max_grad_norm / (norm + 1e-6)
     move_weights(optimizer, scale)
     optimizer.zero_grad(set_to_none=True)
-    return outcome
+    # Statistics come last: the device moves the weights meanwhile.
+    return StepOutcome(loss, grad_norm, logps, objective.statistics(logps, batch.answers))
 
 
-def _read(loss: Tensor, grad_norm: Tensor, logps: Tensor, objective: Objective, batch: StepBatch) -> StepOutcome:
-    """The step's numbers, from the device. Here the host waits for it, and nowhere else in a step."""
-    on_host = logps.cpu()
-    return StepOutcome(float(loss), float(grad_norm), on_host, objective.statistics(on_host, batch.answers))
-
-
-def _check_starting(outcome: StepOutcome, batch: StepBatch) -> None:
+def _check_starting(logps: Tensor, batch: StepBatch) -> None:
     """What training computes is what scoring computed; another graph, or way to keep activations, shows here."""
     cached = batch.answers.reference
-    wrong = [] if cached is None else unequal(batch.examples, outcome.logps.numpy(), cached.numpy())
+    wrong = [] if cached is None else unequal(batch.examples, logps.numpy(), cached.numpy())
     if wrong:
         raise ReferenceMismatch(
-            f"{len(wrong)} of {outcome.logps.numel()} log-probs of the first training step are not those in the "
+            f"{len(wrong)} of {len(logps)} log-probs of the first training step are not those in the "
             f"reference cache; worst {wrong[0]}. No weight has moved, so they must be equal to the bit: training "
             "computes other numbers than scoring does. Set train.activation_memory to block, or model.compile to off."
         )
 
 
-def _check_finite(outcome: StepOutcome, batch: StepBatch) -> None:
-    logps = outcome.logps.numpy()
-    for place in np.flatnonzero(~np.isfinite(logps) | (logps > _ROUNDING))[:1].tolist():
-        answer, above = batch.answer_name(place), ", above 0" if np.isfinite(logps[place]) else ""
-        raise NonFiniteError(f"the log-prob of {answer} is {float(logps[place])}{above}.")
-    if not (np.isfinite(outcome.loss) and np.isfinite(outcome.grad_norm)):
-        raise NonFiniteError(f"the loss is {outcome.loss} and the gradient norm {outcome.grad_norm}.")
+def _check_finite(loss: float, grad_norm: float, logps: Tensor, batch: StepBatch) -> None:
+    for place in torch.nonzero(~logps.isfinite() | (logps > _ROUNDING)).flatten()[:1].tolist():
+        boundaries, logp = batch.answers.boundaries, float(logps[place])
+        example = bisect_right(boundaries, place) - 1
+        answer = f"answer {place - boundaries[example]} of {batch.examples[example].id}"
+        above = ", above 0" if math.isfinite(logp) else ""
+        raise NonFiniteError(f"the log-prob of {answer} is {logp}{above}.")
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        raise NonFiniteError(f"the loss is {loss} and the gradient norm {grad_norm}.")

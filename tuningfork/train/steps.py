@@ -37,11 +37,11 @@ def training_steps(
             of_all_ranks = loader.examples_of(step)
             totals = session.objective.totals(of_all_ranks)
             portions = loader.portions(of_all_ranks)
-            packs = loader.packs(session.ranks.mine(portions, lambda portion: flops.training(portion.spans, 0)))
+            packs = loader.packs(session.ranks.mine(portions, lambda mine: flops.training(mine.spans, mine.logit_rows)))
             examples = [example for pack in packs for example in pack.examples]
             cached = None if reference is None else reference.lookup(examples)
             batch = StepBatch.of(packs, session.objective, cached, totals, session.pin_memory)
-            yield step, batch, flops.training(examples)
+            yield step, batch, sum(flops.training(pack.spans, len(pack.logit_rows)) for pack in packs)
 
     begun = waiting = time.perf_counter()
     for step, batch, model_flops in ahead(batches()):
@@ -76,7 +76,8 @@ def training_steps(
             lr=lr,
             grad_norm=outcome.grad_norm,
             examples=len(batch.examples),
-            loss_sum=outcome.loss * len(batch.examples),
+            loss=outcome.loss,
+            loss_size=session.objective.loss_size(batch.totals),
             tokens=batch.tokens,
             unique_tokens=batch.unique_tokens,
             answer_tokens=batch.answer_tokens,

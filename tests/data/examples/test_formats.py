@@ -351,10 +351,11 @@ SAID = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 @pytest.mark.parametrize(
     ("row", "format"),
     [
-        ({"conversations": SAID, "kto_tag": True}, "unpaired_messages"),
+        ({"conversations": SAID, "kto_tag": False}, "unpaired_messages"),
         ({"instruction": "q", "input": "", "output": "a", "kto_tag": True}, "unpaired"),
-        ({"conversations": SAID}, "messages"),
-        ({"instruction": "q", "input": "", "output": "a"}, "completion"),
+        ({"conversations": SAID}, "sharegpt_messages"),
+        ({"instruction": "q", "input": "", "output": "a"}, "instruction_output"),
+        ({"instruction": "q", "input": "", "output": "a", "text": "Below is an instruction."}, "instruction_output"),
     ],
 )
 def test_single_answers_under_other_names_are_read_as_their_refusal_says(
@@ -370,6 +371,11 @@ def test_single_answers_under_other_names_are_read_as_their_refusal_says(
     (example,) = said.examples
     assert (example.prompt, example.answers) == (turns(user("q")), (turns(assistant("a")),))
     assert example.label == row.get("kto_tag")
+
+
+def test_the_instruction_and_its_input_are_one_prompt(tmp_path: Path) -> None:
+    example = other(tmp_path, {"instruction": "Sum up.", "input": "A tale.", "output": "a"}, "instruction_output")
+    assert (example.prompt, example.answers) == (turns(user("Sum up.\nA tale.")), (turns(assistant("a")),))
 
 
 def test_a_label_under_another_name_is_not_passed_over(tmp_path: Path) -> None:

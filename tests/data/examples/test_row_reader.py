@@ -337,6 +337,19 @@ def test_what_the_prompt_holds_may_stand_beside_it(tmp_path: Path) -> None:
     assert result.examples[0].answers == ("Add: 1 2 is 3",) and result.notes == {}
 
 
+@pytest.mark.parametrize("as_text", [False, True])
+def test_a_document_has_nothing_beside_it_but_its_weight(as_text: bool, tmp_path: Path) -> None:
+    """What would be wrong beside a prompt is a field that is not read."""
+    row = {"text": "Once.", "weight": 2, "margin": "wide", "tools": "[", "system": "s", "history": 3}
+    path = write(tmp_path, [row, {"text": " \n"}, {"text": "Once.", "question": "Twice?"}])
+    result = read_examples(path, as_text)
+    assert result.examples == [Example(Source(str(path), 1), "", ("Once.",), weight=2.0)]
+    assert [*result.notes] == ["fields that are not read: margin, tools, system, history"]
+    held = "question is filled, and what is read does not hold it; put it there or remove the field"
+    found = [(row.reason, row.detail) for row in result.dropped]
+    assert found == [("empty answer", "text"), ("unsupported field", held)]
+
+
 def test_fields_that_nothing_reads_are_noted_by_name(tmp_path: Path) -> None:
     named = [{**assistant("a"), "name": "x"}]
     rows = [{**PAIR, "id": 7, "source": "", "score": None}, PAIR, {**PAIR, "chosen": named, "id": 8, "weight": 2}]

@@ -109,15 +109,16 @@ def _all_begun(pool: Workers) -> bool:
 def test_any_number_of_processes_gives_the_same(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "BATCH", 3)
     monkeypatch.setattr(Workers, "_begun", _all_begun)
-    rows = [{**ROWS[0], "prompt": f"question {n}"} if n % 5 else ROWS[2] for n in range(40)]
+    rows = [{**ROWS[0], "prompt": f"question {n}", "id": n % 5} if n % 5 else ROWS[2] for n in range(40)]
     table = write(tmp_path, rows)
-    alone = Opened(monkeypatch, None)(table, config=replace(CONFIG, workers=1))
-    assert Opened(monkeypatch, None)(table, config=replace(CONFIG, workers=count)) == alone
+    alone = Opened(monkeypatch, None)(table, config=replace(CONFIG, workers=1), group_by="id")
+    assert Opened(monkeypatch, None)(table, config=replace(CONFIG, workers=count), group_by="id") == alone
+    assert len({told[-1] for told in alone[0]}) == 4
     assert len(alone[0]) == 32 and len(alone[1].dropped) == 8
     # Some batches here, while the processes start, and the others there.
     begun = iter([False, True, True])
     monkeypatch.setattr(Workers, "_begun", lambda pool: next(begun, True) and _all_begun(pool))
-    assert Opened(monkeypatch, None)(table, config=replace(CONFIG, workers=count)) == alone
+    assert Opened(monkeypatch, None)(table, config=replace(CONFIG, workers=count), group_by="id") == alone
 
 
 def test_processes_that_stay_read_the_next_table_as_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,8 +32,8 @@ def test_a_pack_is_prepared_once_by_the_chosen_form(monkeypatch: pytest.MonkeyPa
 
 def test_the_backward_pass_costs_twice_the_forward_where_there_is_one() -> None:
     [example] = random_examples([(3, (2,))])  # pairs: 1 + .. + 5, or 1 + 2 + 2 + 2 + 2 in a window of 2
-    assert attention(None, 2).cost(example) == (4 * 32 * (15 + 9), 8 * 32 * (15 + 9))
-    assert attention(None, 2, backward=False).cost(example) == (4 * 32 * (15 + 9), 0)
+    assert attention(None, 2).cost(example.spans) == (4 * 32 * (15 + 9), 8 * 32 * (15 + 9))
+    assert attention(None, 2, backward=False).cost(example.spans) == (4 * 32 * (15 + 9), 0)
 
 
 @pytest.mark.parametrize("windows", [(None,), (6, 200), (None, 900)])

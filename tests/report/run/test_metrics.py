@@ -24,12 +24,12 @@ def pairs(count: int, *sums: float) -> Means:
 
 
 A = StepResult(
-    step=11, epoch=0.25, lr=4e-7, grad_norm=3.0, examples=1, loss_sum=0.5, tokens=300, unique_tokens=200,
+    step=11, epoch=0.25, lr=4e-7, grad_norm=3.0, examples=1, loss=0.5, loss_size=1, tokens=300, unique_tokens=200,
     answer_tokens=150, rows=256, pad_rows=56, seconds=2.0, data_seconds=0.5, model_flops=6e12,
     statistics=pairs(1, 0.2, -0.2, 0.4, 1.0, -10.0, -20.0), peak_memory_bytes=3 * GIB,
 )  # fmt: skip
 B = StepResult(
-    step=12, epoch=0.5, lr=2e-7, grad_norm=1.0, examples=3, loss_sum=2.7, tokens=900, unique_tokens=700,
+    step=12, epoch=0.5, lr=2e-7, grad_norm=1.0, examples=3, loss=0.9, loss_size=3, tokens=900, unique_tokens=700,
     answer_tokens=450, rows=768, pad_rows=68, seconds=0.5, data_seconds=0.0, model_flops=14e12,
     statistics=pairs(3, 1.0, 1.4, -0.4, 1.5, -50.0, -60.0), peak_memory_bytes=2 * GIB,
 )  # fmt: skip

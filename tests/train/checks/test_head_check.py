@@ -90,6 +90,25 @@ def test_wrong_gradients_of_the_weight_are_named(monkeypatch, dtype):
         check_head(scorer_of(policy), "here")
 
 
+def first_alone(values, places, size):
+    """What the first answer of a shared logit row gives."""
+    return values.new_zeros(size).index_copy_(0, places.flip(0), values.flip(0))
+
+
+def last_alone(values, places, size):
+    return values.new_zeros(size).index_copy_(0, places, values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("wrong", [first_alone, last_alone])
+def test_a_wrong_sum_over_answers_is_named(monkeypatch, wrong, dtype):
+    """The pack of the check has logit rows that answers of two examples share."""
+    policy = Policy(tiny_model("llama", torch.float32), plain(), dtype)
+    monkeypatch.setattr(head_module, "sum_by_place", wrong)
+    with pytest.raises(ModelError, match="gradients of hidden states are"):
+        check_head(scorer_of(policy), "here")
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_wrong_gradients_of_picked_rows_are_named(monkeypatch, dtype):
     policy = Policy(tiny_model("llama", torch.float32), plain(), dtype)

@@ -108,12 +108,6 @@ def _unknown_role(field: str, given: str, roles: Roles) -> str:
     )
 
 
-def says_something(turn: Message) -> bool:
-    """Whether there are words, calls or thoughts: an answer that never comes to its end may be thoughts alone."""
-    thoughts = str(turn.extra.get(THOUGHTS[0], ""))
-    return bool(turn.content.strip() or turn.extra.get("tool_calls") or thoughts.strip())
-
-
 def renamed_roles(value: Any, roles: Roles) -> list[str]:
     """The roles of messages that are read under another name, each with that name; those of ShareGPT go without."""
     messages = value if isinstance(value, list) else [value]
@@ -160,6 +154,14 @@ def split_at_fork(conversations: Sequence[Turns]) -> tuple[Turns, list[Turns]]:
         begin = " and ".join(", ".join(turn.role for turn in c[:3]) for c in conversations)
         raise Unusable("prompts differ", f"the conversations do not part at an assistant turn; they begin {begin}")
     return conversations[0][:same], [c[same:] for c in conversations]
+
+
+def split_at_answer(conversation: Turns) -> tuple[Turns, list[Turns]]:
+    """One conversation -> its start, and as its one answer all from its first assistant turn on."""
+    first = next((i for i, turn in enumerate(conversation) if turn.role == "assistant"), None)
+    if first is None:
+        raise Unusable("no assistant turn", f"roles are {', '.join(turn.role for turn in conversation)}")
+    return conversation[:first], [conversation[first:]]
 
 
 def after_prompt(prompt: Turns, answers: list[Turns], one_turn: bool) -> tuple[Turns, list[Turns]]:

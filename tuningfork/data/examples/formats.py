@@ -112,8 +112,8 @@ def _with_input(row: Row) -> Named:
     return "instruction", "\n".join(text for text in texts if text.strip())
 
 
-def _instructed(chosen: str, rejected: str) -> Format:
-    keys = ("instruction", chosen, rejected)
+def _instructed(*answers: str) -> Format:
+    keys = ("instruction", *answers)
 
     def parts(row: Row) -> Parts:
         return Parts(_with_input(row), list(zip(keys, required_fields(row, keys), strict=True))[1:])
@@ -158,6 +158,18 @@ def _label(label: Any, answer: str) -> bool:
             f"label is {label!r}"[:80] + f"; write true for {answer} that is wanted, false for one that is not",
         )
     return label
+
+
+def _tagged(row: Row) -> str:
+    """LLaMA-Factory's label of single answers, beside fields of answers to imitate."""
+    if not filled(row, "kto_tag"):
+        return ""
+    whole = filled(row, "conversations")
+    fields = "conversations: messages" if whole else "instruction: prompt, output: completion"
+    return (
+        "has a kto_tag, so these are answers with a label, and not all to imitate. Read them so with data.columns: "
+        f"{{{fields}, kto_tag: label}}"
+    )
 
 
 def _unpaired(row: Row) -> Parts:
@@ -290,7 +302,9 @@ FORMATS: dict[str, Format] = {
     "unpaired": Format(("prompt", "completion", "label"), _unpaired, numbers=("label",)),  # true, or false: not wanted
     "unpaired_messages": Format(("messages", "label"), _unpaired_messages, numbers=("label",)),  # one conversation
     "completion": Format.of("prompt", "completion"),  # one answer to imitate
+    "instruction_output": replace(_instructed("output"), refusal=_tagged),  # Alpaca; and input
     "messages": Format.of(None, "messages"),  # one conversation to imitate
+    "sharegpt_messages": replace(Format.of(None, "conversations"), refusal=_tagged),  # messages {from, value}
     "text": Format.of(None, "text", document=True),
 }  # fmt: skip
 

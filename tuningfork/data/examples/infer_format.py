@@ -45,14 +45,6 @@ UNREAD = {
         "winner",
     ): "winner names one of two conversations: write it as chosen, the other as rejected",
     ("query", "answers", "tools"): "answers are calls to imitate (xLAM), not answers to compare: write messages",
-    ("conversations", "kto_tag"): "single answers with a label, of LLaMA-Factory, are read with data.columns: "
-    "{conversations: messages, kto_tag: label}",
-    ("instruction", "output", "kto_tag"): "single answers with a label, of LLaMA-Factory, are read with data.columns: "
-    "{instruction: prompt, output: completion, kto_tag: label}",
-    ("conversations",): "conversations to imitate, without others to compare, are read with data.columns: "
-    "{conversations: messages}",
-    ("instruction", "output"): "answers to imitate, without others to compare, are read with data.columns: "
-    "{instruction: prompt, output: completion}",
 }
 
 

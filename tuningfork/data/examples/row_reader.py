@@ -7,16 +7,17 @@ what the model sees is passed over: it is used, or its row is dropped, and field
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any, NamedTuple
 
-from tuningfork.data.examples.checks import ASKED, check_asked, check_distinct, check_filled, check_turns
+from tuningfork.data.examples.checks import ASKED, check_example
 from tuningfork.data.examples.conversations import (
     after_prompt,
     is_transcript,
     read_turns,
     renamed_roles,
+    split_at_answer,
     split_at_fork,
     split_opening,
     split_transcripts,
@@ -71,6 +72,11 @@ class ReadRow(NamedTuple):
     not_read: list[str]
     names: list[str]
 
+    def best(self) -> ReadRow:
+        """The same with the best answer alone, and no margin to answers that are gone."""
+        example = replace(self.example, answers=self.example.answers[:1], margin=None)
+        return self._replace(example=example, names=self.names[:1])
+
 
 @dataclass(frozen=True, slots=True)
 class RowReader:
@@ -122,24 +128,24 @@ def fields_not_read(names: Sequence[str]) -> str:
 
 
 def _example(source: Source, row: Row, format: Format, parts: Unpacked, as_text: bool, names: MessageNames) -> Example:
+    # A document is by itself: it has no turns that a system message or tools could be for.
+    beside = {} if parts.document else {key: value for key, value in row.items() if key not in format.keys}
+    prompt: str | Turns
+    answers: list[Any]  # as the prompt: all strings, or all turns
     if parts.document:
-        text = string(parts.answers[0][1], parts.answers[0][0])
-        if not text.strip():
-            raise Unusable("empty answer", "text")
-        check_asked(row, format, text)
-        return Example(source, "", (text,), weight=_weight(row))
-    beside = {key: value for key, value in row.items() if key not in format.keys}
-    found: tuple[Any, list[Any]] = _text_parts(source, parts, beside) if as_text else _turn_parts(parts, beside, names)
-    prompt, answers = found
-    check_asked(row, format, prompt if isinstance(prompt, str) else "\n".join(turn.content for turn in prompt))
-    check_distinct(parts, answers)
+        prompt, answers = "", [string(value, name) for name, value in parts.answers]
+    elif as_text:
+        prompt, answers = _text_parts(source, parts, beside)
+    else:
+        prompt, answers = _turn_parts(parts, beside, names)
+    check_example(row, format, parts, prompt, answers)
     return Example(
         source,
         prompt,
         tuple(answers),
         label=parts.label,
         weight=_weight(row),
-        margin=None if row.get("margin") is None else number(row["margin"], "margin"),
+        margin=None if beside.get("margin") is None else number(beside["margin"], "margin"),
         template={} if as_text else template_arguments(beside, parts.tools),
     )
 
@@ -162,7 +168,6 @@ def _text_parts(source: Source, parts: Parts, row: Row) -> tuple[str, list[str]]
         prompt, *answers = [string(value, name) for name, value in values]
         if longer := [name for name, value in parts.answers if is_transcript(value)]:
             raise Unusable("prompts differ", f"{longer[0]} is a whole transcript that does not begin with the prompt")
-    check_filled(parts, [bool(answer.strip()) for answer in answers])
     return prompt, answers
 
 
@@ -175,7 +180,7 @@ def _turn_parts(parts: Parts, row: Row, names: MessageNames) -> tuple[Turns, lis
         prompt = transcript_turns(text)
     elif parts.prompt is None:
         conversations = [read_turns(value, name, "assistant", names) for name, value in values]
-        prompt, found = split_at_fork(conversations) if len(conversations) > 1 else _first_answer(conversations[0])
+        prompt, found = split_at_fork(conversations) if len(conversations) > 1 else split_at_answer(conversations[0])
     else:
         name, asked = parts.prompt
         if is_transcript(asked):  # spaces around a turn are the format's
@@ -195,7 +200,6 @@ def _turn_parts(parts: Parts, row: Row, names: MessageNames) -> tuple[Turns, lis
         raise Unusable(
             "two system messages", f"{REJECTED_SYSTEM} is not the one of the prompt, which both answers have"
         )
-    check_turns(parts, prompt, found)
     return prompt, found
 
 
@@ -226,14 +230,6 @@ def _with_system(prompt: Turns, row: Row) -> Turns:
     if opening and all(turn.content != said for turn in opening):
         raise Unusable("two system messages", f"{key} and the first message, of role {opening[0].role}, differ")
     return prompt if opening else (Message("system", said), *prompt)
-
-
-def _first_answer(conversation: Turns) -> tuple[Turns, list[Turns]]:
-    """One conversation -> its start, and all from its first assistant turn on."""
-    first = next((i for i, turn in enumerate(conversation) if turn.role == "assistant"), None)
-    if first is None:
-        raise Unusable("no assistant turn", f"roles are {', '.join(turn.role for turn in conversation)}")
-    return conversation[:first], [conversation[first:]]
 
 
 def _weight(row: Row) -> float:
@@ -281,7 +277,7 @@ def _score(value: Any) -> float | None:
 
 def _not_read(row: Row, format: Format, parts: Unpacked, names: MessageNames) -> Iterator[str]:
     """Names of filled fields of a row and of its messages that nothing reads."""
-    # What was asked is compared with the prompt; a document has no turns that a system message or tools could be for.
+    # What was asked is compared with the prompt, or with the document, which reads no other field but its weight.
     known = {*(("weight",) if parts.document else COMMON_FIELDS), *ASKED, *format.keys, *format.more}
     yield from (key for key in row if key not in known and filled(row, key))
     yield from parts.not_read

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from tuningfork.data.packing.groups import Groups
 from tuningfork.data.packing.layout import lay
 from tuningfork.data.packing.pack import Bin, PackLimits, pack_evenly, pack_stream, portions_of
 from tuningfork.data.packing.portions import Portion
@@ -28,7 +29,8 @@ class EpochOrder:
 
     A step holds exactly `examples_per_step` examples, also where it straddles two epochs; only the very last step of a
     run by epochs may hold fewer. A run that is made longer goes on behind that step's last example: `done_examples`
-    are those of its first `done_steps` steps. So within each epoch every example appears exactly once.
+    are those of its first `done_steps` steps. So within each epoch every example appears exactly once. With `groups`
+    an epoch is shuffled by pieces of these, which steps may cut.
     """
 
     examples: int
@@ -37,6 +39,7 @@ class EpochOrder:
     total_examples: int
     done_steps: int = 0
     done_examples: int = 0
+    groups: Groups | None = None
 
     @classmethod
     def plan(
@@ -48,11 +51,12 @@ class EpochOrder:
         max_steps: int | None,
         done_steps: int = 0,
         done_examples: int = 0,
+        groups: Groups | None = None,
     ) -> EpochOrder:
         total = max(1, round(epochs * examples))
         if max_steps is not None:
             total = done_examples + (max_steps - done_steps) * examples_per_step
-        return cls(examples, examples_per_step, seed, total, done_steps, done_examples)
+        return cls(examples, examples_per_step, seed, total, done_steps, done_examples, groups)
 
     @property
     def total_steps(self) -> int:
@@ -62,17 +66,21 @@ class EpochOrder:
         """The examples of step `step` (from 0)."""
         first = self._first(step)
         places = range(first, min(first + self.examples_per_step, self.total_examples))
-        return [int(_permutation(self.examples, self.seed, n // self.examples)[n % self.examples]) for n in places]
+        return [int(self._epoch(n // self.examples)[n % self.examples]) for n in places]
 
     def used_indices(self) -> np.ndarray:
         """int64: the examples that the run uses at all, in the file's order; fewer than all in less than an epoch."""
         if self.total_examples >= self.examples:
             return np.arange(self.examples)
-        return np.sort(_permutation(self.examples, self.seed, 0)[: self.total_examples])
+        return np.sort(self._epoch(0)[: self.total_examples])
 
     def epoch_after(self, step: int) -> float:
         """Passes over the data completed after step `step` (from 0)."""
         return min(self._first(step) + self.examples_per_step, self.total_examples) / self.examples
+
+    def _epoch(self, epoch: int) -> np.ndarray:
+        """int64 [examples]: all examples in the order of one epoch (from 0)."""
+        return _permutation(self.examples, self.seed, epoch, self.groups)
 
     def _first(self, step: int) -> int:
         """The place of a step's first example among all that the run goes through."""
@@ -82,8 +90,9 @@ class EpochOrder:
 
 
 @lru_cache(maxsize=2)
-def _permutation(examples: int, seed: int, epoch: int) -> np.ndarray:
-    return np.random.default_rng([seed, epoch]).permutation(examples)
+def _permutation(examples: int, seed: int, epoch: int, groups: Groups | None) -> np.ndarray:
+    random = np.random.default_rng([seed, epoch])
+    return random.permutation(examples) if groups is None else groups.permutation(random)
 
 
 class PackLoader:

@@ -29,6 +29,11 @@ class Portion(NamedTuple):
         return [self.trie.examples[member] for member in self.members]
 
     @property
+    def logit_rows(self) -> int:
+        """Counted tokens of its answers, which need a logit row each; fewer, where answers share some."""
+        return sum(example.answer_tokens(i) for example in self.examples for i in range(len(example.answers)))
+
+    @property
     def spans(self) -> list[Span]:
         """Those of its segments."""
         return [Span(node.position, len(node.ids)) for node in self.trie.of(self.members).nodes]

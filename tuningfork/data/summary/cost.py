@@ -19,7 +19,7 @@ from tuningfork.data.summary.sizes import Sizes
 from tuningfork.records import ROOT, TokenExample
 
 MOST_PACKED = 32_768
-"""Examples that are really packed, at most: the steps of a run are shuffled, so the first ones speak for all."""
+"""Examples that are really packed, at most: chance decides which of them a step holds, so the first speak for all."""
 
 BEGINNING = 1024  # tokens of a prompt by which examples are put side by side
 KINDS = ("common_prompt", "common_answer", "prompt", "prompt_again", "chosen", "rejected")
@@ -167,6 +167,7 @@ def plan_run(sizes: Sizes, order: EpochOrder, steps: FirstSteps, limits: PackLim
     tokens = int(sizes.sequence.sum()) / n
     return RunPlan(
         examples=n,
+        order="shuffled" if order.groups is None else str(order.groups),
         examples_per_step=order.examples_per_step,
         steps_per_epoch=n / order.examples_per_step,
         epochs=in_all / n,

@@ -177,6 +177,11 @@ class SetSummary:
     control_words: ControlWords | None  # None where there are none, or where data.control_tokens says what they are
     over_positions: list[Source]  # rows in use with a sequence longer than the model knows positions
 
+    @property
+    def compares(self) -> bool:
+        """Whether rows have answers that are compared with each other."""
+        return bool(self.length_bias is not None or self.identical_answers or self.repeats.conflicting_rows)
+
 
 @dataclass(frozen=True, slots=True)
 class MixPart:
@@ -203,6 +208,7 @@ class RunPlan:
     are not very many, and then its numbers are those that training finds."""
 
     examples: int
+    order: str  # in words: shuffled, or by what they are grouped
     examples_per_step: int
     steps_per_epoch: float
     epochs: float  # of the whole run

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from tuningfork.data.examples.conversations import says_something
+from tuningfork.data.examples.checks import says_something
 from tuningfork.data.examples.values import Unusable
 from tuningfork.data.tables.json_values import loads
 from tuningfork.data.tokens.printing import Printer, at_work

@@ -10,6 +10,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tuningfork.data.config import DataConfig
+from tuningfork.data.examples.groups import with_group
 from tuningfork.data.examples.roles import MessageNames, roles_for
 from tuningfork.data.examples.row_reader import ReadRow, RowReader
 from tuningfork.data.examples.values import Unusable
@@ -51,10 +52,14 @@ class EncodedBatch:
 
 
 class RowEncoder:
-    """Reads, prints, encodes, truncates and checks batches of rows. Raises DataError for an unfit tokenizer."""
+    """Reads, prints, encodes, truncates and checks batches of rows. Raises DataError for an unfit tokenizer.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
+    `group_by` says what examples keep of their rows for their order, see `with_group`; None for nothing.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig, group_by: str | None = None) -> None:
         self.tokenizer = tokenizer
+        self.group_by = group_by
         self.encoder = Encoder(tokenizer, config.template)
         self.control = ControlTokens(tokenizer, chat=config.template == "chat")
         self.as_text = AsText(tokenizer, self.control)
@@ -103,15 +108,25 @@ class RowEncoder:
             if isinstance(encoded, Unusable):
                 batch.dropped.append((example.source.row, encoded.reason, encoded.detail))
                 continue
-            said = replace(encoded.example, label=example.label, weight=example.weight, margin=example.margin)
+            said = replace(
+                encoded.example,
+                label=example.label,
+                weight=example.weight,
+                margin=example.margin,
+                group=example.group,
+            )
             found.append((names, encoded._replace(example=said)))
         return found
 
     def _read(self, number: int, row: Row, reader: RowReader) -> tuple[ReadRow, _Words]:
-        """What a row says. Raises Unusable, and DataError where that takes too long."""
+        """What a row says. Raises Unusable, and DataError where that takes too long or names no group."""
 
         def read() -> tuple[ReadRow, _Words]:
             found = reader(number, row)
+            if self.group_by is not None:
+                found = with_group(found, row, self.group_by)
+            if self.config.answers == "best":
+                found = found.best()
             example, notes = self.control.with_one_end(found.example)
             as_it_is = isinstance(example.prompt, str) and self.config.control_tokens in (None, "keep")
             return found, _Words(example, notes, [] if as_it_is else self.control.in_words(example))

@@ -62,17 +62,18 @@ class TableAccount:
 
 
 class TableEncoder:
-    """Encodes tables with one tokenizer and one set of options.
+    """Encodes tables with one tokenizer and one set of options; `group_by` says what they keep of their
+    rows for their order, see `with_group`.
 
     The processes that it starts stay until `close`. Raises DataError for an unfit tokenizer.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig, group_by: str | None = None) -> None:
         check_started()
         self.config = config
         check_size(tokenizer)
         self.tokenizer = at_work(Printer(tokenizer, {}), lambda: with_fixed_date(tokenizer, config.day()))
-        self.workers = Workers(RowEncoder(self.tokenizer, config), config)
+        self.workers = Workers(RowEncoder(self.tokenizer, config, group_by), config)
 
     def close(self) -> None:
         self.workers.close()

@@ -107,7 +107,7 @@ class Workers:
         # In a file: handing megabytes to a process that dies as it starts would wait for ever.
         copies = self._running.enter_context(scratch()) / "encoder"
         with explained(copies, SCRATCH_CURE):
-            copies.write_bytes(pickle.dumps((self.encoder.tokenizer, self.config)))
+            copies.write_bytes(pickle.dumps((self.encoder.tokenizer, self.config, self.encoder.group_by)))
         pool = ProcessPoolExecutor(wanted, self._fresh(), _begin, (str(copies),))
         self._running.callback(pool.shutdown, wait=True, cancel_futures=True)
         self._ready = [_submit(pool, [], reader) for _ in range(wanted)]
@@ -189,8 +189,7 @@ def _begin(copies: str) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core already
     show_library_words()
     threading.Thread(target=_end_with_the_first, daemon=True).start()
-    tokenizer, config = pickle.loads(Path(copies).read_bytes())
-    _encoder = RowEncoder(tokenizer, config)
+    _encoder = RowEncoder(*pickle.loads(Path(copies).read_bytes()))
 
 
 def _end_with_the_first() -> None:

@@ -4,14 +4,16 @@
 A tile is up to TILE consecutive rows of one segment (records.ForkLayout), and one program works on one tile of one head
 (`_fork_kernels.py`):
 
-- forward, and the gradient of the queries: the tile's queries read all keys of the segment's ancestors, which are one
-  run of rows, then the segment's own keys up to themselves;
+- forward, and the gradient of the queries: the tile's queries read the keys of their path in the layout's steps, from
+  its first position, or from the step in which the window of the tile's first row begins;
 - the gradient of keys and values: the tile's keys read the queries of every row that sees them, which lie side by side:
-  the rest of the segment and its descendants, to the end of its subtree.
+  the rest of the segment and its descendants, to the end of its subtree. Where these are so many that few programs
+  would work long after all others, they are cut into parts, whose sums are added in their order.
 
-The arithmetic of a tile's outputs depends on its segment and ancestors alone, so an answer has the same bits in every
-pack, at every place in its example, with its prompt shared or repeated. Nothing is added up atomically: gradients
-repeat, too.
+A step is the same instructions on the same positions whatever the path is cut into, and what a row does not see of it
+leaves the row's bits as they are. So a row's output, and the gradient of its query, have the same bits in every pack
+that has its path. The gradients of keys and values are sums over a subtree's rows in their order. Nothing is added up
+atomically: gradients repeat, too.
 
 The softmax is FlashAttention-2's (Dao 2023, arXiv:2307.08691): online, its log-sum-exp kept for the backward pass.
 """
@@ -33,15 +35,20 @@ WIDEST_HEAD = 512
 TYPICALLY_SEEN = 512  # rows that a row attends to
 LOG2_E = 1.4426950408889634
 TABLE_TILE = 64  # rows of a tile in the table; programs whose registers hold fewer take a part of one
+SMALLEST_PART = 2048  # rows that a part of a tile's readers has at least
+MORE_PARTS = 64  # there are at most so many parts more than tiles: none has more than a 64th of a pack's work
 
 
 class ForkAttention(NamedTuple):
     """Segments and tiles of a pack, all on the GPU; tiles with the most work come first, so that none is left alone at
     the end."""
 
-    segments: Tensor  # int32 [S, 6], see records.ForkLayout
+    segments: Tensor  # int32 [S, 6], as the next two of records.ForkLayout
+    steps: Tensor
+    seams: Tensor
     query_tiles: Tensor  # int32 [tiles, 2]: segment, first row
-    key_tiles: Tensor  # the same tiles in another order
+    key_parts: Tensor  # int32 [tiles + MORE_PARTS, 5]: segment, first row, readers' first row and end, slot or -1
+    merges: Tensor  # int32 [MORE_PARTS, 4], of tiles with several parts: first row, segment's end, first slot, parts
     position_of_row: Tensor
 
     @classmethod
@@ -53,20 +60,39 @@ class ForkAttention(NamedTuple):
                 what is over lies beyond the end of its segment, and no row is read or written for it.
         """
         segments = layout.segments
-        start, end, _, ancestors_start, ancestors_end, subtree_end = segments.unbind(1)
-        ends = ((end - start + TABLE_TILE - 1) // TABLE_TILE).cumsum(0)  # tiles up to and with each segment
-        # As many places as there can be tiles: the count is then known without asking the device.
-        place = torch.arange(len(layout.position_of_row) // TABLE_TILE + len(segments), device=segments.device)
-        segment = torch.searchsorted(ends, place, right=True).clamp(max=len(segments) - 1)
-        before = torch.where(segment > 0, ends[segment - 1], 0)
-        first = start[segment] + (place - before) * TABLE_TILE  # beyond its segment's end where there is no tile
-        tiles = torch.stack([segment, first], 1).int()
-        there = place < ends[-1]
-        above = ancestors_end - ancestors_start
-        keys_read = torch.where(there, above[segment] + first - start[segment], -1)
-        queries_read = torch.where(there, subtree_end[segment] - first, -1)
-        query_tiles, key_tiles = (tiles[cost.argsort(descending=True)] for cost in (keys_read, queries_read))
-        return cls(segments, query_tiles, key_tiles, layout.position_of_row)
+        start, end, _, first_position, subtree_end, _ = segments.unbind(1)
+        rows = len(layout.position_of_row)
+        places = rows // TABLE_TILE + len(segments)
+        segment, number, there = _spread((end - start + TABLE_TILE - 1) // TABLE_TILE, places)
+        first = start[segment] + number * TABLE_TILE  # beyond its segment's end where there is no tile
+        keys_read = torch.where(there, first_position[segment] + first - start[segment], -1)
+        query_tiles = torch.stack([segment, first], 1)[keys_read.argsort(descending=True)]
+
+        readers = torch.where(there, subtree_end[segment] - first, 0)
+        length = _round_up(_round_up(readers.sum(), MORE_PARTS) // MORE_PARTS, TABLE_TILE).clamp(min=SMALLEST_PART)
+        count = (readers + length - 1) // length
+        slots = torch.where(count > 1, count, 0)
+        first_slot = slots.cumsum(0) - slots
+        tile, number, there = _spread(count, places + MORE_PARTS)
+        begin = first[tile] + number * length
+        stop = torch.minimum(begin + length, subtree_end[segment[tile]])
+        slot = torch.where(count[tile] > 1, first_slot[tile] + number, -1)
+        its_first = torch.where(there, first[tile], rows)
+        parts = torch.stack([segment[tile], its_first, begin, stop, slot], 1)
+        parts = parts[torch.where(there, stop - begin, -1).argsort(descending=True)]
+
+        tile, _, there = _spread((count > 1).long(), MORE_PARTS)
+        its_end = torch.where(there, end[segment[tile]], 0)
+        merges = torch.stack([first[tile], its_end, first_slot[tile], count[tile]], 1)
+        return cls(
+            segments=segments,
+            steps=layout.steps,
+            seams=layout.seams,
+            query_tiles=query_tiles.int(),
+            key_parts=parts.int(),
+            merges=merges.int(),
+            position_of_row=layout.position_of_row,
+        )
 
     def attend(
         self,
@@ -86,7 +112,7 @@ class ForkAttention(NamedTuple):
         to exceed: here nothing is checked. Gradients flow to query, key, value and sinks, in their dtypes.
 
         Args:
-            scale: of the products of queries and keys.
+            scale: of the products of queries and keys, positive.
             window: keys that a row sees at most, itself included; None sees the whole sequence.
             softcap: of the scores: s -> softcap tanh(s / softcap); None has none.
             sinks: [H], of either dtype, see PlainAttention.attend.
@@ -98,6 +124,23 @@ class ForkAttention(NamedTuple):
             value = pad(value, (0, width - value_width))
         out, _ = _attend(*self, query, key, value, sinks, scale, window or 0, softcap or 0.0)
         return out[..., :value_width]
+
+
+def _spread(counts: Tensor, places: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Hand out places: entry i gets the next counts[i] of them. The device need not be asked how many there are.
+
+    Returns:
+        For each place, int64 or bool [places]: the entry that has it, which of that entry's it is, and whether there is
+        any; where there is none, the place goes to the last entry, behind its own.
+    """
+    ends = counts.cumsum(0)
+    place = torch.arange(places, device=counts.device)
+    entry = torch.searchsorted(ends, place, right=True).clamp(max=len(counts) - 1)
+    return entry, place - (ends - counts)[entry], place < ends[-1]
+
+
+def _round_up(value: Tensor, multiple: int) -> Tensor:
+    return (value + multiple - 1) // multiple * multiple
 
 
 class _Config(NamedTuple):
@@ -144,6 +187,11 @@ def _constants(q: Tensor, k: Tensor, window: int, softcap: float) -> dict[str, o
     }
 
 
+def _units(scale: float, softcap: float) -> tuple[float, float]:
+    """What the kernels call squeeze and unit."""
+    return (scale / softcap, softcap * LOG2_E) if softcap else (1.0, scale * LOG2_E)
+
+
 def _strides(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
     return (q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1))
 
@@ -154,7 +202,8 @@ def _programs(tiles: Tensor, q: Tensor) -> int:
 
 @torch.library.custom_op("tuningfork::fork_attention", mutates_args=())
 def _attend(
-    segments: Tensor, query_tiles: Tensor, key_tiles: Tensor, position_of_row: Tensor,
+    segments: Tensor, steps: Tensor, seams: Tensor, query_tiles: Tensor, key_parts: Tensor, merges: Tensor,
+    position_of_row: Tensor,
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, window: int, softcap: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q [T, H, d]; k, v [T, H_kv, d]; sinks [H] -> (out [T, H, d], base-2 log-sum-exp float32 [H, T], sinks included).
@@ -166,15 +215,17 @@ def _attend(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(heads, rows, dtype=torch.float32, device=q.device)
     kernels.fork_forward[(heads, _programs(query_tiles, q))](
-        q, k, v, q if sinks is None else sinks.contiguous(), out, lse, query_tiles, segments, *_strides(q, k, v), rows,
-        scale, softcap, window, HAS_SINKS=sinks is not None, **_constants(q, k, window, softcap),
+        q, k, v, q if sinks is None else sinks.contiguous(), out, lse, query_tiles, segments, steps, seams,
+        *_strides(q, k, v), rows, *_units(scale, softcap), window,
+        HAS_SINKS=sinks is not None, **_constants(q, k, window, softcap),
     )  # fmt: skip
     return out, lse
 
 
 @torch.library.custom_op("tuningfork::fork_attention_backward", mutates_args=())
 def _attend_backward(
-    segments: Tensor, query_tiles: Tensor, key_tiles: Tensor, position_of_row: Tensor,
+    segments: Tensor, steps: Tensor, seams: Tensor, query_tiles: Tensor, key_parts: Tensor, merges: Tensor,
+    position_of_row: Tensor,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, scale: float, window: int, softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v, and what the softmax takes off every score's gradient, float32 [H, T]."""
@@ -186,24 +237,37 @@ def _attend_backward(
     kernels.fork_weighted_gradient[(heads, triton.cdiv(rows, 64))](
         out, grad, delta, rows, WIDTH=width, LANES=_lanes(width), ROWS=64
     )
-    sizes = (*_strides(q, k, v), rows, scale, softcap, window)
+    sizes = (*_strides(q, k, v), rows, *_units(scale, softcap), window, scale)
     constants = _constants(q, k, window, softcap)
     kernels.fork_query_gradient[(heads, _programs(query_tiles, q))](
-        q, k, v, grad, lse, delta, d_q, query_tiles, segments, *sizes, **constants
+        q, k, v, grad, lse, delta, d_q, query_tiles, segments, steps, seams, *sizes, **constants
     )
-    kernels.fork_key_gradient[(k.shape[1], _programs(key_tiles, q))](
-        q, k, v, grad, lse, delta, d_k, d_v, key_tiles, segments, position_of_row, *sizes, **constants
-    )
+    # Of n tiles with several parts, no more than MORE_PARTS are parts beyond the first: n <= MORE_PARTS.
+    slots = 2 * MORE_PARTS if rows > SMALLEST_PART else 0
+    partial_k, partial_v = torch.empty(2, slots * TABLE_TILE, *k.shape[1:], dtype=torch.float32, device=q.device)
+    kernels.fork_key_gradient[(k.shape[1], _programs(key_parts, q))](
+        q, k, v, grad, lse, delta, d_k, d_v, partial_k, partial_v, key_parts, segments, position_of_row,
+        *sizes, **constants,
+    )  # fmt: skip
+    if slots:
+        kernels.fork_merge[(len(merges), TABLE_TILE)](
+            partial_k, partial_v, d_k, d_v, merges, k.shape[1] * width, CHUNK=1024, TABLE_TILE=TABLE_TILE
+        )
     return d_q, d_k, d_v, delta
 
 
 @_attend.register_fake
-def _(segments, query_tiles, key_tiles, position_of_row, q, k, v, sinks, scale, window, softcap):
+def _(
+    segments, steps, seams, query_tiles, key_parts, merges, position_of_row, q, k, v, sinks, scale, window, softcap
+):  # fmt: skip
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
 @_attend_backward.register_fake
-def _(segments, query_tiles, key_tiles, position_of_row, q, k, v, out, lse, grad, scale, window, softcap):
+def _(
+    segments, steps, seams, query_tiles, key_parts, merges, position_of_row, q, k, v, out, lse, grad, scale, window,
+    softcap,
+):  # fmt: skip
     return tuple(t.new_empty(t.shape) for t in (q, k, v, lse))
 
 
@@ -219,14 +283,14 @@ def _backward(ctx, grad, _):
     if sinks is not None:  # a sink's weight is that of a key whose value is zero
         weight = torch.exp2(sinks.float()[:, None] * LOG2_E - lse)
         d_sinks = -(weight * delta).sum(1).to(sinks.dtype)
-    return (None, None, None, None, *gradients, d_sinks, None, None, None)
+    return (*(None for _ in ForkAttention._fields), *gradients, d_sinks, None, None, None)
 
 
 _attend.register_autograd(_backward, setup_context=_save)
 
 
 @register_flop_formula(torch.ops.tuningfork.fork_attention)
-def _(segments, query_tiles, key_tiles, position_of_row, q, k, v, *_, **__) -> int:
+def _(segments, steps, seams, query_tiles, key_parts, merges, position_of_row, q, *_, **__) -> int:
     """About what it costs, from shapes alone, as if each row saw TYPICALLY_SEEN others: by this the compiler decides
     under an activation budget what is cheap to recompute. Without it, it takes attention for free."""
     rows, heads, width = q

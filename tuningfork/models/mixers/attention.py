@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from tuningfork.kernels.select import Kernels, Sizes
 from tuningfork.models.mixers.mixer import Flops, Shape
-from tuningfork.records import ForkLayout, TokenExample
+from tuningfork.records import ForkLayout, Span
 
 KEYWORD = "fork"
 _TILE = 64  # rows that a kernel works on at once
@@ -48,13 +48,14 @@ class Attention:
     def prepare(self, layout: ForkLayout, kernels: Kernels) -> Any:
         return kernels["attention"].prepare(layout)
 
-    def cost(self, example: TokenExample) -> Flops:
+    def cost(self, spans: Iterable[Span]) -> Flops:
         """4 flops per (query, key) pair that mask and window allow, and width; the backward pass is twice that."""
         forward, backward = Counter[int | None](), Counter[int | None]()
         for layer in self.layers:
             forward[layer.window] += 4 * layer.width
             backward[layer.window] += 8 * layer.width if layer.backward else 0
-        pairs = {window: visible_pairs(example, window) for window in forward}
+        spans = list(spans)
+        pairs = {window: visible_pairs(spans, window) for window in forward}
         return Flops(*(sum(flops * pairs[window] for window, flops in of.items()) for of in (forward, backward)))
 
     def probes(self, limit: int) -> list[Shape]:
@@ -73,9 +74,9 @@ class Attention:
         return None if window is None else f"not beyond the layers' window of {window:,}, which is too long for that"
 
 
-def visible_pairs(example: TokenExample, window: int | None) -> int:
-    """(query, key) pairs of an example: each segment's tokens with those of its ancestors and, causally, its own."""
-    return sum(_causal_pairs(above + own, window) - _causal_pairs(above, window) for above, own in example.segments)
+def visible_pairs(spans: Iterable[Span], window: int | None) -> int:
+    """(query, key) pairs of segments: each one's tokens with those of its ancestors and, causally, its own."""
+    return sum(_causal_pairs(above + own, window) - _causal_pairs(above, window) for above, own in spans)
 
 
 def _causal_pairs(n: int, window: int | None) -> int:

@@ -7,11 +7,11 @@ transformers a module of models/hf puts them (`patch`), and models/hf/watch.py f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from tuningfork.kernels.select import Kernels, Sizes
-from tuningfork.records import ForkLayout, TokenExample
+from tuningfork.records import ForkLayout, Span
 
 Shape = tuple[int, tuple[int, ...]]
 """Lengths of an example in tokens: of its prompt, and of each of its answers."""
@@ -38,8 +38,8 @@ class Mixer(Protocol):
     def prepare(self, layout: ForkLayout, kernels: Kernels) -> Any:
         """What all of its layers need of a pack, made once a pack on the layout's device."""
 
-    def cost(self, example: TokenExample) -> Flops:
-        """Its flops on the unique tokens of an example; products with weights are counted elsewhere."""
+    def cost(self, spans: Iterable[Span]) -> Flops:
+        """Its flops on the tokens of some segments; products with weights are counted elsewhere."""
 
     def probes(self, limit: int) -> list[Shape]:
         """Examples that the checks at a start must try, no sequence longer than `limit` tokens.

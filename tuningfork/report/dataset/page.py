@@ -285,6 +285,11 @@ def _repeats(summary: DataSummary, names: Mapping[str, str]) -> str:
         "Dropped: an answer is empty": lambda data: (data.empty_answers, ""),
         "Different prompts among the used rows": lambda data: (data.repeats.distinct_prompts, ""),
     }
+    note = "Rows are compared by token ids, as the model meets them."
+    if any(data.compares for _, data in _sets(summary)):
+        note += " Contradicting rows have the same prompt and the same answers, and prefer another of them."
+    else:
+        del kinds["Rows that contradict each other"], kinds["Dropped: chosen equals rejected"]
     shown = [
         _placed_counts(
             ["What", "Count", "Where"],
@@ -311,10 +316,6 @@ def _repeats(summary: DataSummary, names: Mapping[str, str]) -> str:
             for name, (count, pairs) in found.items()
         ]
         shown.append(_placed_counts(["Leak", "Rows", "Share", "Where"], body, "From training into held-out data"))
-    note = (
-        "Rows are compared by token ids, as the model meets them. Contradicting rows have the same prompt and the same "
-        "answers, and prefer another of them."
-    )
     return "".join(shown) + f'<p class="note">{note}</p>'
 
 
@@ -337,6 +338,7 @@ def _run(summary: DataSummary) -> str:
         ("Steps per epoch", amount(run.steps_per_epoch)),
         ("Epochs", amount(run.epochs)),
         ("Steps in the whole run", f"{run.steps:,}"),
+        ("Order", text(run.order)),
         (f"Packs per step, of {summary.pack_tokens:,} token slots at most", amount(run.packs_per_step)),
         ("Packs per epoch", f"{about or 'on average ' * (run.epochs != 1)}{run.packs_per_epoch:,}"),
         ("Packs in the whole run", f"{about}{run.packs:,}"),

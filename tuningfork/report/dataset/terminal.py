@@ -159,6 +159,8 @@ def _repeats(sets: Sequence[tuple[str, SetSummary]], leaks: Leaks | None) -> Tab
         "dropped: an answer is empty": lambda data: data.empty_answers,
         "different prompts": lambda data: data.repeats.distinct_prompts,
     }
+    if not any(data.compares for _, data in sets):
+        del counts["rows that contradict each other"], counts["dropped: chosen equals rejected"]
     for words, look in counts.items():
         grid.add_row(words, *(f"{look(data):,}" for _, data in sets))
     if leaks is not None:
@@ -256,7 +258,7 @@ def _run(summary: DataSummary) -> RenderableType:
     about = "" if run.steps_packed >= run.steps else "about "
     return Text(
         f"run: {counted(run.steps, 'step')} of {counted(run.examples_per_step, summary.unit)}, "
-        f"{_many(run.epochs, 'epoch')} of {_many(run.steps_per_epoch, 'step')}; "
+        f"{_many(run.epochs, 'epoch')} of {_many(run.steps_per_epoch, 'step')}, {run.order}; "
         f"{_many(run.packs_per_step, 'pack')} a step, {about}{run.packs:,} in all, "
         f"{share(run.pad_share)} padding, counted for {summary.counted_for}"
     )

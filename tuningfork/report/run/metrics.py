@@ -12,16 +12,19 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import ArrayLike
 
+from tuningfork.records import PerToken
+
 _TRAINING: dict[str, str] = {
     "step": "The last optimizer step that the line covers, counted from 1.",
     "epoch": "Passes over the training data after that step; 0.5 is half of the first.",
-    "loss": "Mean loss over the examples of the line, the SFT term included; nats, or nats squared of a squared loss.",
+    "loss": "Mean loss over the examples of the line, or over their answer_tokens where objective.mean_over says so, "
+    "the SFT term included; nats, or nats squared of a squared loss.",
     "lr": "Learning rate of the last step.",
     "grad_norm": "Global gradient norm before clipping, mean over the steps of the line.",
     "examples": "Examples trained on in this line.",
     "tokens": "Their tokens as a plain trainer counts them: the prompt once per answer.",
-    "unique_tokens": "Their tokens as they were computed: with a shared prompt, the prompt once per example.",
-    "answer_tokens": "Tokens whose log-prob counts in the loss.",
+    "unique_tokens": "Their tokens as they were computed: what answers of a pack share once, as pack.share has it.",
+    "answer_tokens": "Tokens whose log-prob counts in the loss, those of each answer of each example.",
     "pad_share": "Padding / all token slots of the packs.",
 }
 _SPEED: dict[str, str] = {
@@ -49,7 +52,7 @@ def evaluation_definitions(unit: str, statistics: Definitions) -> dict[str, str]
     return {
         "step": f"Optimizer steps done when the held-out {unit} were scored; 0 is the starting model.",
         f"{EVAL}{unit}": f"Held-out {unit}.",
-        f"{EVAL}loss": "Mean loss over them, without an SFT term; in the units of `loss`.",
+        f"{EVAL}loss": "Mean loss over all of them, or over all their counted tokens, as `loss`, without an SFT term.",
         **{f"{EVAL}{key}": statistics[key] for key in statistics},
         f"{EVAL}seconds": "Wall seconds that it took. They are no part of step_s and of the rates of training.",
     }
@@ -57,19 +60,20 @@ def evaluation_definitions(unit: str, statistics: Definitions) -> dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """Means that are still being taken: of each statistic the sum of its values, and how many they are."""
+    """Means that are still being taken: of each statistic the sum of its values, and how many items they are of."""
 
     sums: Mapping[str, float] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, values: Mapping[str, ArrayLike]) -> Means:
+    def of(cls, values: Mapping[str, ArrayLike | PerToken]) -> Means:
         """The means of one batch, from the values of each statistic (lists or one-dimensional CPU tensors)."""
-        arrays = {key: np.ascontiguousarray(given, dtype=np.float64) for key, given in values.items()}
-        return cls(
-            {key: float(array.sum()) for key, array in arrays.items()},
-            {key: array.size for key, array in arrays.items()},
-        )
+        sums, counts = {}, {}
+        for key, given in values.items():
+            array = np.ascontiguousarray(given.sums if isinstance(given, PerToken) else given, dtype=np.float64)
+            sums[key] = float(array.sum())
+            counts[key] = int(given.tokens.sum()) if isinstance(given, PerToken) else array.size
+        return cls(sums, counts)
 
     def __add__(self, other: Means) -> Means:
         keys = [*self.sums, *(key for key in other.sums if key not in self.sums)]
@@ -89,7 +93,7 @@ class Evaluation:
 
     examples: int
     unit: str  # what the objective calls them, in the plural
-    loss: float  # mean over the examples, without an SFT term
+    loss: float  # the objective's mean over all of them, without an SFT term
     means: Means
     seconds: float = 0.0  # that it took
 
@@ -106,7 +110,8 @@ class StepResult:
     lr: float
     grad_norm: float  # before clipping
     examples: int
-    loss_sum: float  # the loss of the step x its examples
+    loss: float
+    loss_size: int  # how many items that is a mean over: examples, or tokens
     tokens: int  # as a plain trainer counts them: the prompt once per answer
     unique_tokens: int
     answer_tokens: int
@@ -125,7 +130,8 @@ class Sums:
     """What can be added up about some steps, and the rates that follow from it."""
 
     steps: int = 0
-    loss: float = 0.0
+    loss_sum: float = 0.0
+    loss_size: int = 0
     grad_norm: float = 0.0
     examples: int = 0
     tokens: int = 0
@@ -141,7 +147,8 @@ class Sums:
 
     def add(self, step: StepResult) -> None:
         self.steps += 1
-        self.loss += step.loss_sum
+        self.loss_sum += step.loss * step.loss_size
+        self.loss_size += step.loss_size
         self.grad_norm += step.grad_norm
         self.examples += step.examples
         self.tokens += step.tokens
@@ -196,7 +203,7 @@ class Interval:
         return {
             "step": last.step,
             "epoch": last.epoch,
-            "loss": sums.loss / sums.examples,
+            "loss": sums.loss_sum / sums.loss_size,
             "lr": last.lr,
             "grad_norm": sums.grad_norm / sums.steps,
             "examples": sums.examples,

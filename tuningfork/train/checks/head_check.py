@@ -6,15 +6,19 @@ It is therefore held against other code than its own: a product, `log_softmax` a
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from tuningfork.data.packing.layout import lay
+from tuningfork.data.packing.tree import grow
 from tuningfork.errors import LOADING, ModelError, enough_memory
 from tuningfork.models.head import Head
 from tuningfork.models.policy import Policy, picked
 from tuningfork.models.scorer import Scorer
-from tuningfork.records import PackedBatch
-from tuningfork.train.checks.self_check import probe_pack, probes
+from tuningfork.records import PackedBatch, TokenAnswer
+from tuningfork.train.checks.self_check import probes
 
 NOTHING_IS_TRAINED = (
     "So they are wrong on this device, with these versions of PyTorch, Triton and the driver, and nothing is trained."
@@ -30,7 +34,7 @@ def check_head(scorer: Scorer, path: str) -> None:
         ModelError: the head's log-probs or gradients are wrong on this device.
     """
     policy, head = scorer.policy, scorer.head
-    batch = probe_pack(probes(policy), share_prompt=True, compiled=False).to(policy.device)
+    batch = _pack(policy).to(policy.device)
     with enough_memory("checking the head", LOADING):
         with torch.no_grad():
             hidden = policy.hidden_rows(batch)
@@ -51,6 +55,16 @@ def check_head(scorer: Scorer, path: str) -> None:
             size, own = float(e.norm()), torch.finfo(f.dtype).eps
             _check(what, f"gradients of {of}", f.float() - e, (_FLOOR + factor + own) * size, size)
         _check_picked(batch, hidden, path)
+
+
+def _pack(policy: Policy) -> PackedBatch:
+    """The probes, the first of them twice: with the same first answer, whose logit rows the two then share."""
+    first, *others = probes(policy)
+    answer = first.answers[0]
+    again = replace(first, answers=(answer, TokenAnswer(answer.ids[::-1].copy(), answer.mask)))
+    examples = [first, again, *others]
+    forest = grow(examples, "tree").of(range(len(examples)))
+    return lay(examples, forest, forest.rows)
 
 
 def _by_the_head(head: Head, given: list[Tensor], batch: PackedBatch, factors: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -76,8 +90,8 @@ def _by_autograd(
         if transform.softcap is not None:
             logits = transform.softcap * torch.tanh(logits / transform.softcap)
         rows = logits.log_softmax(-1).gather(1, batch.targets[:, None])[:, 0].double()
-        owners = torch.nn.functional.one_hot(batch.answer_of_logit_row, len(factors)).double()
-        logps = owners.t() @ rows
+        owners = torch.nn.functional.one_hot(batch.answer_of_counted, len(factors)).double()
+        logps = owners.t() @ rows[batch.logit_row_of_counted]
         gradients = torch.autograd.grad((factors * logps).sum(), leaves)
     return logps.detach(), list(gradients)
 

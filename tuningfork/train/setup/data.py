@@ -33,11 +33,13 @@ def read_data(
     compiled: bool,
     console: Console,
     train_too: bool = True,
+    group_by: str | None = None,
 ) -> Data:
     """Read, tokenize and audit the recipe's files, for every command that scores them. `data` has a date.
 
     Args:
         train_too: read data.train; otherwise data.eval alone, and there need be no other.
+        group_by: what those to train on keep of their rows for their order, see `with_group`.
 
     Raises:
         DataError: a file or a row cannot be used, or a row is none that the objective has a loss for.
@@ -51,7 +53,9 @@ def read_data(
     held_out: Sequence[TokenExample] = []
     train_report, held_out_report = DataReport(), None
     if train_too:
-        train, train_report = read_sources(data.train, tokenizer, data, pack, config.vocab_size, console)
+        train, train_report = read_sources(
+            data.train, tokenizer, data, pack, config.vocab_size, console, group_by=group_by
+        )
     if data.eval is not None:
         held_out, held_out_report = read_sources(
             data.eval, tokenizer, data, pack, config.vocab_size, console, use="eval"
@@ -83,6 +87,7 @@ def read_sources(
     vocab_size: int,
     console: Console,
     use: Use = "train",
+    group_by: str | None = None,
 ) -> tuple[Sequence[TokenExample], DataReport]:
     """The examples of all sources that a run would use, and the account of their rows. Raises DataError."""
     check_sources(sources, use)  # before its reading is said to have begun
@@ -94,7 +99,9 @@ def read_sources(
             phase.advance(done - phase.done)
 
         cache = None if data.cache is None else Path(data.cache)
-        prepared, report = prepare_examples(sources, tokenizer, data, vocab_size, progress, use, cache, console.print)
+        prepared, report = prepare_examples(
+            sources, tokenizer, data, vocab_size, progress, use, cache, console.print, group_by
+        )
     examples, too_large = split_fitting(prepared, pack.tokens, pack.share)
     report.used = len(examples)
     report.dropped_rows += too_large
