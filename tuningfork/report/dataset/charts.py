@@ -8,7 +8,7 @@ from tuningfork.data.summary.layouts import PLAIN_BATCH, Layout
 from tuningfork.data.summary.records import DataSummary, LengthBias, SetSummary, Truncation
 from tuningfork.report.dataset.html import table, text
 from tuningfork.report.dataset.plots import histogram, mirrored, stacked
-from tuningfork.report.dataset.wording import CUTS, in_common, losses, saving, sentence, share, signed
+from tuningfork.report.dataset.wording import CUTS, in_common, losses, saving, sentence, share, signed, trees_save
 from tuningfork.wording import counted
 
 LAYOUTS = {
@@ -171,8 +171,8 @@ def _saved(summary: DataSummary) -> str:
         words.append(f"Sharing prompts saves {saving(shared)}.")
     else:
         words.append("Every prompt has one answer, so sharing prompts saves nothing.")
-    if together.tokens_saved > shared.tokens_saved:
-        words.append(f"Trees save {saving(trees)}; {saving(together)} if all {unit}s that begin alike lay together.")
+    if max(trees.tokens_saved, together.tokens_saved) > shared.tokens_saved:
+        words.append(sentence(trees_save(trees, together, unit)))
         words.append(sentence(in_common(trees, unit)))
     else:
         words.append(f"Too little is common to several {unit}s for trees to save more.")

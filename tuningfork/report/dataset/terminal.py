@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -40,6 +42,7 @@ from tuningfork.report.dataset.wording import (
     sentence,
     share,
     short_names,
+    trees_save,
 )
 from tuningfork.wording import counted, visible
 
@@ -214,15 +217,11 @@ def _cost(summary: DataSummary) -> Iterator[RenderableType]:
     grid = _grid("token slots of an epoch", "slots", "padding", "")
     longest = max(layout.slots for layout in cost.layouts)
     for layout in cost.layouts:
-        bar, drawn, amount = Text(), 0, 0
-        for key, (block, _) in _PARTS.items():
-            amount += layout.parts[key]
-            columns = round(_BAR * amount / longest) - drawn
-            drawn += columns
-            bar.append(block * columns, style=_color(key))
         style = "bold" if layout is summary.layout else ""
-        grid.add_row(_name(layout), f"{layout.slots:,}", share(layout.pad_share), bar, style=style)
-    grid.columns[-1].justify, grid.columns[-1].no_wrap = "left", True
+        grid.add_row(_name(layout), f"{layout.slots:,}", share(layout.pad_share), _Bar(layout, longest), style=style)
+    grid.columns[-1].justify = "left"
+    for column in grid.columns[1:-1]:
+        column.no_wrap = True  # where there is little room, names fold and bars are shorter
     yield grid
     names = {key: name for key, (_, name) in _PARTS.items() if any(layout.parts[key] for layout in cost.layouts)}
     if "rejected" not in names:
@@ -236,13 +235,33 @@ def _cost(summary: DataSummary) -> Iterator[RenderableType]:
         yield _indented(f"sharing prompts saves {saving(shared)}")
     else:
         yield _indented("every prompt has one answer, so sharing prompts saves nothing")
-    if together.tokens_saved > shared.tokens_saved:
-        yield _indented(f"trees save {saving(trees)}; {saving(together)} if all {unit}s that begin alike lay together")
+    if max(trees.tokens_saved, together.tokens_saved) > shared.tokens_saved:
+        yield _indented(trees_save(trees, together, unit))
         yield _indented(in_common(trees, unit))
     else:
         yield _indented(f"too little is common to several {unit}s for trees to save more")
     if cost.examples_packed < summary.train.used:
         yield _indented(f"packs are counted on the first {counted(cost.examples_packed, unit)} and scaled up")
+
+
+@dataclass(frozen=True, slots=True)
+class _Bar:
+    """Where a layout's slots go, as long as its share of the `longest` layout's, in the room that there is."""
+
+    layout: Layout
+    longest: int
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(1, _BAR)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        bar, drawn, amount = Text(no_wrap=True), 0, 0
+        for key, (block, _) in _PARTS.items():
+            amount += self.layout.parts[key]
+            columns = round(min(_BAR, options.max_width) * amount / self.longest) - drawn
+            drawn += columns
+            bar.append(block * columns, style=_color(key))
+        yield bar
 
 
 def _name(layout: Layout) -> str:
