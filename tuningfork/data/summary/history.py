@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from tuningfork.records import TokenAnswer, TokenExample
 
 NEAR = 16  # tokens around an answer's start within which history leaves it, and at most so many that history adds
 FEWEST = 8  # tokens of an answer that come again in history, to know it by
+ANSWERS = 64  # to one prompt that are looked at; of more, which no conversation has, some rows are not found
 SHOWN = 5  # rows named
 PIECE = 24  # tokens shown of what history leaves out
 
@@ -119,15 +121,15 @@ def _nearest(examples: Sequence[TokenExample], earlier: Sequence[Sequence[int]],
     """Which answer a prompt goes on from in other words; None where it goes on from one as it is, or from none."""
     for places in earlier:
         first: Rewritten | None = None
-        for place in places:
-            for answer in range(len(examples[place].answers)):
-                sequence = np.concatenate([examples[place].prompt_ids, examples[place].answers[answer].ids])
-                at = in_common(sequence, later)
-                if at == len(sequence):
-                    return None
-                if first is None and abs(at - len(examples[place].prompt_ids)) <= NEAR:
-                    change = _change(sequence[at:], later[at:])
-                    first = change and Rewritten(place, answer, at, *change)
+        answers = ((place, answer) for place in places for answer in range(len(examples[place].answers)))
+        for place, answer in islice(answers, ANSWERS):
+            sequence = np.concatenate([examples[place].prompt_ids, examples[place].answers[answer].ids])
+            at = in_common(sequence, later)
+            if at == len(sequence):
+                return None
+            if first is None and abs(at - len(examples[place].prompt_ids)) <= NEAR:
+                change = _change(sequence[at:], later[at:])
+                first = change and Rewritten(place, answer, at, *change)
         if first is not None:
             return first
     return None
