@@ -135,7 +135,7 @@ def draw_cost(summary: DataSummary) -> str:
         times = f", {layout.slots / ours.slots:.2f}&nbsp;× the recipe's"
         tag = ' <span class="tag">recipe</span>' if layout is ours else ""
         bars.append(
-            f"<figure><figcaption><b>{_name(layout, unit)}</b>{tag} <span class='soft'>{layout.slots:,} slots, "
+            f"<figure><figcaption><b>{text(_name(layout, unit))}</b>{tag} <span class='soft'>{layout.slots:,} slots, "
             f"{share(layout.pad_share)} padding{'' if layout is ours else times}</span></figcaption>"
             f"{stacked(parts, longest, label)}</figure>"
         )
@@ -158,7 +158,7 @@ def draw_cost(summary: DataSummary) -> str:
 
 def _name(layout: Layout, unit: str) -> str:
     if layout.order:
-        return f"Trees, {text(layout.order)}"
+        return f"Trees, {layout.order}"
     return LAYOUTS[layout.name].format(unit=unit)
 
 
@@ -178,8 +178,8 @@ def _saved(summary: DataSummary) -> str:
         words.append(f"Too little is common to several {unit}s for trees to save more.")
     whole = cost.layout("packed").attention_pairs
     attention = "".join(
-        f"<figure><figcaption><b>{name}</b> <span class='soft'>{layout.attention_pairs:,} (query, key) pairs</span>"
-        f"</figcaption>{stacked([('pairs', name, layout.attention_pairs)], whole, label)}</figure>"
+        f"<figure><figcaption><b>{text(name)}</b> <span class='soft'>{layout.attention_pairs:,} (query, key) pairs"
+        f"</span></figcaption>{stacked([('pairs', name, layout.attention_pairs)], whole, label)}</figure>"
         for layout in cost.layouts
         if layout.name != "padded"
         for name in [ATTENTION.get(layout.name) or _name(layout, unit)]
