@@ -16,17 +16,17 @@ from tuningfork.records import Source, TokenAnswer, TokenExample
 Draw = Callable[[int], np.ndarray]
 
 
-def turns(vocabulary: int, conversations: int, seed: int = 0) -> list[list[TokenExample]]:
+def turns(vocabulary: int, conversations: int, stem: int = 4000, seed: int = 0) -> list[list[TokenExample]]:
     """An example for each turn of an agent, with all that came before as its prompt; a group for each conversation.
 
-    All have the same system prompt and tools, 4,000 tokens. A turn is an answer of 47 tokens in the middle, and what
+    All have the same system prompt and tools, `stem` tokens. A turn is an answer of 47 tokens in the middle, and what
     the user or a tool then says, 177.
     """
     draw, rng, row = _draw(vocabulary, seed), np.random.default_rng(seed + 1), count(1)
-    stem = draw(4000)
+    common = draw(stem)
 
     def conversation() -> Iterator[TokenExample]:
-        history = np.concatenate([stem, draw(60)])
+        history = np.concatenate([common, draw(60)])
         for _ in range(int(rng.integers(6, 20))):
             answer = draw(int(rng.integers(20, 75)))
             yield _example(next(row), history, answer)
@@ -35,14 +35,17 @@ def turns(vocabulary: int, conversations: int, seed: int = 0) -> list[list[Token
     return [list(conversation()) for _ in range(conversations)]
 
 
-def trajectories(vocabulary: int, examples: int, seed: int = 0) -> list[list[TokenExample]]:
-    """Whole runs of an agent as answers to one prompt of 3,877 tokens, system prompt and tools; four a task."""
+def trajectories(vocabulary: int, examples: int, length: int = 2443, seed: int = 0) -> list[list[TokenExample]]:
+    """Whole runs of an agent as answers to one prompt of 3,877 tokens, system prompt and tools; four a task.
+
+    Answers have `length` tokens on average.
+    """
     draw, rng, row = _draw(vocabulary, seed), np.random.default_rng(seed + 1), count(1)
     stem = draw(3800)
 
     def task() -> list[TokenExample]:
         prompt = np.concatenate([stem, draw(77)])
-        return [_example(next(row), prompt, draw(int(rng.integers(1000, 3900)))) for _ in range(4)]
+        return [_example(next(row), prompt, draw(int(rng.integers(length // 2, 3 * length // 2)))) for _ in range(4)]
 
     return [task() for _ in range(examples // 4)]
 

@@ -44,7 +44,7 @@ from tuningfork.train.config import TrainConfig
 from tuningfork.train.optimizer import build_optimizer
 from tuningfork.train.step import train_step
 
-ROUNDS = 3  # timed ones, behind one that compiles
+ROUNDS = 2  # timed ones, behind one that compiles
 
 SHAPES: dict[str, tuple[Objective, Sequence[Share]]] = {
     "turns": (SFT(), ("tree", "prompt")),  # an example of one answer shares no prompt with itself
@@ -72,9 +72,9 @@ COLUMNS = {
 def groups_of(shape: str, vocabulary: int, small: bool) -> list[list[TokenExample]]:
     """Groups of examples of a shape of data; of a small size for a CPU."""
     if shape == "turns":
-        return tree_shapes.turns(vocabulary, 4 if small else 60)
+        return tree_shapes.turns(vocabulary, *((4, 200) if small else (60,)))
     if shape == "trajectories":
-        return tree_shapes.trajectories(vocabulary, 8 if small else 128)
+        return tree_shapes.trajectories(vocabulary, *((8, 100) if small else (128,)))
     if shape == "rankings":
         return tree_shapes.rankings(vocabulary, 2 if small else 43)
     return [[example] for example in shapes.yardstick(16 if small else 128, vocabulary)]
