@@ -450,6 +450,25 @@ MUTATIONS = (
         ("test_a_document_has_nothing_beside_it_but_its_weight",),
     ),
     Mutation(
+        "history-as-another-answer",
+        "if at == len(sequence):",
+        "if False:",
+        ("test_other_answers_to_the_same_prompt_are_no_history", "test_the_longest_conversation_counts"),
+        within="_nearest",
+    ),
+    Mutation(
+        "history-told-by-its-beginning",
+        "if len(rest) >= FEWEST and np.array_equal(rest, history[: len(rest)]):",
+        "if len(rest) >= FEWEST and np.array_equal(rest[:FEWEST], history[:FEWEST]):",
+        ("test_what_an_answer_is_known_by",),
+    ),
+    Mutation(
+        "common-to-one",
+        "common = nodes[n], first[n] != last[n]",
+        "common = nodes[n], True",
+        ("test_trees_by_hand", "test_a_common_answer_of_one_example_is_its_first_ones"),
+    ),
+    Mutation(
         "every-epoch-in-one-order",
         "self._epoch(n // self.examples)",
         "self._epoch(0)",

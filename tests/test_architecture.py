@@ -85,7 +85,7 @@ SUB_ROOMS = {
 """Rooms within a room -> their neighbours there from which they may import, all of which stand before them."""
 OWN_FILES = {"models"}
 """Rooms that have files beside their folders. These may import from all of the folders, and no folder from them."""
-RECORDS = {"report.dataset": {"data.summary.records"}}
+RECORDS = {"report.dataset": {"data.summary.layouts", "data.summary.records"}}
 """Rooms within a room -> modules of other rooms that they may import, for these hold nothing but records."""
 
 
@@ -163,7 +163,7 @@ def test_a_room_imports_only_from_rooms_that_the_table_allows(name):
 @pytest.mark.parametrize("name", sorted(set().union(*RECORDS.values())))
 def test_records_for_other_rooms_are_dataclasses_that_need_nothing_else(name):
     """Whoever shows them imports no more of the room that makes them."""
-    assert imports(name) <= EVERYONE
+    assert imports(name) - set().union(*RECORDS.values()) <= EVERYONE
     functions = [node.name for node in modules()[name].body if isinstance(node, ast.FunctionDef)]
     classes = [node for node in modules()[name].body if isinstance(node, ast.ClassDef)]
     assert not functions and classes

@@ -22,7 +22,7 @@ from tuningfork.recipe.run_config import RunConfig
 from tuningfork.report.dataset import report_files
 from tuningfork.report.dataset.terminal import draw_report
 from tuningfork.report.run.console import Console
-from tuningfork.train.order import asked_of_rows, order_of
+from tuningfork.train.order import asked_of_rows, compared_with, order_of
 from tuningfork.train.setup.data import read_sources
 from tuningfork.train.setup.device import choose_compile, choose_device
 
@@ -71,6 +71,7 @@ def data(config: RunConfig, strict: bool, console: Console | None = None) -> int
         order_of(train.examples, config.train),
         PackLimits.plan(config.pack.tokens, config.pack.share, compiled),
         counted_for,
+        compared_with(train.examples, config.train),
     )
     console.draw(draw_report(summary))
     if device.type == "cpu" and config.train.device == "auto":

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from tuningfork.data.packing.groups import Groups
 from tuningfork.data.packing.loader import EpochOrder
 from tuningfork.records import TokenExample, column
@@ -28,3 +30,16 @@ def order_of(examples: Sequence[TokenExample], config: TrainConfig, saved: Progr
         return order
     keys = column(examples, "prompt_hash" if config.group_by == PROMPT else "group")
     return replace(order, groups=Groups.of_keys(config.group_by, keys, config.group_most))
+
+
+def compared_with(examples: Sequence[TokenExample], config: TrainConfig) -> dict[str, EpochOrder]:
+    """The order that a run could have instead, by its name: shuffled; or grouped by prompt, if any two share one.
+
+    Other groups than prompts are known only if the rows were read for them, see `asked_of_rows`.
+    """
+    if config.order == "grouped":
+        return {"shuffled": replace(order_of(examples, config), groups=None)}
+    grouped = order_of(examples, replace(config, order="grouped", group_by=PROMPT))
+    assert grouped.groups is not None
+    alone = np.array_equal(grouped.groups.first, np.arange(len(examples)))
+    return {} if alone else {"grouped by prompt": grouped}

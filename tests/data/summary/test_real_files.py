@@ -71,12 +71,13 @@ def test_hh() -> None:
     for name, numbers in published(summary).items():
         assert numbers == pytest.approx(expected[name], abs=1), name
     cost = summary.cost
-    padded, packed, shared = cost.layouts
+    padded, packed, shared, trees, together = cost.layouts
+    assert shared.tokens >= trees.tokens >= together.tokens
     assert cost.tokens == pytest.approx(1_008_662 * 2339 / 2354, rel=0.002)
     assert 2 * padded.prompt / cost.tokens == pytest.approx(0.757, abs=0.002)
     assert padded.pad_share == pytest.approx(0.552, abs=0.002)  # of batches of 8 pairs, the mean of 20 shuffles
-    assert cost.tokens_saved == pytest.approx(0.377, abs=0.002)
-    assert cost.attention_saved == pytest.approx(0.326, abs=0.002)
+    assert shared.tokens_saved == pytest.approx(0.377, abs=0.002)
+    assert shared.attention_saved == pytest.approx(0.326, abs=0.002)
     assert packed.pad_share < 0.03 and shared.pad_share < 0.03
     assert padded.slots / packed.slots == pytest.approx(2.2, abs=0.06)
     assert padded.slots / shared.slots == pytest.approx(3.6, abs=0.1)
@@ -93,12 +94,13 @@ def test_dpo_en() -> None:
         "sequence": [773, 576, 1877, 4574],
     }
     cost = summary.cost
-    padded, packed, shared = cost.layouts
+    padded, packed, shared, trees, together = cost.layouts
+    assert shared.tokens >= trees.tokens >= together.tokens
     assert cost.tokens == 463_807
     assert f"{2 * padded.prompt / cost.tokens:.3f}" == "0.578" and f"{cost.counted_tokens / cost.tokens:.3f}" == "0.422"
     assert padded.slots / packed.slots == pytest.approx(2.3, abs=0.06)
     assert padded.slots / shared.slots == pytest.approx(3.3, abs=0.06)
-    assert f"{cost.tokens_saved:.3f}" == "0.289" and f"{cost.attention_saved:.3f}" == "0.242"
+    assert f"{shared.tokens_saved:.3f}" == "0.289" and f"{shared.attention_saved:.3f}" == "0.242"
     assert padded.pad_share == pytest.approx(0.576, abs=0.006)
     with gzip.open(DPO_EN, "rt", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
@@ -127,10 +129,10 @@ def test_llmbar() -> None:
         "sequence": [178, 112, 509, 843],
     }
     cost = summary.cost
-    padded = cost.layouts[0]
+    padded, shared = cost.layout("padded"), cost.layout("shared")
     assert cost.tokens == 149_036
     assert f"{2 * padded.prompt / cost.tokens:.3f}" == "0.374" and f"{cost.counted_tokens / cost.tokens:.3f}" == "0.626"
-    assert f"{cost.tokens_saved:.3f}" == "0.187" and f"{cost.attention_saved:.3f}" == "0.083"
+    assert f"{shared.tokens_saved:.3f}" == "0.187" and f"{shared.attention_saved:.3f}" == "0.083"
     assert padded.pad_share == pytest.approx(0.667, abs=0.006)
 
 

@@ -86,7 +86,7 @@ def summary_of_examples(examples: Sequence[TokenExample]) -> DataSummary:
     report = DataReport(len(examples), len(examples), sources={"random": ["random"]}, formats={"random": "ranking"})
     data = SetData.of(examples, report, None)
     order = EpochOrder.plan(len(examples), 2, 0, 1.0, None)
-    return _summary(data, data, byte_bpe(), DataConfig(template="none", max_length=64), None, order, True)
+    return _summary(data, data, byte_bpe(), DataConfig(template="none", max_length=64), None, order, "prompt")
 
 
 def _summary(

@@ -17,6 +17,7 @@ from tests.data.tiny_tokenizers import CHATML, byte_bpe
 from tests.report.dataset.browser import browser, find_browser
 from tests.tiny import random_examples
 from tuningfork.data.config import DataConfig
+from tuningfork.data.packing.tree import Share
 from tuningfork.data.summary.records import DataSummary
 from tuningfork.report.dataset.page import SECTIONS, draw_page
 from tuningfork.report.dataset.terminal import draw_report
@@ -132,7 +133,7 @@ def test_headings_links_and_labels(outline: Outline) -> None:
     targets = [str(attributes["href"])[1:] for tag, attributes in outline.tags if tag == "a"]
     assert set(named) | set(targets) <= set(ids)
     pictures = [attributes for tag, attributes in outline.tags if tag == "svg" or attributes.get("role") == "img"]
-    assert len(pictures) == 5 + 2 + 3 + 2 and all(picture.get("aria-label") for picture in pictures)
+    assert len(pictures) == 5 + 2 + 5 + 4 and all(picture.get("aria-label") for picture in pictures)
 
 
 def test_the_numbers_are_those_of_the_report(summary: DataSummary, outline: Outline) -> None:
@@ -142,7 +143,7 @@ def test_the_numbers_are_those_of_the_report(summary: DataSummary, outline: Outl
         assert finding.text[1:].split(EVIL)[0] in text
     assert text.count("stops --strict") == 4 + 1 and text.count("worth a look") == 2
     cost, run = summary.cost, summary.run
-    for number in (cost.tokens, cost.unique_tokens, cost.attention_pairs, cost.attention_pairs_shared):
+    for number in (cost.tokens, cost.unique_tokens, *(layout.attention_pairs for layout in cost.layouts)):
         assert f"{number:,}" in text
     assert all(f"{layout.slots:,} slots" in text for layout in cost.layouts)
     assert f"steps of 2 pairs in the whole run{run.steps:,}" in text and run.steps == 33
@@ -232,6 +233,56 @@ def test_several_tables(tmp_path: Path) -> None:
     assert [head for head in heads if head in ("Form", "Tokens")] == ["Form", "Tokens"] * 2
 
 
+def tree_run(folder: Path) -> DataSummary:
+    """A run that lays trees, compared with another order."""
+    rows = [pair("q" * 40, "a" * 40, "no"), pair("q" * 40 + "a" * 40 + "b" * 20, "right", "no")]
+    summary = summary_of(folder, rows, max_length=200, share="tree")
+    other = replace(summary.cost.layout("trees"), order="grouped by <prompt>")
+    layouts = [*summary.cost.layouts[:-1], other, summary.cost.layouts[-1]]
+    return replace(summary, cost=replace(summary.cost, layouts=layouts, examples_packed=1))
+
+
+def test_trees(tmp_path: Path) -> None:
+    summary = tree_run(tmp_path)
+    page = draw_page(summary, MADE_BY)
+    outline = Outline()
+    outline.feed(page)
+    text = re.sub(r"\s+", " ", outline.text)
+    trees = summary.cost.layout("trees")
+    assert f"113tokens laid in an epoch{1 - 113 / 333:.1%}of the tokens saved by trees" in _tiles(page)
+    assert "Trees, in the run's order: what a pack's pairs begin with in common once recipe" in text
+    assert "Trees, grouped by <prompt>" in text and "Trees, all side by side: if all pairs that begin alike" in text
+    assert f"{trees.attention_pairs:,} (query, key) pairs" in text
+    assert (
+        "70.8% of the tokens that they lay are common to several pairs, 35.4% as prompt and 35.4% within answers."
+        in text
+    )
+    assert "They are made of the first 1 pair and scaled up" in text
+    assert "Laid oncewhat a pack's examples begin with in common" in text
+    assert page.count('class="part common-prompt"') == page.count('class="part common-answer"') == 3
+
+
+def _tiles(page: str) -> str:
+    """The figures at the top, each with its name behind it."""
+    found = re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page.partition('<dl class="figures">')[2].partition("</dl>")[0])
+    return "".join(f"{value}{name}" for name, value in found)
+
+
+@pytest.mark.parametrize(
+    ("share", "saved", "once"),
+    [
+        ("none", "of the tokens saved: none is shared (pack.share is none)", "nothing (pack.share is none)"),
+        ("prompt", "of the tokens saved by sharing prompts", "each prompt, for all of its answers"),
+    ],
+)
+def test_the_figures_are_those_of_pack_share(tmp_path: Path, share: Share, saved: str, once: str) -> None:
+    summary = summary_of(tmp_path, [pair("one", "ab", "cde"), pair("two", "fgh", "ij")], share=share)
+    page = draw_page(summary, MADE_BY)
+    # two prompts of 3 tokens, answers of 3 and 4 with their ends
+    assert summary.layout.tokens == {"none": 4 * 3 + 2 * 7, "prompt": 2 * 3 + 2 * 7}[share]
+    assert saved in _tiles(page) and once in page
+
+
 needs_browser = pytest.mark.skipif(
     find_browser() is None, reason="no Chromium: put one on PATH, or name it in TUNINGFORK_CHROMIUM"
 )
@@ -254,7 +305,7 @@ def test_in_a_browser(page: str, tmp_path: Path) -> None:
                 assert (tab.said, tab.requests) == ([], [])
                 assert tab.value("document.documentElement.scrollWidth") <= tab.value("window.innerWidth") == width
                 plots = tab.value(f"{boxes}.map(box => [box.width, box.height])")
-                assert len(plots) == 12 and all(w > 250 and h >= 20 for w, h in plots)
+                assert len(plots) == 16 and all(w > 250 and h >= 20 for w, h in plots)
                 colours.add(tab.value(paper))
         assert len(colours) == 2  # light and dark
         assert tab.value("getComputedStyle(document.querySelector('.t'), '::after').content") == "none"
@@ -281,7 +332,7 @@ def test_every_column_is_to_be_seen_on_a_phone_too(page: str, tmp_path: Path) ->
     executable = find_browser()
     assert executable is not None
     with browser(executable) as tab:
-        for i, drawn in enumerate([page, draw_page(much, MADE_BY), draw_page(single, MADE_BY)]):
+        for i, drawn in enumerate([page, *(draw_page(shown, MADE_BY) for shown in (much, single, tree_run(tmp_path)))]):
             path = tmp_path / f"{i}.html"
             path.write_text(drawn, encoding="utf-8")
             for width in (400, 768, 1280):

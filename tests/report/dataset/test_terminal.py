@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import rich.console
 
 from tests.data.summary.workbench import pair, summary_of
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
@@ -76,3 +78,49 @@ def test_colours_on_a_terminal_only(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     summary = summary_of(tmp_path, [pair("one", "ab", "cde"), pair("two", "fgh", "")])
     assert "\x1b[" in printed(summary, Terminal())
     assert "\x1b[" not in printed(summary, io.StringIO())
+
+
+def test_trees_in_words_and_at_any_width(tmp_path: Path) -> None:
+    """Two turns of a conversation, by bytes: a question of 40, an answer of 40 and a question of 20.
+
+    With end markers row 1 is 40 + 41 + 3 tokens and row 2 is 100 + 6 + 3, of which 80 are row 1's; with each prompt
+    once per answer they are 124 + 209.
+    """
+    question, said = "q" * 40, "a" * 40
+    rows = [pair(question, said, "no"), pair(question + said + "b" * 20, "right", "no")]
+    summary = summary_of(tmp_path, rows, max_length=200, share="tree")
+    trees = summary.cost.layout("trees")
+    assert (trees.common_prompt, trees.common_answer, trees.tokens) == (40, 40, 40 + 41 + 3 + 20 + 6 + 3)
+    text = re.sub(r"\s+", " ", printed(summary, io.StringIO()))
+    assert "sharing prompts saves 42.0% of the tokens" in text
+    assert f"trees save {1 - 113 / 333:.1%} of the tokens and " in text
+    assert ", about as much as in any order" in text
+    apart = printed(summary_of(tmp_path, rows, max_length=200, share="tree", per_step=1), io.StringIO())
+    assert f"{1 - 113 / 333:.1%} of the tokens and " in apart and "that begin alike lay together" in apart
+    assert (
+        "70.8% of the tokens that they lay are common to several pairs, 35.4% as prompt and 35.4% within answers"
+        in text
+    )
+    assert "▒ prompt of several" in text and "▒ answer of several" in text
+    for width in (40, 60, 100, 200):
+        stream = io.StringIO()
+        rich.console.Console(file=stream, width=width).print(draw_report(summary))
+        lines = stream.getvalue().splitlines()
+        assert max(map(len, lines)) <= width
+        assert f"{trees.slots:,}" in stream.getvalue() and "▒" in stream.getvalue()
+
+
+def test_where_nothing_is_common_to_several_pairs(tmp_path: Path) -> None:
+    summary = summary_of(tmp_path, [pair("one", "ab", "cde"), pair("two", "fgh", "ij")], share="tree")
+    text = printed(summary, io.StringIO())
+    assert "too little is common to several pairs for trees to save more" in text
+    assert "of several" not in text
+
+
+def test_an_order_to_compare_and_the_first_of_very_many(tmp_path: Path) -> None:
+    summary = summary_of(tmp_path, [pair("one", "ab", "cde"), pair("two", "fgh", "ij")], share="tree")
+    other = replace(summary.cost.layout("trees"), order="grouped by prompt")
+    cost = replace(summary.cost, layouts=[*summary.cost.layouts, other], examples_packed=1)
+    text = printed(replace(summary, cost=cost), io.StringIO())
+    assert "trees, grouped by prompt" in text and "packs are counted on the first 1 pair and scaled up" in text
+    assert "scaled up" not in printed(summary, io.StringIO())

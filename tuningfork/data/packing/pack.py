@@ -117,7 +117,7 @@ def _stream(examples: Sequence[TokenExample], limits: PackLimits, window: int) -
 
     def rows() -> Iterator[int]:
         number = 0
-        for some in _windows(examples):
+        for some in windows_of(examples):
             for portion in portion_out(some, limits.share, limits.tokens):
                 waiting[number] = portion
                 number += 1
@@ -127,7 +127,7 @@ def _stream(examples: Sequence[TokenExample], limits: PackLimits, window: int) -
         yield _bin([waiting.pop(number) for number in members], limits)
 
 
-def _windows(examples: Sequence[TokenExample]) -> Iterator[Sequence[TokenExample]]:
+def windows_of(examples: Sequence[TokenExample]) -> Iterator[Sequence[TokenExample]]:
     """The examples in their order, cut where WINDOW_TOKENS tokens are reached."""
     ends = np.cumsum(column(examples, "plain_tokens"))
     first = 0

@@ -146,7 +146,7 @@ def grow(examples: Sequence[TokenExample], share: Share, smallest_stem: int = SM
     owners = [owners[n] for n in order]
     sequences = [np.frombuffer(keys[n], dtype=">u4") for n in order]
     lengths = np.array([len(ids) for ids in sequences], dtype=np.int64)
-    common = np.array([0, *map(_common, sequences, sequences[1:])], dtype=np.int64)[: len(lengths)]
+    common = np.array([0, *map(in_common, sequences, sequences[1:])], dtype=np.int64)[: len(lengths)]
     nodes, leaf, turn = _branches(lengths.tolist(), common.tolist())
     example_of = np.array([place for place, _ in owners], dtype=np.int64)
     needed = _partings(example_of, common, turn)
@@ -158,7 +158,7 @@ def _key(example: TokenExample, answer: int) -> bytes:
     return np.concatenate([example.prompt_ids, example.answers[answer].ids]).astype(">u4").tobytes()
 
 
-def _common(one: np.ndarray, other: np.ndarray) -> int:
+def in_common(one: np.ndarray, other: np.ndarray) -> int:
     """How many tokens two sequences begin with in common."""
     shorter = min(len(one), len(other))
     differ = one[:shorter] != other[:shorter]
@@ -198,16 +198,20 @@ class _Branch(NamedTuple):
 def _trie(
     examples: Sequence[TokenExample], owners: list[tuple[int, int]], nodes: list[_Branch], leaf: list[int]
 ) -> Trie:
-    columns = np.array(nodes, dtype=np.int64).reshape(-1, len(_Branch._fields)).T
+    parent, start, end, low, high = np.array(nodes, dtype=np.int64).reshape(-1, len(_Branch._fields)).T
     example_of, answer_of = np.array(owners, dtype=np.int64).reshape(-1, 2).T
     return Trie(
         examples,
         example_of,
         answer_of,
-        *columns,
-        np.array(leaf, dtype=np.int64),
-        np.argsort(example_of, kind="stable"),
-        np.concatenate([[0], np.cumsum(np.bincount(example_of, minlength=len(examples)))]),
+        parent,
+        start,
+        end,
+        low,
+        high,
+        leaf=np.array(leaf, dtype=np.int64),
+        ranks_of=np.argsort(example_of, kind="stable"),
+        offsets=np.concatenate([[0], np.cumsum(np.bincount(example_of, minlength=len(examples)))]),
     )
 
 

@@ -3,15 +3,18 @@ through no wish of the recipe, and what training would refuse or learn wrong. Wh
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 
 from tuningfork.data.examples.unpack import SOME_AS_JSON
+from tuningfork.data.summary.layouts import Cost, Parted
 from tuningfork.data.summary.records import ControlWords, Finding, Leaks, LengthBias, SetSummary, TokenizerFacts
 from tuningfork.records import Source
 from tuningfork.wording import counted
 
 LOPSIDED = 0.6  # share of the pairs of unequal length from which on it is worth a word that one side is the longer
 FEW = 5  # rows named with a finding
+MOST = 40  # characters shown of what a template leaves out
 PLACES = 4  # control tokens named with a finding, each with where it is written
 
 
@@ -20,6 +23,7 @@ def findings(
     held_out: SetSummary | None,
     leaks: Leaks | None,
     tokenizer: TokenizerFacts,
+    cost: Cost,
 ) -> list[Finding]:
     """All findings, those that `--strict` stops on first."""
     found: list[Finding] = []
@@ -31,7 +35,7 @@ def findings(
         n, bos = tokenizer.begin_with_two_bos, tokenizer.bos.text
         text = f"{counted(n, 'sequence begins', 'sequences begin')} with {bos} twice: data and template each have one"
         found.append(Finding("two_bos", True, text, n, train.name, []))
-    return [*found, *_notes(train, tokenizer)]
+    return [*found, *_notes(train, tokenizer, cost)]
 
 
 def _of_set(data: SetSummary, positions: int | None) -> Iterator[Finding]:
@@ -97,7 +101,7 @@ def _leaks(leaks: Leaks, held_out: SetSummary) -> Finding:
     return Finding("leaks", True, text, n, held_out.name, [shared.eval_row for shared in leaks.prompts[:FEW]])
 
 
-def _notes(train: SetSummary, tokenizer: TokenizerFacts) -> Iterator[Finding]:
+def _notes(train: SetSummary, tokenizer: TokenizerFacts, cost: Cost) -> Iterator[Finding]:
     if train.length_bias is not None:
         yield from _length(train, train.length_bias)
     if tokenizer.eos is not None and (n := tokenizer.sequences - tokenizer.end_with_eos):
@@ -106,6 +110,26 @@ def _notes(train: SetSummary, tokenizer: TokenizerFacts) -> Iterator[Finding]:
             "what ends them must be known to whatever generates with the model"
         )
         yield Finding("no_eos", False, text, n, train.name, [])
+    if cost.parted is not None:
+        yield _history(train, cost, cost.parted)
+
+
+def _history(train: SetSummary, cost: Cost, parted: Parted) -> Finding:
+    n = parted.count
+    change = f"leaves out {_shown(parted.left_out)}" if parted.left_out else f"adds {_shown(parted.added)}"
+    trees, together = cost.layout("trees").tokens, cost.layout("together").tokens
+    text = (
+        f"{train.name}: {counted(n, 'row goes', 'rows go')} on from another row's answer, but the chat template prints "
+        f"that answer otherwise as history ({change}), so the two part at its start and the answer is laid twice. "
+        f"Of an epoch's tokens this costs {parted.tokens:,} of {trees:,} in the run's order, and "
+        f"{parted.tokens_together:,} of {together:,} if all rows that begin alike lay together. No result is wrong "
+        "for it: a template that prints history as it prints answers is only faster"
+    )
+    return Finding("history", False, text, n, train.name, parted.rows)
+
+
+def _shown(piece: str) -> str:
+    return json.dumps(piece if len(piece) <= MOST else f"{piece[:MOST]} ...", ensure_ascii=False)
 
 
 def _length(train: SetSummary, bias: LengthBias) -> Iterator[Finding]:

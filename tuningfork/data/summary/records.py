@@ -1,7 +1,8 @@
 """What is counted of preference data, as records: the one tree that terminal, page and data_report.json show.
 
 A row is its file and its number there, from 1; lengths are tokens; shares are of 1. data_report.json has the fields in
-their order here. This module holds records alone, so that a report can import it without what counts them.
+their order here. This module and layouts.py hold records alone, so that a report can import them without what counts
+them.
 """
 
 from __future__ import annotations
@@ -9,13 +10,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tuningfork.data.summary.layouts import Cost, Layout
 from tuningfork.records import DroppedRow, Source
 
 REFUSED = ("refused", "positions")
 """Kinds of finding at which training does not start."""
-
-PLAIN_BATCH = 8
-"""Examples of a plain trainer's batch; of pairs, 16 sequences. All are padded to the longest of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,50 +203,6 @@ class Mix:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """The token slots of one epoch in one layout; slots = prompt + prompt_again + chosen + rejected + padding.
-
-    `name` is "padded" (batches of PLAIN_BATCH examples, every sequence padded to the longest of its batch: the mean
-    over all orders of the file), "packed" (each sequence by itself in packs of pack.tokens) or "shared" (the prompt
-    once for all of its answers).
-    """
-
-    name: str
-    slots: int
-    prompt: int
-    prompt_again: int  # prompts stored once more, for another answer than the first
-    chosen: int  # first answers; those of examples with a single one, too
-    rejected: int  # all others
-    padding: int
-    pad_share: float
-
-    @property
-    def parts(self) -> dict[str, int]:
-        """Where the slots go: field -> how many of them."""
-        return {
-            "prompt": self.prompt,
-            "prompt_again": self.prompt_again,
-            "chosen": self.chosen,
-            "rejected": self.rejected,
-            "padding": self.padding,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What an epoch costs in slots and in attention, and what sharing prompts saves."""
-
-    tokens: int  # as a plain trainer counts them: the prompt once per answer
-    unique_tokens: int  # the prompt once per example
-    counted_tokens: int  # answer tokens whose log-prob counts in the loss
-    tokens_saved: float  # share of tokens
-    attention_pairs: int  # (query, key) pairs of causal attention, each sequence by itself
-    attention_pairs_shared: int  # (query, key) pairs with the prompt once per example
-    attention_saved: float  # share of attention_pairs
-    layouts: list[Layout]
-
-
-@dataclass(frozen=True, slots=True)
 class RunPlan:
     """What the recipe's run will do. Packs are counted by packing its first `steps_packed` steps, all of them if they
     are not very many, and then its numbers are those that training finds."""
@@ -334,7 +289,7 @@ class Finding:
     """One thing to look at in the data set called `name`. `rows` show it: the first few of them.
 
     kind: refused, dropped, duplicates, conflicts, leaks, control_tokens, json_text, positions, two_bos (strict);
-    length, no_eos (worth a look).
+    length, no_eos, history (worth a look).
     """
 
     kind: str
@@ -372,6 +327,11 @@ class DataSummary:
     counted_for: str  # the device whose packs are counted
     tokenizer: TokenizerFacts
     shown: list[ShownExample]
+
+    @property
+    def layout(self) -> Layout:
+        """The one of the recipe's pack.share."""
+        return self.cost.layout({"none": "packed", "prompt": "shared", "tree": "trees"}[self.share])
 
     @property
     def refused(self) -> list[Finding]:

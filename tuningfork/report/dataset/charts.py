@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tuningfork.data.summary.records import PLAIN_BATCH, Cost, LengthBias, SetSummary, Truncation
-from tuningfork.report.dataset.html import table
+from tuningfork.data.summary.layouts import PLAIN_BATCH, Layout
+from tuningfork.data.summary.records import DataSummary, LengthBias, SetSummary, Truncation
+from tuningfork.report.dataset.html import table, text
 from tuningfork.report.dataset.plots import histogram, mirrored, stacked
-from tuningfork.report.dataset.wording import CUTS, losses, share, signed
+from tuningfork.report.dataset.wording import CUTS, in_common, losses, saving, sentence, share, signed, trees_save
 from tuningfork.wording import counted
 
 LAYOUTS = {
     "padded": f"Padded: batches of {PLAIN_BATCH}, all sequences as long as the longest",
     "packed": "Packed: each sequence by itself, with a prompt of its own",
     "shared": "Packed and shared: the prompt once for all of its answers",
+    "trees": "Trees, in the run's order: what a pack's {unit}s begin with in common once",
+    "together": "Trees, all side by side: if all {unit}s that begin alike lay together",
 }
+ATTENTION = {"packed": "Each sequence by itself", "shared": "Prompt once for all of its answers"}
 PARTS = {
+    "common_prompt": "prompt of several {unit}s",
+    "common_answer": "within answers, of several {unit}s",
     "prompt": "prompt",
     "prompt_again": "prompt again",
     "chosen": "chosen answers",
@@ -112,11 +118,13 @@ def _meter(value: float) -> str:
     return f'{bar} <span class="soft">{share(value)}</span>'
 
 
-def draw_cost(cost: Cost) -> str:
+def draw_cost(summary: DataSummary) -> str:
     """Token slots by layout, and attention."""
+    cost, unit, ours = summary.cost, summary.unit, summary.layout
     longest = max(layout.slots for layout in cost.layouts)
-    ours = cost.layouts[-1].slots
-    names = {key: name for key, name in PARTS.items() if any(layout.parts[key] for layout in cost.layouts)}
+    names = {
+        key: name.format(unit=unit) for key, name in PARTS.items() if any(layout.parts[key] for layout in cost.layouts)
+    }
     if "rejected" not in names:
         names["chosen"] = "answers"
     bars = []
@@ -124,40 +132,61 @@ def draw_cost(cost: Cost) -> str:
         parts = [(key.replace("_", "-"), name, layout.parts[key]) for key, name in names.items()]
         words = ", ".join(f"{name} {share(amount / layout.slots)}" for _, name, amount in parts if amount)
         label = f"{layout.slots:,} slots: {words}"
-        times = "" if layout.slots == ours else f", {layout.slots / ours:.2f}&nbsp;× as many as the last"
+        times = f", {layout.slots / ours.slots:.2f}&nbsp;× the recipe's"
+        tag = ' <span class="tag">recipe</span>' if layout is ours else ""
         bars.append(
-            f"<figure><figcaption><b>{LAYOUTS[layout.name]}</b> <span class='soft'>{layout.slots:,} slots, "
-            f"{share(layout.pad_share)} padding{times}</span></figcaption>"
+            f"<figure><figcaption><b>{text(_name(layout, unit))}</b>{tag} <span class='soft'>{layout.slots:,} slots, "
+            f"{share(layout.pad_share)} padding{'' if layout is ours else times}</span></figcaption>"
             f"{stacked(parts, longest, label)}</figure>"
         )
     legend = "".join(
         f'<span><span class="key {key.replace("_", "-")}"></span>{name}</span>' for key, name in names.items()
     )
+    scaled = ""
+    if cost.examples_packed < summary.train.used:
+        scaled = f" They are made of the first {counted(cost.examples_packed, unit)} and scaled up."
     return (
         f"<p>One epoch has {cost.tokens:,} tokens with the prompt once per answer, {cost.unique_tokens:,} with "
         f"the prompt once per example; {cost.counted_tokens:,} of them count in the loss.</p>"
-        f'<div class="bars">{"".join(bars)}</div><p class="legend">{legend}</p>{_attention(cost)}'
+        f'<div class="bars">{"".join(bars)}</div><p class="legend">{legend}</p>{_saved(summary)}'
         '<p class="note">A slot is the place of one token, or of padding, in a batch or a pack; a pack holds the '
         "sequences of several examples end to end. Slots are counted; no speed is measured. The padded layout is the "
         "mean over all orders of the file; the packed ones are really packed, step by step, with the recipe's "
-        "settings.</p>"
+        f"settings; only for the last no step says which {unit}s share a pack.{scaled}</p>"
     )
 
 
-def _attention(cost: Cost) -> str:
-    """What sharing prompts saves of the tokens and of causal attention."""
-    if not cost.tokens_saved:
-        return "<p>Every prompt has one answer, so sharing prompts saves nothing.</p>"
-    whole = cost.attention_pairs
-    ways = {"Each sequence by itself": whole, "Prompt once for all of its answers": cost.attention_pairs_shared}
+def _name(layout: Layout, unit: str) -> str:
+    if layout.order:
+        return f"Trees, {layout.order}"
+    return LAYOUTS[layout.name].format(unit=unit)
+
+
+def _saved(summary: DataSummary) -> str:
+    """What laying tokens once saves of them and of causal attention."""
+    cost, unit = summary.cost, summary.unit
+    shared, trees, together = (cost.layout(name) for name in ("shared", "trees", "together"))
+    words = []
+    if shared.tokens_saved:
+        words.append(f"Sharing prompts saves {saving(shared)}.")
+    else:
+        words.append("Every prompt has one answer, so sharing prompts saves nothing.")
+    if max(trees.tokens_saved, together.tokens_saved) > shared.tokens_saved:
+        words.append(sentence(trees_save(trees, together, unit)))
+        words.append(sentence(in_common(trees, unit)))
+    else:
+        words.append(f"Too little is common to several {unit}s for trees to save more.")
+    whole = cost.layout("packed").attention_pairs
     attention = "".join(
-        f"<figure><figcaption><b>{name}</b> <span class='soft'>{pairs:,} (query, key) pairs</span></figcaption>"
-        f"{stacked([('pairs', name, pairs)], whole, f'{name}: {pairs:,} pairs')}</figure>"
-        for name, pairs in ways.items()
+        f"<figure><figcaption><b>{text(name)}</b> <span class='soft'>{layout.attention_pairs:,} (query, key) pairs"
+        f"</span></figcaption>{stacked([('pairs', name, layout.attention_pairs)], whole, label)}</figure>"
+        for layout in cost.layouts
+        if layout.name != "padded"
+        for name in [ATTENTION.get(layout.name) or _name(layout, unit)]
+        for label in [f"{name}: {layout.attention_pairs:,} pairs"]
     )
     return (
-        f"<h3>Causal attention</h3><p>Sharing prompts saves {share(cost.attention_saved)} of the (query, key) pairs "
-        f"and {share(cost.tokens_saved)} of the tokens.</p>"
+        f"<p>{' '.join(words)}</p><h3>Causal attention</h3>"
         f'<div class="bars">{attention}</div><p class="note">A (query, key) pair is a token and one that it looks at: '
         "itself or one before it. The work of attention grows with their number.</p>"
     )

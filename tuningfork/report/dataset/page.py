@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 
+from tuningfork.data.summary.layouts import PLAIN_BATCH
 from tuningfork.data.summary.records import (
-    PLAIN_BATCH,
     DataSummary,
     Finding,
     Mix,
@@ -52,6 +52,16 @@ SECTIONS = {
     "examples": "What the model sees",
     "tokenizer": "Tokenizer",
 }
+SAVED = {
+    "none": "of the tokens saved: none is shared (pack.share is none)",
+    "prompt": "of the tokens saved by sharing prompts",
+    "tree": "of the tokens saved by trees",
+}
+ONCE = {
+    "none": "nothing (pack.share is none)",
+    "prompt": "each prompt, for all of its answers",
+    "tree": "what a pack's examples begin with in common",
+}
 _DETAIL = 300  # characters shown of a row's detail
 
 
@@ -64,7 +74,7 @@ def draw_page(summary: DataSummary, made_by: str) -> str:
         "lengths": draw_lengths(_sets(summary), summary.over_length),
         "bias": draw_bias(summary.train.length_bias),
         "truncation": draw_truncation(summary.train.truncation, summary.over_length),
-        "cost": draw_cost(summary.cost),
+        "cost": draw_cost(summary),
         "run": _run(summary),
         "examples": examples(summary.shown, names),
         "tokenizer": _tokenizer(summary.tokenizer),
@@ -135,15 +145,13 @@ def _few(finding: Finding, names: Mapping[str, str]) -> str:
 
 def _figures(summary: DataSummary) -> str:
     cost, run, unit = summary.cost, summary.run, summary.unit
-    slots = {layout.name: layout.slots for layout in cost.layouts}
-    ours = slots["packed" if summary.share == "none" else "shared"]
-    saved = "of the tokens saved by sharing prompts" + (" (pack.share is none)" if summary.share == "none" else "")
-    times = slots["padded"] / ours
+    ours = summary.layout
+    times = cost.layout("padded").slots / ours.slots
     less, word = (times, "fewer") if times >= 1 else (1 / times, "more")
     step = "step" if run.steps == 1 else "steps"
     figures = [
-        (f"{cost.unique_tokens:,}", "tokens an epoch, each prompt once"),
-        (share(cost.tokens_saved), saved),
+        (f"{ours.tokens:,}", "tokens laid in an epoch"),
+        (share(ours.tokens_saved), SAVED[summary.share]),
         (f"{less:.1f} ×", f"{word} token slots than padded batches of {PLAIN_BATCH} {unit}s"),
         (f"{run.steps:,}", f"{step} of {counted(run.examples_per_step, unit)} in the whole run"),
     ]
@@ -337,12 +345,7 @@ def _run(summary: DataSummary) -> str:
         ("Padding", f"{share(run.pad_share)} of the slots"),
         ("Packs, padding and slots are counted for", text(summary.counted_for)),
         ("Token slots in the whole run", f"{about}{run.slots:,}"),
-        (
-            "Prompts",
-            "stored once for all of their answers"
-            if summary.share != "none"
-            else "stored once per answer (pack.share is none)",
-        ),
+        ("Laid once", ONCE[summary.share]),
     ]
     first = counted(run.steps_packed, "step")
     note = f'<p class="note">Packs, padding and slots are counted on the first {first} and scaled up.</p>'

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from tuningfork.data.summary.layouts import PLAIN_BATCH, Layout
 from tuningfork.data.summary.records import (
-    PLAIN_BATCH,
-    Cost,
     DataSummary,
     Finding,
     Leaks,
@@ -34,11 +35,14 @@ from tuningfork.report.dataset.wording import (
     cut,
     given_numbers,
     headline,
+    in_common,
     losses,
     rows,
+    saving,
     sentence,
     share,
     short_names,
+    trees_save,
 )
 from tuningfork.wording import counted, visible
 
@@ -49,9 +53,19 @@ LAYOUTS = {
     "padded": f"padded, batches of {PLAIN_BATCH}",
     "packed": "packed, prompts repeated",
     "shared": "packed, prompts shared",
+    "trees": "trees, in the run's order",
+    "together": "trees, all side by side",
 }
-_COLORS = {"prompt": "cyan", "chosen": "green", "rejected": "yellow"}
-_PARTS = {"prompt": "█", "prompt_again": "▓", "chosen": "█", "rejected": "█", "padding": "░"}
+_COLORS = {"prompt": "cyan", "answer": "green", "chosen": "green", "rejected": "yellow"}
+_PARTS = {
+    "common_prompt": ("▒", "prompt of several"),
+    "common_answer": ("▒", "answer of several"),
+    "prompt": ("█", "prompt"),
+    "prompt_again": ("▓", "prompt again"),
+    "chosen": ("█", "chosen"),
+    "rejected": ("█", "rejected"),
+    "padding": ("░", "padding"),
+}
 _HEAD, _TAIL = 24, 12  # tokens shown of a long part of the example
 _FEW = 8  # tokens that are not left out between them
 _BAR = 30  # columns of the longest bar
@@ -70,7 +84,7 @@ def draw_report(summary: DataSummary) -> RenderableType:
     parts += [_repeats(sets, summary.leaks), ""]
     parts += [_lengths(sets), *_cut(sets, summary.over_length), *_bias(train.length_bias), ""]
     parts += [_truncation(train.truncation, summary.over_length), ""]
-    parts += [*_cost(summary.cost), ""]
+    parts += [*_cost(summary), ""]
     parts += [_run(summary), _indented("memory and time depend on the GPU and are not counted here"), ""]
     parts += [*_example(summary.shown[0], names), ""]
     parts += [_tokenizer(summary.tokenizer), ""]
@@ -198,33 +212,64 @@ def _truncation(limits: Sequence[Truncation], policy: str) -> Table:
     return grid
 
 
-def _cost(cost: Cost) -> Iterator[RenderableType]:
+def _cost(summary: DataSummary) -> Iterator[RenderableType]:
+    cost, unit = summary.cost, summary.unit
     grid = _grid("token slots of an epoch", "slots", "padding", "")
     longest = max(layout.slots for layout in cost.layouts)
     for layout in cost.layouts:
-        bar, drawn, amount = Text(), 0, 0
-        for key, block in _PARTS.items():
-            amount += layout.parts[key]
-            columns = round(_BAR * amount / longest) - drawn
-            drawn += columns
-            bar.append(block * columns, style=_COLORS.get(key.removesuffix("_again"), "dim"))
-        grid.add_row(LAYOUTS[layout.name], f"{layout.slots:,}", share(layout.pad_share), bar)
-    grid.columns[-1].justify, grid.columns[-1].no_wrap = "left", True
+        style = "bold" if layout is summary.layout else ""
+        grid.add_row(_name(layout), f"{layout.slots:,}", share(layout.pad_share), _Bar(layout, longest), style=style)
+    grid.columns[-1].justify = "left"
+    for column in grid.columns[1:-1]:
+        column.no_wrap = True  # where there is little room, names fold and bars are shorter
     yield grid
-    names = {"prompt": "prompt", "prompt_again": "prompt again", "chosen": "chosen", "rejected": "rejected"}
-    if not any(layout.rejected for layout in cost.layouts):
-        names = {"prompt": "prompt", "chosen": "answers"}
+    names = {key: name for key, (_, name) in _PARTS.items() if any(layout.parts[key] for layout in cost.layouts)}
+    if "rejected" not in names:
+        names["chosen"] = "answers"
     legend = Text()
-    for key, name in (names | {"padding": "padding"}).items():
-        legend.append(f"{_PARTS[key]} {name}  ", style=_COLORS.get(key.removesuffix("_again"), "dim"))
+    for key, name in names.items():
+        legend.append(f"{_PARTS[key][0]} {name}  ", style=_color(key))
     yield _indented(legend)
-    if not cost.tokens_saved:
+    shared, trees, together = (cost.layout(name) for name in ("shared", "trees", "together"))
+    if shared.tokens_saved:
+        yield _indented(f"sharing prompts saves {saving(shared)}")
+    else:
         yield _indented("every prompt has one answer, so sharing prompts saves nothing")
-        return
-    yield _indented(
-        f"sharing prompts saves {share(cost.tokens_saved)} of {cost.tokens:,} tokens and "
-        f"{share(cost.attention_saved)} of {cost.attention_pairs:,} attention (query, key) pairs"
-    )
+    if max(trees.tokens_saved, together.tokens_saved) > shared.tokens_saved:
+        yield _indented(trees_save(trees, together, unit))
+        yield _indented(in_common(trees, unit))
+    else:
+        yield _indented(f"too little is common to several {unit}s for trees to save more")
+    if cost.examples_packed < summary.train.used:
+        yield _indented(f"packs are counted on the first {counted(cost.examples_packed, unit)} and scaled up")
+
+
+@dataclass(frozen=True, slots=True)
+class _Bar:
+    """Where a layout's slots go, as long as its share of the `longest` layout's, in the room that there is."""
+
+    layout: Layout
+    longest: int
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(1, _BAR)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        bar, drawn, amount = Text(no_wrap=True), 0, 0
+        for key, (block, _) in _PARTS.items():
+            amount += self.layout.parts[key]
+            columns = round(min(_BAR, options.max_width) * amount / self.longest) - drawn
+            drawn += columns
+            bar.append(block * columns, style=_color(key))
+        yield bar
+
+
+def _name(layout: Layout) -> str:
+    return f"trees, {layout.order}" if layout.order else LAYOUTS[layout.name]
+
+
+def _color(part: str) -> str:
+    return _COLORS.get(part.removesuffix("_again").removeprefix("common_"), "dim")
 
 
 def _run(summary: DataSummary) -> RenderableType:

@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Protocol
 
+from tuningfork.data.summary.layouts import Layout
 from tuningfork.data.summary.records import DataSummary, Mix, Numbers, SetSummary, Truncation
 from tuningfork.records import DroppedRow
 from tuningfork.wording import counted
@@ -88,6 +89,27 @@ def given_numbers(name: str, given: Numbers | None) -> list[str]:
 def losses(policy: str) -> dict[str, Callable[[Truncation], tuple[int, float]]]:
     """What a limit on length costs with this data.over_length: name -> (how many, their share) at a limit."""
     return {name: look for name, look in _LOSSES.items() if policy in CUTS or name != "rows cut"}
+
+
+def saving(layout: Layout) -> str:
+    """What a layout saves of an epoch with each sequence by itself."""
+    return f"{share(layout.tokens_saved)} of the tokens and {share(layout.attention_saved)} of the attention pairs"
+
+
+def trees_save(trees: Layout, together: Layout, unit: str) -> str:
+    """What trees save in the run's order, and what they could in another; `unit` is what an example is called."""
+    if together.tokens_saved > trees.tokens_saved:
+        return f"trees save {saving(trees)}; {saving(together)} if all {unit}s that begin alike lay together"
+    return f"trees save {saving(trees)}, about as much as in any order"
+
+
+def in_common(layout: Layout, unit: str) -> str:
+    """How much of a layout is laid once for several examples; `unit` is what one of them is called."""
+    prompt, answer = layout.common_prompt / layout.tokens, layout.common_answer / layout.tokens
+    return (
+        f"{share(prompt + answer)} of the tokens that they lay are common to several {unit}s, {share(prompt)} as "
+        f"prompt and {share(answer)} within answers"
+    )
 
 
 def sentence(text: str) -> str:

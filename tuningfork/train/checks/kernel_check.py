@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tuningfork.data.packing.tree import Share
 from tuningfork.errors import LOADING, ModelError, enough_memory
 from tuningfork.models.policy import Policy
 from tuningfork.records import ForkLayout, PackedBatch
@@ -57,7 +58,7 @@ class KernelCheck:
     usual: _Numbers  # in the run's dtype
 
     @classmethod
-    def begin(cls, policy: Policy, path: str, share: str, compiling: bool) -> KernelCheck:
+    def begin(cls, policy: Policy, path: str, share: Share, compiling: bool) -> KernelCheck:
         """Compare each kernel by itself, on what this model gives it, and measure the plain ones.
 
         Args:

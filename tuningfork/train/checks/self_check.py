@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from tuningfork.data.packing.layout import lay
 from tuningfork.data.packing.pack import SMALLEST_COMPILED, PackLimits
-from tuningfork.data.packing.tree import grow
+from tuningfork.data.packing.tree import Share, grow
 from tuningfork.errors import LOADING, ModelError, OutOfMemory, enough_memory
 from tuningfork.models.backbone import Backbone
 from tuningfork.models.hf import attention
@@ -118,7 +118,7 @@ def probes(model: Backbone) -> list[TokenExample]:
     ]
 
 
-def probe_pack(examples: Sequence[TokenExample], share: str, compiled: bool) -> PackedBatch:
+def probe_pack(examples: Sequence[TokenExample], share: Share, compiled: bool) -> PackedBatch:
     """Examples in one pack, with as many token slots as a run would give it.
 
     Args:

@@ -1,0 +1,181 @@
+"""Rows of one conversation that share less than they could: the chat template prints an answer otherwise as history.
+
+Some templates drop from history what they print in an answer, such as an empty thought (Qwen3's). The row of a later
+turn then has other tokens from that answer's start on than the row of the turn itself, and trees lay the answer twice.
+Only tokens are looked at: whatever the template does, they decide what is laid once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from tuningfork.data.packing.pack import PackLimits, windows_of
+from tuningfork.data.packing.tree import in_common
+from tuningfork.data.summary.cost import FirstSteps, beginning
+from tuningfork.data.summary.layouts import Parted
+from tuningfork.records import TokenAnswer, TokenExample
+
+NEAR = 16  # tokens around an answer's start within which history leaves it, and at most so many that history adds
+FEWEST = 8  # tokens of an answer that come again in history, to know it by
+ANSWERS = 64  # to one prompt that are looked at; of more, which no conversation has, some rows are not found
+SHOWN = 5  # rows named
+PIECE = 24  # tokens shown of what history leaves out
+
+
+class Rewritten(NamedTuple):
+    """How history has an answer: `added` in place of `left_out` tokens, from the sequence's position `at` on."""
+
+    example: int
+    answer: int
+    at: int
+    left_out: int
+    added: np.ndarray
+
+
+def find_parted(
+    steps: FirstSteps, examples_of_epoch: int, limits: PackLimits, tokenizer: PreTrainedTokenizerBase
+) -> Parted | None:
+    """The rows among these steps' examples, and the tokens that are laid because of them; None if there are none, or
+    if trees are no larger for them.
+
+    The tokens are counted by packing the examples once more, with each such answer as history has it, and what history
+    leaves out beside it, so that no token is gone.
+    """
+    examples = steps.examples
+    found = rewritten(examples)
+    if not found:
+        return None
+    alike = steps.changed(_as_in_history(examples, found.values(), limits))
+    tokens = steps.packed(limits).used - alike.packed(limits).used
+    together = steps.packed_together(limits).used - alike.packed_together(limits).used
+    if tokens <= 0 and together <= 0:
+        return None
+    left_out, added = Counter(_piece(examples, one) for one in found.values()).most_common(1)[0][0]
+    rows = sorted((examples[place].source for place in found), key=lambda row: (row.file, row.row))
+
+    def of_epoch(number: int) -> int:
+        return round(number * examples_of_epoch / len(examples))
+
+    return Parted(
+        count=of_epoch(len(rows)),
+        rows=rows[:SHOWN],
+        left_out=str(tokenizer.decode(list(left_out))),
+        added=str(tokenizer.decode(list(added))),
+        tokens=of_epoch(tokens),
+        tokens_together=of_epoch(together),
+    )
+
+
+def rewritten(examples: Sequence[TokenExample]) -> dict[int, Rewritten]:
+    """Of each example that goes on from an answer which its history has in other words: that answer.
+
+    It goes on from the one whose prompt is the longest that its own prompt begins with, but for the last NEAR tokens
+    before the answer, which a template may print otherwise as well. One that goes on from some answer as it is counts
+    as no such row, whatever it has in common with other answers to the same prompt.
+    """
+    found: dict[int, Rewritten] = {}
+    order = sorted(range(len(examples)), key=lambda place: beginning(examples[place]))
+    start = 0
+    for window in windows_of([examples[place] for place in order]):
+        places = order[start : start + len(window)]
+        start += len(window)
+        groups: dict[bytes, list[int]] = defaultdict(list)  # places of each prompt, by its tokens
+        for place in places:
+            groups[examples[place].prompt_ids.astype(">u4").tobytes()].append(place)
+        for earlier, later in _openings(sorted(groups)):
+            one = _nearest(examples, [groups[prompt] for prompt in earlier], examples[groups[later][0]].prompt_ids)
+            if one is not None:
+                found.update(dict.fromkeys(groups[later], one))
+    return found
+
+
+def _openings(prompts: Sequence[bytes]) -> Iterator[tuple[list[bytes], bytes]]:
+    """Each prompt with those that it may go on from, the longest first: it is longer, and begins as they do."""
+    entries = sorted([(_stem(prompt), False, prompt) for prompt in prompts] + [(p, True, p) for p in prompts])
+    opened: list[
+        tuple[bytes, bytes]
+    ] = []  # stems that the present entry begins with, each within the next, and of what
+    for key, whole, prompt in entries:
+        while opened and not key.startswith(opened[-1][0]):
+            opened.pop()
+        if not whole:
+            opened.append((key, prompt))
+        elif earlier := [other for _, other in reversed(opened) if len(other) < len(prompt)]:
+            yield sorted(earlier, key=len, reverse=True), prompt
+
+
+def _stem(prompt: bytes) -> bytes:
+    """A prompt without its last NEAR tokens, or half of a short one."""
+    tokens = len(prompt) // 4
+    return prompt[: 4 * (tokens - min(NEAR, tokens // 2))]
+
+
+def _nearest(examples: Sequence[TokenExample], earlier: Sequence[Sequence[int]], later: np.ndarray) -> Rewritten | None:
+    """Which answer a prompt goes on from in other words; None where it goes on from one as it is, or from none."""
+    for places in earlier:
+        first: Rewritten | None = None
+        answers = ((place, answer) for place in places for answer in range(len(examples[place].answers)))
+        for place, answer in islice(answers, ANSWERS):
+            sequence = np.concatenate([examples[place].prompt_ids, examples[place].answers[answer].ids])
+            at = in_common(sequence, later)
+            if at == len(sequence):
+                return None
+            if first is None and abs(at - len(examples[place].prompt_ids)) <= NEAR:
+                change = _change(sequence[at:], later[at:])
+                first = change and Rewritten(place, answer, at, *change)
+        if first is not None:
+            return first
+    return None
+
+
+def _change(answer: np.ndarray, history: np.ndarray) -> tuple[int, np.ndarray] | None:
+    """How history begins with all the rest of an answer but for one piece: tokens left out of it, or tokens added."""
+    nothing = history[:0]
+    for left_out in np.flatnonzero(answer == history[0]).tolist() if len(history) else []:
+        rest = answer[left_out:]
+        if len(rest) >= FEWEST and np.array_equal(rest, history[: len(rest)]):
+            return left_out, nothing
+    for added in range(1, NEAR + 1) if len(answer) >= FEWEST else []:
+        if np.array_equal(answer, history[added : added + len(answer)]):
+            return 0, history[:added]
+    return None
+
+
+def _as_in_history(
+    examples: Sequence[TokenExample], found: Iterable[Rewritten], limits: PackLimits
+) -> dict[int, TokenExample]:
+    """The examples whose answers history has in other words, with these words for theirs; but for those that would no
+    longer fit a pack."""
+    changed: dict[int, dict[int, Rewritten]] = defaultdict(dict)
+    for one in found:
+        changed[one.example][one.answer] = one
+    new = {place: _with(examples[place], by_answer) for place, by_answer in changed.items()}
+    return {place: example for place, example in new.items() if example.unique_tokens <= limits.tokens}
+
+
+def _with(example: TokenExample, changes: dict[int, Rewritten]) -> TokenExample:
+    p = min(
+        len(example.prompt_ids), *(one.at for one in changes.values())
+    )  # the prompt's end may be among what changes
+    sequences = [np.concatenate([example.prompt_ids, answer.ids]) for answer in example.answers]
+    for place, one in changes.items():
+        ids = sequences[place]
+        sequences[place] = np.concatenate([ids[: one.at], one.added, ids[one.at + one.left_out :]])
+        if one.left_out:
+            sequences.append(ids[: one.at + one.left_out])
+    answers = tuple(TokenAnswer(ids[p:], np.ones(len(ids) - p, bool)) for ids in sequences)
+    return replace(example, prompt_ids=example.prompt_ids[:p], answers=answers)
+
+
+def _piece(examples: Sequence[TokenExample], one: Rewritten) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tokens that history leaves out of an answer, and those that it adds."""
+    example = examples[one.example]
+    ids = np.concatenate([example.prompt_ids, example.answers[one.answer].ids])
+    return tuple(ids[one.at : one.at + min(one.left_out, PIECE)].tolist()), tuple(one.added[:PIECE].tolist())
