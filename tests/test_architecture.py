@@ -250,12 +250,14 @@ def test_every_module_says_what_it_is_for():
 
 
 def public_signatures(module: str) -> dict[str, list[str]]:
-    """Functions of a kernel module, or the public methods of its class, with the names of their parameters.
+    """Functions of a kernel module, or the public methods of its public class, with the names of their parameters.
 
     A class's methods go by their own names: PlainAttention.attend and ForkAttention.attend are one function.
     """
     found: dict[str, list[str]] = {}
     for node in modules()[module].body:
+        if isinstance(node, ast.ClassDef) and node.name.startswith("_"):
+            continue
         inner = node.body if isinstance(node, ast.ClassDef) else [node]
         for function in inner:
             if not isinstance(function, ast.FunctionDef) or function.name.startswith("_"):

@@ -143,7 +143,7 @@ def test_one_number_in_a_kernel_is_other_code_and_a_comment_is_not(tree: Path) -
     before = digest()
     kernel = tree / "kernels/attention/_fork_kernels.py"
     source = kernel.read_text()
-    kernel.write_text(source.replace('"""Scores to the base of 2', '"""# Other words.') + "# a comment\n")
+    kernel.write_text(source.replace('"""Some rows of one head', '"""# Other words') + "# a comment\n")
     assert kernel.read_text() != source + "# a comment\n" and digest() == before
     kernel.write_text(source.replace("1.4426950408889634", "1.4426950408889635"))
     assert kernel.read_text() != source and digest() != before

@@ -386,7 +386,7 @@ def test_windows_are_the_examples_in_their_order(shapes, tokens):
     examples = random_examples(shapes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "WINDOW_TOKENS", tokens)
-        windows = list(module._windows(examples))
+        windows = list(module.windows_of(examples))
     assert [id(e) for window in windows for e in window] == [id(e) for e in examples]
     sizes = [sum(e.plain_tokens for e in window) for window in windows]
     assert all(size <= tokens or len(window) == 1 for size, window in zip(sizes, windows, strict=True))
