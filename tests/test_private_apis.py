@@ -195,15 +195,17 @@ def test_a_backend_of_ours_can_hand_on_to_the_compilers_own():
 
 @lean("torch._inductor.cpp_builder")
 @lean("torch._inductor.exc")
-def test_the_compiler_says_by_its_own_error_that_there_is_no_compiler_for_c(monkeypatch):
+def test_the_compiler_says_by_its_own_error_that_there_is_no_compiler_for_c():
     from torch._inductor import config as settings
     from torch._inductor import cpp_builder
     from torch._inductor.exc import InvalidCxxCompiler
 
-    monkeypatch.setattr(settings.cpp, "cxx", ("/no/such/compiler",))
-    getattr(cpp_builder.get_cpp_compiler, "cache_clear", lambda: None)()
-    with pytest.raises(InvalidCxxCompiler):
+    forget = getattr(cpp_builder.get_cpp_compiler, "cache_clear", lambda: None)
+    forget()
+    # Not by monkeypatch: it would delete the setting when it is done, and others compile in this process.
+    with settings.patch({"cpp.cxx": ("/no/such/compiler",)}), pytest.raises(InvalidCxxCompiler):
         cpp_builder.get_cpp_compiler()
+    forget()
 
 
 # --- PyTorch beside it -----------------------------------------------------------------------------------------------
