@@ -81,27 +81,29 @@ def test_a_portion_is_a_whole_tree_where_it_fits(examples):
 
 
 @settings(max_examples=80, deadline=None)
-@given(examples=alike(6), room=ROOM)
-def test_few_examples_have_the_rows_of_the_best_of_all_ways_to_part_them(examples, room):
-    capacity = capacity_of(examples, room)
+@given(examples=alike(6), data=st.data())
+def test_few_examples_have_the_rows_of_the_best_of_all_ways_to_part_them(examples, data):
     trie = grow(examples, "tree")
     rows = {}
     for chosen in range(1, 1 << len(examples)):
         rows[chosen] = trie.of([n for n in range(len(examples)) if chosen >> n & 1]).rows
+    largest = max(rows[1 << n] for n in range(len(examples)))
+    capacity = data.draw(st.sampled_from(sorted({size for size in rows.values() if size >= largest})))  # some fill it
     ways = ([rows[sum(1 << n for n in part)] for part in parts] for parts in partitions(range(len(examples))))
     best = min(sum(way) for way in ways if max(way) <= capacity)
     assert rows_of(portion_out(examples, "tree", capacity)) == best
 
 
 @settings(max_examples=80, deadline=None)
-@given(seed=st.integers(0, 2**32), count=st.integers(2, 10), room=st.integers(0, 200))
-def test_a_cut_in_path_order_is_the_best_of_all_cuts(seed, count, room):
+@given(seed=st.integers(0, 2**32), count=st.integers(2, 10), data=st.data())
+def test_a_cut_in_path_order_is_the_best_of_all_cuts(seed, count, data):
     """As few rows as can be, and of these as few portions."""
     examples = one_tree(count, seed)
-    capacity = capacity_of(examples, room)
     trie = grow(examples, "tree")
     order = in_path_order(examples)
     rows = {(i, j): trie.of(order[i:j]).rows for j in range(count + 1) for i in range(j)}
+    largest = max(rows[n, n + 1] for n in range(count))
+    capacity = data.draw(st.sampled_from(sorted({size for size in rows.values() if size >= largest})))  # some fill it
     best: list[tuple[int, int]] = [(0, 0)]
     for end in range(1, count + 1):  # all ways to cut up to here, by the last of their portions
         fitting = [begin for begin in range(end) if rows[begin, end] <= capacity]

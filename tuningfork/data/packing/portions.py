@@ -54,6 +54,9 @@ def portion_out(examples: Sequence[TokenExample], share: Share, capacity: int) -
     tree_of = _trees(trie)  # of each example
     first = np.flatnonzero(np.diff(nodes, prepend=-1))  # of the users of each node
     rows_of = np.bincount(tree_of[users[first]], weights=trie.lengths, minlength=len(examples)).astype(np.int64)
+    by_tree = np.argsort(tree_of[users], kind="stable")
+    nodes, users = nodes[by_tree], users[by_tree]
+    tree_of_pair = tree_of[users]
     members_of: dict[int, list[int]] = {}
     for example in _by_rank(trie).tolist():
         members_of.setdefault(int(tree_of[example]), []).append(example)
@@ -62,7 +65,8 @@ def portion_out(examples: Sequence[TokenExample], share: Share, capacity: int) -
         if rows_of[tree] <= capacity:
             found.append(Portion(trie, members, int(rows_of[tree])))
         else:
-            found += _parted(trie, nodes, users, members, capacity)
+            own = slice(*np.searchsorted(tree_of_pair, (tree, tree + 1)).tolist())
+            found += _parted(trie, nodes[own], users[own], members, capacity)
     return found
 
 
@@ -109,26 +113,27 @@ def _trees(trie: Trie) -> np.ndarray:
 
 
 def _parted(trie: Trie, nodes: np.ndarray, users: np.ndarray, members: list[int], capacity: int) -> list[Portion]:
-    """Some examples of one tree in portions that together have as few rows as can be.
+    """The examples of one tree in portions that together have as few rows as can be.
 
     Args:
-        nodes, users: which examples need which nodes, see `Trie.users`.
+        nodes, users: which of them need which nodes, see `Trie.users`.
         members: the examples, in the order of their tokens.
     """
-    place = np.full(len(trie.examples), -1)
-    place[members] = np.arange(len(members))
+    order = np.argsort(members)
+    places = order[np.searchsorted(members, users, sorter=order)]
     found = []
     for start in range(0, len(members), _MOST):
         some = members[start : start + _MOST]
-        here = (place[users] >= start) & (place[users] < start + len(some))
-        nodes_here, users_here = nodes[here], place[users[here]] - start
+        here = (places >= start) & (places < start + len(some))
+        kinds, nodes_here = np.unique(nodes[here], return_inverse=True)
+        lengths, users_here = trie.lengths[kinds], places[here] - start
         if len(some) <= _FEW:
             found += [
                 Portion(trie, [some[i] for i in chosen], rows)
-                for chosen, rows in _best_parts(trie.lengths, nodes_here, users_here, len(some), capacity)
+                for chosen, rows in _best_parts(lengths, nodes_here, users_here, len(some), capacity)
             ]
         else:
-            added = _added_rows(trie.lengths, nodes_here, users_here, len(some))
+            added = _added_rows(lengths, nodes_here, users_here, len(some))
             found += [Portion(trie, some[first:last], rows) for first, last, rows in _fewest_rows(added, capacity)]
     return found
 
