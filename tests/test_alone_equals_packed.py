@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from tests.tiny import FAMILIES, one_pack, random_examples, score_alone, scorer_of, tiny_model, tiny_policy
+from tests.forests import laid, random_forest
+from tests.tiny import FAMILIES, VOCAB, one_pack, random_examples, score_alone, scorer_of, tiny_model, tiny_policy
 from tuningfork.data.packing.tree import Share
 from tuningfork.kernels.select import plain
 from tuningfork.models.policy import Policy
@@ -154,7 +157,58 @@ def test_an_answer_scores_the_same_bits_at_any_place_with_the_prompt_shared_or_r
         logps = _scores(policy, batch)
         return {e.id: part.tolist() for e, part in zip(members, logps.split(batch.answers_per_example), strict=True)}
 
-    first = scores(examples, True)
-    for share in (True, False):
+    first = scores(examples, "prompt")
+    for share in ("tree", "prompt", "none"):
         assert scores(examples[::-1], share) == first
         assert scores(turned, share) == {name: logps[::-1] for name, logps in first.items()}
+
+
+def _forest(seed: int) -> list[TokenExample]:
+    """Examples whose paths part at, before and behind multiples of 32 and 64, in a tiny model's vocabulary."""
+
+    def small(ids: np.ndarray) -> np.ndarray:
+        return (ids % (VOCAB - 3) + 3).astype(np.int32)
+
+    return [
+        replace(
+            example,
+            prompt_ids=small(example.prompt_ids),
+            answers=tuple(replace(answer, ids=small(answer.ids)) for answer in example.answers),
+        )
+        for example in random_forest(seed, roots=1, depth=5, longest=150)
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_deep_tree_equals_its_sequences_alone(family):
+    examples = _forest(2)
+    policy = tiny_policy(family)
+    batch = laid(examples, "tree")
+    assert batch.used_slots < sum(example.unique_tokens for example in examples) / 2
+    weights = torch.linspace(-1, 2, len(batch.answer_lengths), dtype=torch.float64)
+    expected, truth = _weighted_alone(policy, examples, weights)
+    truth_gradients = _gradients(policy, truth)
+    logps, loss, gradients = _packed(policy, batch, weights, chunk_rows=16)
+    torch.testing.assert_close(logps, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(loss, truth.detach(), rtol=1e-6, atol=1e-6)
+    _assert_same_gradients(policy, truth_gradients, gradients, relative=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_answer_scores_the_same_bits_in_every_tree(family, dtype):
+    """Whatever is laid once, whatever cuts its path, and in whatever order its neighbours come."""
+    policy = Policy(tiny_model(family, torch.float32), plain(), dtype)
+    examples = _forest(5)
+
+    def scores(members: list[TokenExample], share: str) -> dict[str, list[float]]:
+        batch = laid(members, share)
+        logps = _scores(policy, batch)
+        return {e.id: part.tolist() for e, part in zip(members, logps.split(batch.answers_per_example), strict=True)}
+
+    first = scores(examples, "tree")
+    for share in ("prompt", "none"):
+        assert scores(examples, share) == first
+    assert scores(examples[::-1], "tree") == first
+    some = examples[:: max(2, len(examples) // 8)]  # most cuts are gone
+    assert scores(some, "tree") == {example.id: first[example.id] for example in some}
