@@ -71,7 +71,9 @@ def test_long_paths_cut_often_have_the_bits_of_uncut_ones(dtype, fork):
 def test_a_stem_that_very_many_rows_see_is_read_in_parts(dtype, case, fork):
     batch = laid(stem_of_many(9000, 3), "prompt")
     assert (fork.prepare(batch.layout).merges[:, 3] > 1).sum() == 2
-    check_error_and_repeat(fork, batch.to(DEVICE), case, dtype)
+    # Errors of a sum grow as the root of how many numbers are added one after the other: 2,048 of a part here, in the
+    # plain form 64 of a block and 142 blocks.
+    check_error_and_repeat(fork, batch.to(DEVICE), case, dtype, times=2 * (2048 / (64 + 142)) ** 0.5)
 
 
 def test_a_pack_is_prepared_without_waiting_for_the_device(fork):

@@ -64,8 +64,7 @@ def train_step(
         scores.append(pack_logps)
 
     norm = gradient_norm(optimizer)
-    # Here the host waits for the device, and nowhere else in a step.
-    loss, grad_norm, logps = float(ranks.sum(torch.stack(shares).sum())), float(norm), torch.cat(scores).cpu()
+    loss, grad_norm, logps = _read(ranks.sum(torch.stack(shares).sum()), norm, torch.cat(scores))
     _check_finite(loss, grad_norm, logps, batch)
     if starting:
         _check_starting(logps, batch)
@@ -76,6 +75,11 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
     # Statistics come last: the device moves the weights meanwhile.
     return StepOutcome(loss, grad_norm, logps, objective.statistics(logps, batch.answers))
+
+
+def _read(loss: Tensor, grad_norm: Tensor, logps: Tensor) -> tuple[float, float, Tensor]:
+    """A step's numbers, from the device. Here the host waits for it, and nowhere else in a step."""
+    return float(loss), float(grad_norm), logps.cpu()
 
 
 def _check_starting(logps: Tensor, batch: StepBatch) -> None:
