@@ -39,6 +39,7 @@ from tuningfork.data.packing.pack import (
     slots_of_each,
     split_fitting,
 )
+from tuningfork.data.packing.tree import Share
 from tuningfork.data.prepare import prepare_examples
 from tuningfork.distributed.balance import balance_examples
 from tuningfork.models.hf.load import load_tokenizer
@@ -136,7 +137,7 @@ def main(argv: list[str] | None = None) -> None:
     args = options.parse_args(argv)
     if (args.data is None) != (args.tokenizer is None):
         options.error("--data and --tokenizer go together")
-    share = "none" if args.unshared else "prompt"
+    share: Share = "none" if args.unshared else "prompt"
     sources: dict[str, Callable[[int, int], np.ndarray]] = {name: partial(draw, name) for name in QUANTILES}
     if args.data:
         sources = {args.data: partial(resampled, lengths_of(args.data, args.tokenizer))}
@@ -159,7 +160,7 @@ def main(argv: list[str] | None = None) -> None:
 
     def work(example: TokenExample) -> int:
         alone = example.alone() if share == "none" else [example]
-        return sum(count.forward(one.spans, one.counted_tokens) for one in alone)
+        return sum(count.forward(one.spans, sum(map(one.answer_tokens, range(len(one.answers))))) for one in alone)
 
     shares: list[dict[str, Any]] = []
     for source, drawn in sources.items():

@@ -28,6 +28,7 @@ from bench.workload import pairs as workload
 from bench.workload import stats
 from tuningfork.data.packing.loader import EpochOrder, PackLoader, build_packs
 from tuningfork.data.packing.pack import PackLimits
+from tuningfork.data.packing.tree import Share
 from tuningfork.models.config import ACTIVATION_MEMORY_FORMS
 from tuningfork.models.flops import FlopCounter
 from tuningfork.models.hf.load import Loaded, hold_weights
@@ -72,7 +73,7 @@ def measure(
     *,
     pairs: int = 512,
     pack_tokens: int = 16384,
-    share: str = "tree",
+    share: Share = "tree",
     examples_per_step: int = 16,
     head_chunk_rows: int = 8192,
     epochs: int = 3,
