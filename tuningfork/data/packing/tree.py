@@ -199,13 +199,17 @@ class _Branch(NamedTuple):
 def _trie(
     examples: Sequence[TokenExample], owners: list[tuple[int, int]], nodes: list[_Branch], leaf: list[int]
 ) -> Trie:
-    columns = np.array(nodes, dtype=np.int64).reshape(-1, len(_Branch._fields)).T
+    parent, start, end, low, high = np.array(nodes, dtype=np.int64).reshape(-1, len(_Branch._fields)).T
     example_of, answer_of = np.array(owners, dtype=np.int64).reshape(-1, 2).T
     return Trie(
         examples,
         example_of,
         answer_of,
-        *columns,
+        parent,
+        start,
+        end,
+        low,
+        high,
         np.array(leaf, dtype=np.int64),
         np.argsort(example_of, kind="stable"),
         np.concatenate([[0], np.cumsum(np.bincount(example_of, minlength=len(examples)))]),
