@@ -44,7 +44,9 @@ def measure(examples: list[TokenExample], model: str, at_once: int, checkpointin
     settings.max_position_embeddings = 32768
     torch.manual_seed(0)
     with torch.device("cuda"):
-        built = AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa", dtype=torch.float32)
+        built = AutoModelForCausalLM.from_config(
+            settings, attn_implementation="sdpa", dtype=torch.float32, trust_remote_code=False
+        )
     times: list[float] = []
 
     class Prepared(SFTTrainer):

@@ -331,8 +331,8 @@ MUTATIONS = (
     ),
     Mutation(
         "no-cut-where-answers-of-one-example-part",
-        "stays = n in needed or ",
-        "stays = not branches[n] or ",
+        "if found} - {*needed}",
+        "if found}",
         (
             "test_the_answers_of_one_example_share_their_prompt_however_short",
             "test_more_sharing_never_takes_more_rows",
@@ -340,12 +340,18 @@ MUTATIONS = (
     ),
     Mutation(
         "a-stem-saves-its-own-rows-too",
-        "(node.end - start) * (branches[n] - 1)",
-        "(node.end - start) * branches[n]",
+        "(nodes[n].end - starts[n]) * (branches[n] - 1)",
+        "(nodes[n].end - starts[n]) * branches[n]",
         (
             "test_a_stem_is_shared_from_that_many_rows_on",
             "test_a_cut_saves_enough_or_answers_of_one_example_part_there",
         ),
+    ),
+    Mutation(
+        "what-is-passed-over-is-no-branch",
+        "branches[parent] += branches[n] - 1",
+        "pass",
+        ("test_what_is_passed_over_is_a_branch_more_for_what_stays",),
     ),
     Mutation(
         "some-of-a-tree-have-the-tokens-of-others",
@@ -362,13 +368,13 @@ MUTATIONS = (
     Mutation(
         "a-cut-pack-is-never-quite-full",
         "rows[: last + 1] <= capacity",
-        "rows[: last + 1] < capacity",
+        "(rows[: last + 1] < capacity) | (np.arange(last + 1) == last)",
         ("test_a_cut_in_path_order_is_the_best_of_all_cuts",),
     ),
     Mutation(
         "a-parted-pack-is-never-quite-full",
         "rows[part] <= capacity",
-        "rows[part] < capacity",
+        "rows[part] < capacity or part == first",
         ("test_few_examples_have_the_rows_of_the_best_of_all_ways_to_part_them",),
     ),
     Mutation(

@@ -76,6 +76,14 @@ def test_a_cut_saves_enough_or_answers_of_one_example_part_there(examples, stem)
             assert any(part_there(example, tokens_of(forest, path)) for example in examples)
 
 
+def test_what_is_passed_over_is_a_branch_more_for_what_stays():
+    """Two and two of four sequences have one more token in common, which is worth no cut; the 20 of all are."""
+    examples = [example_of(row, [*range(20), 50 + row // 2], [60 + row]) for row in range(4)]
+    forest = whole(grow(examples, "tree"))
+    ends = [[50 + row // 2, 60 + row] for row in range(4)]
+    assert drawn(forest) == [(ROOT, 0, [*range(20)]), *((0, 20, end) for end in ends)]
+
+
 @settings(max_examples=150, deadline=None)
 @given(examples=alike(), share=st.sampled_from(SHARES), stem=STEMS, data=st.data())
 def test_some_of_the_examples_have_the_rows_of_their_nodes_and_no_other(examples, share, stem, data):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -280,33 +281,53 @@ def _partings(example_of: np.ndarray, common: np.ndarray, turn: list[int]) -> se
 def _without_small(
     nodes: list[_Branch], leaf: list[int], needed: Iterable[int], smallest: int
 ) -> tuple[list[_Branch], list[int]]:
-    """The nodes without those that save too few rows: what they have, each that comes after has for itself."""
-    needed = set(needed)
-    branches = [0] * len(nodes)
-    for node in nodes:
+    """The nodes without those that save too few rows: what they have, each that comes after has for itself.
+
+    The one that saves least goes first, as each that goes leaves more to save to those before and after it.
+    """
+    children: list[list[int]] = [[] for _ in nodes]
+    for n, node in enumerate(nodes):
         if node.parent != ROOT:
-            branches[node.parent] += 1
-    final = [n for n, found in enumerate(branches) if not found]
+            children[node.parent].append(n)
     ending: dict[int, list[int]] = {}  # node -> the ranks that end with it
     for rank, n in enumerate(leaf):
         ending.setdefault(n, []).append(rank)
-    for n in ending:
-        if n != ROOT and branches[n]:
-            branches[n] += 1
-    needed.update(final)
+    branches = [len(found) + (n in ending) for n, found in enumerate(children)]
+    parents = [node.parent for node in nodes]  # of each node, as others go, and so its first position
+    starts = [node.start for node in nodes]
+    may_go = {n for n, found in enumerate(children) if found} - {*needed}
+
+    def saved(n: int) -> int:
+        return (nodes[n].end - starts[n]) * (branches[n] - 1)
+
+    waiting = [(saved(n), n) for n in may_go]
+    heapify(waiting)
+    gone = set()
+    while waiting and waiting[0][0] < smallest:
+        found, n = heappop(waiting)
+        if n in gone or found != saved(n):
+            continue  # it waits again with what it saves now
+        gone.add(n)
+        parent = parents[n]
+        left = [child for child in children[n] if child not in gone or child in ending]
+        for child in left:
+            parents[child], starts[child] = parent, starts[n]
+        if parent != ROOT:
+            children[parent] += left
+            branches[parent] += branches[n] - 1
+        for other in (parent, *left):
+            if other in may_go:
+                heappush(waiting, (saved(other), other))
     kept: list[_Branch] = []
     leaf = list(leaf)
-    place: list[int] = []  # of each node: its own place, or that of the last kept one above it
-    begin: list[int] = []  # of each node: where what comes after it starts
+    place: dict[int, int] = {ROOT: ROOT}
     for n, node in enumerate(nodes):
-        parent = ROOT if node.parent == ROOT else place[node.parent]
-        start = 0 if node.parent == ROOT else begin[node.parent]
-        stays = n in needed or (node.end - start) * (branches[n] - 1) >= smallest
-        place.append(len(kept) if stays else parent)
-        begin.append(node.end if stays else start)
         own = ending.get(n, [])
-        if stays or own:
-            kept.append(_Branch(parent, start, node.end, node.low, node.high if stays else node.low + len(own)))
+        if n not in gone:
+            place[n] = len(kept)
+        if n not in gone or own:
+            high = node.low + len(own) if n in gone else node.high
+            kept.append(_Branch(place[parents[n]], starts[n], node.end, node.low, high))
         for rank in own:
             leaf[rank] = len(kept) - 1
     return kept, leaf
