@@ -267,8 +267,8 @@ MUTATIONS = (
     ),
     Mutation(
         "first-position-off-by-one",
-        "return segment.first_position + segment.end - segment.start",
-        "return segment.first_position + segment.end - segment.start - 1",
+        "[entry]\n        return segment.first_position + segment.end - segment.start",
+        "[entry]\n        return segment.first_position + segment.end - segment.start - 1",
         ("test_positions_are_places_in_the_path", "test_float64_packed_equals_alone[llama-shared]"),
     ),
     Mutation(
@@ -393,9 +393,9 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        "prompt-cut-by-a-row",
-        "torch.cat([t[j] for j in path], dim=1)",
-        "torch.cat([t[j] if j == i else t[j][:, 1:] for j in path], dim=1)",
+        "first-row-of-a-segment-not-seen",
+        "path[:, begin:end] = own.repeat_interleave",
+        "path[:, begin + 1 : end] = own[:, 1:].repeat_interleave",
         (
             "test_values_and_gradients_are_those_of_a_dense_masked_softmax",
             "test_float64_packed_equals_alone[llama-shared]",
@@ -403,8 +403,8 @@ MUTATIONS = (
     ),
     Mutation(
         "window-off-by-one",
-        "visible &= j > i - window",
-        "visible &= j >= i - window",
+        "visible &= j > i - how.window",
+        "visible &= j >= i - how.window",
         (
             "test_values_and_gradients_are_those_of_a_dense_masked_softmax",
             "test_float64_packed_equals_alone[mistral-shared]",

@@ -78,7 +78,7 @@ def test_lengths_come_from_a_file(tmp_path, capsys):
     options = ["--data", str(data), "--tokenizer", str(folder), "--examples", "20", "--tokens", "512"]
     packing.main([*options, "--ranks", "2", "--pairs_per_rank", "4", "--steps", "1", "--model", "tiny", "--unshared"])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
-    assert [line["lengths"] for line in lines] == [str(data)] * 3 and not any(line["share"] for line in lines)
+    assert [line["lengths"] for line in lines] == [str(data)] * 3 and {line["share"] for line in lines} == {"none"}
 
 
 def test_data_needs_a_tokenizer():
