@@ -6,7 +6,6 @@ import json
 import math
 from datetime import date
 from itertools import pairwise
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.end_to_end.workbench import CHATML, Job, make_model, make_pairs, state_of, write_rows
+from tuningfork.data.packing.tree import in_common
 from tuningfork.objective.pairs import DPO
 from tuningfork.recipe.load import from_yaml, load_run_config
 from tuningfork.recipe.run_config import RunConfig
@@ -83,7 +83,7 @@ def test_tokens_are_those_counted_by_hand(finished: Job, shelf: Path) -> None:
         ids = [tokenizer(text, add_special_tokens=False).input_ids for text in sequences(row)]
         p, chosen, rejected = map(len, ids)
         tokens, answers = tokens + 2 * p + chosen + rejected, answers + chosen + rejected
-        unique += p + chosen + rejected - len(commonprefix(ids[1:]))  # what both answers begin with is there once
+        unique += p + chosen + rejected - in_common(*map(np.array, ids[1:]))  # what both begin with is there once
     lines = finished.metrics()
     for epoch in (lines[:10], lines[10:20], lines[20:]):
         assert sum(line["tokens"] for line in epoch) == tokens
