@@ -359,7 +359,7 @@ class PackedBatch:
 
     def to(self, device: torch.device) -> PackedBatch:
         """This pack with its tensors on a device; the copy to a GPU may still be under way if they are pinned."""
-        return map_tensors(self, moved_to(device))
+        return map_tensors(self, lambda tensor: tensor.to(device, non_blocking=device.type != "cpu"))
 
     def pinned(self) -> PackedBatch:
         """This pack with its tensors in page-locked memory, from which a GPU copies without blocking the host."""
@@ -382,11 +382,6 @@ class LogitTransform:
 
 
 Record = TypeVar("Record")
-
-
-def moved_to(device: torch.device) -> Callable[[Tensor], Tensor]:
-    """How tensors of a record go to a device: without waiting, but for those that come to the host to be read there."""
-    return lambda tensor: tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def map_tensors(record: Record, change: Callable[[Tensor], Tensor]) -> Record:

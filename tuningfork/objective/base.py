@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from tuningfork.errors import DataError
-from tuningfork.records import ChunkLoss, Statistic, TokenExample, column, map_tensors, moved_to
+from tuningfork.records import ChunkLoss, Statistic, TokenExample, column, map_tensors
 from tuningfork.wording import counted
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Answers:
 
     def to(self, device: torch.device) -> Answers:
         """These answers on a device. From page-locked memory, the host goes on while the device is busy."""
-        return map_tensors(self, moved_to(device))
+        return map_tensors(self, lambda tensor: tensor.to(device, non_blocking=device.type != "cpu"))
 
     def pinned(self) -> Answers:
         """These answers in page-locked memory, from which a GPU copies without blocking the host."""
