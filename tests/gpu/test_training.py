@@ -113,6 +113,11 @@ def test_the_same_bits_in_any_pack(family, kept):
     prompts repeated: what makes a margin of exactly 0 possible."""
     policy = _policy(family, torch.bfloat16, **kept)
     pairs = random_pairs(100, longest=60)
+    # Half of them go on from others' prompts and answers, so that trees are deep and cut anywhere.
+    for n in range(50, 100):
+        before, own = pairs[n - 50 if n % 3 else n - 1], pairs[n]
+        history = np.concatenate([before.prompt_ids, before.answers[n % 2].ids[: n % 40 or None]])
+        pairs[n] = replace(own, prompt_ids=np.concatenate([history, own.prompt_ids])[:500])
 
     def scores(examples, tokens, chunk_rows=8192, share="prompt"):
         limits = PackLimits.plan(tokens, share, compiled=True)
@@ -128,6 +133,7 @@ def test_the_same_bits_in_any_pack(family, kept):
     assert scores(pairs, 1024, chunk_rows=100) == first
     assert scores(pairs[:7], 2048) == {e.id: first[e.id] for e in pairs[:7]}
     assert scores(pairs, 2048, share="none") == first
+    assert scores(pairs, 2048, share="tree") == scores(pairs[::-1], 8192, share="tree") == first
 
 
 @pytest.mark.parametrize("family", ["llama", "olmo3", "gemma2"])
