@@ -118,7 +118,7 @@ def _stream(examples: Sequence[TokenExample], limits: PackLimits, window: int) -
     def rows() -> Iterator[int]:
         number = 0
         for some in windows_of(examples):
-            for portion in portion_out(some, limits.share, limits.tokens):
+            for portion in portion_out(list(some), limits.share, limits.tokens):  # each example is made once
                 waiting[number] = portion
                 number += 1
                 yield portion.rows
