@@ -22,7 +22,7 @@ COMPILED_QUANTUM = 128  # slots; matrix products of such sizes keep their kernel
 SMALLEST_COMPILED = 1024  # below, a compiled graph may add up rows in another order
 EAGER_QUANTUM = 64
 
-WINDOW_TOKENS = 1 << 24  # of a long sequence, among which trees are looked for at a time
+WINDOW_TOKENS = 1 << 22  # of a long sequence, among which trees are looked for at a time: a second or two of work
 
 
 class Bin(NamedTuple):
