@@ -396,7 +396,7 @@ def test_windows_are_the_examples_in_their_order(shapes, tokens):
 
 @pytest.mark.parametrize("share", SHARES)
 def test_packs_of_a_stream_are_nearly_full(share):
-    """Conversations, of which some turns are examples: while the stream lasts hardly a row of its packs is free."""
+    """Conversations, of which some turns are examples: hardly a row of the packs is free."""
     rng = np.random.default_rng(0)
     examples = []
     for conversation in range(240):
@@ -408,6 +408,8 @@ def test_packs_of_a_stream_are_nearly_full(share):
     order = [examples[n] for n in rng.permutation(len(examples))]
     bins = list(pack_stream(order, limits_of(2048, share), window=60))
     rows = [found.forest.rows for found in bins]
-    assert sum(rows[: len(rows) // 2]) > 0.99 * 2048 * (len(rows) // 2)
-    if share == "tree":
+    if share == "tree":  # the packs of a window are of like size, so what one of them could take is spread over all
+        assert sum(rows) > 2048 * (len(rows) - 2)
         assert sum(rows) < 1.01 * grow(order, "tree").lengths.sum() < 0.75 * slots_of_each(order, "prompt").sum()
+    else:
+        assert sum(rows[: len(rows) // 2]) > 0.99 * 2048 * (len(rows) // 2)

@@ -102,8 +102,8 @@ def pack_evenly(portions: Sequence[Portion], limits: PackLimits) -> list[Bin]:
 def pack_stream(examples: Sequence[TokenExample], limits: PackLimits, window: int) -> Iterator[Bin]:
     """Packs of many examples, one by one and nearly all of them full: see `stream_fit`.
 
-    Trees are looked for among as many examples as have WINDOW_TOKENS tokens. A portion shares a pack with some of the
-    `window` portions behind it; the last `window` lie in packs of like size.
+    Trees are looked for among as many examples as have WINDOW_TOKENS tokens, and lie in packs of like size. Without
+    trees an example shares a pack with some of the `window` examples behind it, and the last `window` lie so.
 
     Raises:
         DataError: an example does not fit a pack by itself.
@@ -113,6 +113,10 @@ def pack_stream(examples: Sequence[TokenExample], limits: PackLimits, window: in
 
 
 def _stream(examples: Sequence[TokenExample], limits: PackLimits, window: int) -> Iterator[Bin]:
+    if limits.share == "tree":  # portions are nearly as large as packs, so there is little to choose from
+        for some in windows_of(examples):
+            yield from pack_evenly(portion_out(list(some), limits.share, limits.tokens), limits)
+        return
     waiting: dict[int, Portion] = {}  # by their number
 
     def rows() -> Iterator[int]:
