@@ -394,8 +394,8 @@ MUTATIONS = (
     ),
     Mutation(
         "first-row-of-a-segment-not-seen",
-        "path[:, begin:end] = own.repeat_interleave",
-        "path[:, begin + 1 : end] = own[:, 1:].repeat_interleave",
+        "np.concatenate([paths[segment.parent], np.arange(segment.start, segment.end)])",
+        "np.concatenate([paths[segment.parent], np.arange(segment.start, segment.end) + 1])",
         (
             "test_values_and_gradients_are_those_of_a_dense_masked_softmax",
             "test_float64_packed_equals_alone[llama-shared]",

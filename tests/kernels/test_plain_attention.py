@@ -284,11 +284,14 @@ def test_an_answer_has_the_same_bits_wherever_and_however_it_lies(prompt, window
             assert all(torch.equal(a, b) for a, b in zip(ours, first[piece], strict=True)), (case, piece)
 
 
-def test_empty_entries_of_the_table_are_no_segments():
+def test_blocks_are_those_of_segments_with_rows():
     batch = one_pack([random_examples([(7, (5, 9))])[0]], "prompt", tokens=21)
     prepared = PlainAttention.prepare(batch.layout)
-    assert [(segment.start, segment.end) for segment in prepared.segments] == [(0, 7), (7, 12), (12, 21)]
-    assert prepared.longest == 16
+    [blocks] = prepared.blocks  # a prompt of 7 rows and answers of 5 and 9, each within the first block of its path
+    rows = [[row for row in block.tolist() if row < 21] for block in blocks.queries]
+    assert rows == [[*range(7)], [*range(7, 12)], [*range(12, 21)]]
+    seen = [[row for row in block.tolist() if row < 21] for block in blocks.keys]
+    assert seen == [[*range(7)], [*range(12)], [*range(7), *range(12, 21)]]
 
 
 def test_the_result_can_be_viewed_as_models_do():
