@@ -138,9 +138,8 @@ def _best_parts(
     sets = np.arange(1 << count)
     needed_by = np.bincount(nodes, weights=1 << users, minlength=len(lengths)).astype(np.int64)
     rows = ((sets[:, None] & needed_by[None, :] > 0) * lengths).sum(1).tolist()
-    best: list[tuple[int, int, int]] = [
-        (0, 0, 0)
-    ]  # of all up to each set: rows, parts, the part with its first example
+    # Of each set, parted as best can be: rows, parts, and the part that has its first example.
+    best: list[tuple[int, int, int]] = [(0, 0, 0)]
     for of in range(1, 1 << count):
         first, part, found = of & -of, of, (2**62, 0, 0)
         while part:

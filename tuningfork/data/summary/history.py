@@ -204,9 +204,8 @@ def _as_in_history(
 
 
 def _with(example: TokenExample, changes: dict[int, Rewritten]) -> TokenExample:
-    p = min(
-        len(example.prompt_ids), *(one.at for one in changes.values())
-    )  # the prompt's end may be among what changes
+    # The prompt's end may be among what changes.
+    p = min(len(example.prompt_ids), *(one.at for one in changes.values()))
     sequences = [np.concatenate([example.prompt_ids, answer.ids]) for answer in example.answers]
     for place, one in changes.items():
         ids = sequences[place]
