@@ -15,7 +15,7 @@ from tests.tiny import random_examples
 from tuningfork.data.config import DataConfig
 from tuningfork.data.prepare import prepare_examples
 from tuningfork.data.summary import history
-from tuningfork.data.summary.history import FEWEST, NEAR, rewritten
+from tuningfork.data.summary.history import ANSWERS, FEWEST, NEAR, rewritten
 from tuningfork.records import Source, TokenAnswer, TokenExample
 
 ADDING = (
@@ -186,3 +186,15 @@ def test_short_questions_to_the_same_instructions_are_compared_with_their_own_hi
     found = rewritten(rows)
     assert {place: one.example for place, one in found.items()} == {place + 1: place for place in range(0, 60, 2)}
     assert len(compared) == 30
+
+
+def test_of_very_many_alike_conversations_each_is_found_by_its_own_question() -> None:
+    """Questions shorter than NEAR, and answers that all end in the same words."""
+    instructions, rows = list(range(400, 440)), []
+    count = 2 * ANSWERS
+    for n in range(count):
+        first, words = [*instructions, 1000 + n, *range(2000, 2001 + n % 10)], [5000 + n, *ANSWER]
+        rows += [example(1 + n, first, [7, *words]), example(1 + count + n, [*first, *words, *USER], [3] * 20)]
+    assert {place: one.example for place, one in rewritten(rows).items()} == {
+        place + 1: place for place in range(0, 2 * count, 2)
+    }

@@ -25,6 +25,7 @@ from tuningfork.records import TokenAnswer, TokenExample
 NEAR = 16  # tokens around an answer's start within which history leaves it, and at most so many that history adds
 FEWEST = 8  # tokens of an answer that come again in history, to know it by
 ANSWERS = 64  # that may be a row's history and are looked at; of more, those of the longest prompts
+CUTS = (0, 4, NEAR)  # so many last tokens of a prompt may be otherwise: few first, for they tell who asked what
 SHOWN = 5  # rows named
 PIECE = 24  # tokens shown of what history leaves out
 _BASE = 0x9E3779B97F4A7C15  # odd, of 64 bits: each token of an end changes its hash
@@ -85,8 +86,10 @@ def find_parted(
 def rewritten(examples: Sequence[TokenExample]) -> dict[int, Rewritten]:
     """Of each example that goes on from an answer which its history has in other words: that answer.
 
-    It goes on from the one whose prompt is the longest that its own prompt begins with, but for the last NEAR tokens
-    before the answer, which a template may print otherwise as well. One that goes on from some answer as it is counts
+    It goes on from the one whose prompt is the longest that its own prompt begins with, but for the last tokens before
+    the answer, which a template may print otherwise as well: none of them if there is such a prompt, else NEAR at most.
+    Of prompts that are the same instructions with short questions, each begins as any other does but for so many
+    tokens, so no more than ANSWERS of these are looked at. One that goes on from some answer as it is counts
     as no such row, whatever it has in common with other answers to the same prompt.
     """
     found: dict[int, Rewritten] = {}
@@ -98,22 +101,28 @@ def rewritten(examples: Sequence[TokenExample]) -> dict[int, Rewritten]:
         groups: dict[bytes, list[int]] = defaultdict(list)  # places of each prompt, by its tokens
         for place in places:
             groups[examples[place].prompt_ids.astype(">u4").tobytes()].append(place)
-        for later, earlier in _followed(examples, groups):
-            one = _nearest(examples, earlier, examples[later[0]].prompt_ids)
-            if one is not None:
-                found.update(dict.fromkeys(later, one))
+        settled: set[int] = set()  # the first place of each prompt for which it is known
+        for cut in CUTS:
+            for later, earlier in _followed(examples, groups, cut):
+                if later[0] in settled:
+                    continue
+                known, one = _nearest(examples, earlier, examples[later[0]].prompt_ids)
+                if known:
+                    settled.add(later[0])
+                if one is not None:
+                    found.update(dict.fromkeys(later, one))
     return found
 
 
 def _followed(
-    examples: Sequence[TokenExample], groups: Mapping[bytes, list[int]]
+    examples: Sequence[TokenExample], groups: Mapping[bytes, list[int]], cut: int
 ) -> Iterator[tuple[list[int], list[_Answer]]]:
     """The examples of each prompt, and answers that it may go on from, those of the longest prompts first.
 
-    It is longer than their prompts, begins as these do, and has the end of the answer where that could be history.
-    Very many prompts begin as a long one does if they are the same instructions with a short question: hence the ends.
+    It is longer than their prompts, begins as these do but for their last `cut` tokens, and has the end of the answer
+    where that could be history.
     """
-    entries = sorted([(_stem(prompt), False, prompt) for prompt in groups] + [(p, True, p) for p in groups])
+    entries = sorted([(_stem(prompt, cut), False, prompt) for prompt in groups] + [(p, True, p) for p in groups])
     opened: list[tuple[bytes, list[int]]] = []  # stems that the present entry begins with, and the ends opened there
     known: dict[int, list[_Answer]] = defaultdict(list)  # by their ends: answers to the prompts of these stems
     for key, whole, prompt in entries:
@@ -127,7 +136,7 @@ def _followed(
             earlier = [
                 one
                 for end, at in last.items()
-                for one in known.get(end, ())
+                for one in known.get(end, [])[-ANSWERS:]  # of the longest prompts, as each begins as those before do
                 if one.prompt < len(prompt) // 4 and one.prompt - NEAR <= at
             ]
             if earlier:
@@ -156,14 +165,16 @@ def _ends(ids: np.ndarray) -> list[int]:
     return hashes
 
 
-def _stem(prompt: bytes) -> bytes:
-    """A prompt without its last NEAR tokens, or half of a short one."""
+def _stem(prompt: bytes, cut: int) -> bytes:
+    """A prompt without its last `cut` tokens, or half of a short one."""
     tokens = len(prompt) // 4
-    return prompt[: 4 * (tokens - min(NEAR, tokens // 2))]
+    return prompt[: 4 * (tokens - min(cut, tokens // 2))]
 
 
-def _nearest(examples: Sequence[TokenExample], earlier: Sequence[_Answer], later: np.ndarray) -> Rewritten | None:
-    """Which answer a prompt goes on from in other words; None where it goes on from one as it is, or from none."""
+def _nearest(
+    examples: Sequence[TokenExample], earlier: Sequence[_Answer], later: np.ndarray
+) -> tuple[bool, Rewritten | None]:
+    """Whether a prompt goes on from one of these answers, and from which if it does so in other words."""
     first: Rewritten | None = None
     for prompt, place, answer in earlier:
         if first is not None and prompt < len(examples[first.example].prompt_ids):
@@ -171,11 +182,11 @@ def _nearest(examples: Sequence[TokenExample], earlier: Sequence[_Answer], later
         sequence = np.concatenate([examples[place].prompt_ids, examples[place].answers[answer].ids])
         at = in_common(sequence, later)
         if at == len(sequence):
-            return None
+            return True, None
         if first is None and abs(at - prompt) <= NEAR:
             change = _change(sequence[at:], later[at:])
             first = change and Rewritten(place, answer, at, *change)
-    return first
+    return first is not None, first
 
 
 def _change(answer: np.ndarray, history: np.ndarray) -> tuple[int, np.ndarray] | None:
