@@ -8,7 +8,7 @@ Only tokens are looked at: whatever the template does, they decide what is laid 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -103,9 +103,7 @@ def rewritten(examples: Sequence[TokenExample]) -> dict[int, Rewritten]:
             groups[examples[place].prompt_ids.astype(">u4").tobytes()].append(place)
         settled: set[int] = set()  # the first place of each prompt for which it is known
         for cut in CUTS:
-            for later, earlier in _followed(examples, groups, cut):
-                if later[0] in settled:
-                    continue
+            for later, earlier in _followed(examples, groups, cut, settled):
                 known, one = _nearest(examples, earlier, examples[later[0]].prompt_ids)
                 if known:
                     settled.add(later[0])
@@ -115,9 +113,10 @@ def rewritten(examples: Sequence[TokenExample]) -> dict[int, Rewritten]:
 
 
 def _followed(
-    examples: Sequence[TokenExample], groups: Mapping[bytes, list[int]], cut: int
+    examples: Sequence[TokenExample], groups: Mapping[bytes, list[int]], cut: int, settled: Set[int]
 ) -> Iterator[tuple[list[int], list[_Answer]]]:
-    """The examples of each prompt, and answers that it may go on from, those of the longest prompts first.
+    """The examples of each prompt, and answers that it may go on from, those of the longest prompts first; not of
+    prompts whose first example is `settled`.
 
     It is longer than their prompts, begins as these do but for their last `cut` tokens, and has the end of the answer
     where that could be history.
@@ -129,6 +128,8 @@ def _followed(
         while opened and not key.startswith(opened[-1][0]):
             for end in opened.pop()[1]:
                 known[end].pop()
+        if whole and groups[prompt][0] in settled:
+            continue
         if whole:
             begun = max(len(opened[0][0]) // 4 - NEAR, 0)  # no answer begins before
             ends_here = _ends(examples[groups[prompt][0]].prompt_ids[begun:])
