@@ -36,7 +36,7 @@ from tuningfork.data.packing.layout import lay
 from tuningfork.data.packing.pack import PackLimits, pack_examples, portions_of
 from tuningfork.data.packing.tree import Share, grow
 from tuningfork.kernels import attention as kernel_room
-from tuningfork.models.flops import FlopCounter
+from tuningfork.models.flops import FlopCounter, by_itself
 from tuningfork.models.mixers.attention import Attention, AttentionLayer
 from tuningfork.records import ForkLayout, PackedBatch, TokenExample
 
@@ -75,7 +75,8 @@ def visible_pairs(examples: Sequence[TokenExample]) -> tuple[int, int]:
     """(query, key) pairs that attention must see: with each prompt once, and with it before every answer."""
     one = AttentionLayer(width=1, window=None, head_width=1)
     count = FlopCounter(0, 0, (Attention((one,)),))  # attention of width 1 alone: 4 flops a pair
-    once, repeated = (sum(count.work(example, share) for example in examples) for share in ("prompt", "none"))
+    repeats = [one for example in examples for one in example.alone()]
+    once, repeated = (sum(count.forward(*by_itself(one)) for one in some) for some in (examples, repeats))
     return once // 4, repeated // 4
 
 

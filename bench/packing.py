@@ -42,6 +42,7 @@ from tuningfork.data.packing.pack import (
 from tuningfork.data.packing.tree import Share
 from tuningfork.data.prepare import prepare_examples
 from tuningfork.distributed.balance import balance_examples
+from tuningfork.models.flops import FlopCounter, by_itself
 from tuningfork.models.hf.load import load_tokenizer
 from tuningfork.models.policy import Policy
 from tuningfork.records import TokenExample
@@ -120,6 +121,12 @@ def resampled(lengths: np.ndarray, count: int, seed: int = 0) -> np.ndarray:
     return lengths[np.random.default_rng(seed).integers(0, len(lengths), count)]
 
 
+def cost(flops: FlopCounter, example: TokenExample, share: Share) -> int:
+    """Flops to train on an example, with its prompt once, or before each of its answers."""
+    parts = example.alone() if share == "none" else [example]
+    return sum(flops.training(*by_itself(part)) for part in parts)
+
+
 def main(argv: list[str] | None = None) -> None:
     options = parser(__doc__)
     options.add_argument("--data", help="a preference file to draw from, in place of the named lengths")
@@ -163,7 +170,7 @@ def main(argv: list[str] | None = None) -> None:
         for per_rank in args.pairs_per_rank:
             for ranks in args.ranks:
                 batches = (examples_of(drawn(per_rank * ranks, seed)) for seed in range(args.steps))
-                steps = ([flops.work(example, share) for example in batch] for batch in batches)
+                steps = ([cost(flops, example, share) for example in batch] for batch in batches)
                 what = {"lengths": source, "model": args.model, "pairs_per_rank": per_rank}
                 shares.append({**about, **what, **measure_balance(steps, ranks), **environment()})
                 emit(shares[-1], args.out)

@@ -245,8 +245,8 @@ MUTATIONS = (
     ),
     Mutation(
         "group-ends-one-row-early",
-        "np.maximum.accumulate(np.concatenate([[-1], self._logit_rows])) + 1",
-        "np.maximum.accumulate(np.concatenate([[-1], self._logit_rows]))",
+        "np.maximum.accumulate(np.concatenate([[-1], logit_row_of_counted])) + 1",
+        "np.maximum.accumulate(np.concatenate([[-1], logit_row_of_counted]))",
         (
             "test_the_shared_answers_are_laid_as_the_tests_need_them",
             "test_log_probs_have_the_same_bits_however_answers_are_shared",

@@ -126,6 +126,11 @@ def test_required_settings() -> None:
         ("--pack.tokens 4095 --pack.share none",
          "pack.tokens is 4095, but two answers, each with a prompt of its own, of data.max_length 2048 can need 4096. "
          "Raise pack.tokens to 4096 or lower data.max_length to 2047."),
+        ("--pack.tokens 2047 --pack.share none --objective.name sft",
+         "pack.tokens is 2047, but one answer of data.max_length 2048 can need 2048. "
+         "Raise pack.tokens to 2048 or lower data.max_length to 2047."),
+        ("--data.answers best", "data.answers is best, which leaves one answer of each row, but objective.name dpo "
+         "compares two. Remove it, or set objective.name: sft to imitate the best ones."),
         ("--output.sinks [tensorboard,tensorboard]", "output.sinks names tensorboard 2 times. Keep one."),
     ],
 )  # fmt: skip
@@ -137,7 +142,8 @@ def test_settings_that_contradict_each_other(flags: str, message: str) -> None:
     "flags",
     ["--objective.label_smoothing 0.1", "--objective.name dpo_norm --objective.label_smoothing 0.1",
      "--objective.name simpo --objective.gamma 0", "--objective.name simpo", "--pack.tokens 2048",
-     "--pack.tokens 4096 --pack.share none"],
+     "--pack.tokens 4096 --pack.share none", "--pack.tokens 2048 --pack.share none --objective.name sft",
+     "--data.answers best --objective.name sft"],
 )  # fmt: skip
 def test_settings_that_go_together(flags: str) -> None:
     check_run_config(load(None, *flags.split()))

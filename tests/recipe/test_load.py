@@ -36,6 +36,7 @@ def another(hint: Any, default: Any) -> Any:
 
 # What must stand beside a setting for it to be read at all.
 NEEDS = {
+    "data.answers": ["--objective.name", "sft"],
     "data.max_length": ["--pack.tokens", "8192"],
     "objective.mean_over": ["--objective.name", "sft"],
     "objective.gamma": ["--objective.name", "simpo"],

@@ -45,7 +45,7 @@ def balance_examples(costs: Sequence[int], ranks: int) -> Shares:
     enough of them; ranks may have different numbers of examples.
 
     Args:
-        costs: of each example, in any whole unit, not negative; `FlopCounter.work` gives it in flops.
+        costs: of each example, in any whole unit, not negative; `FlopCounter.training` gives it in flops.
         ranks: how many there are.
 
     Raises:

@@ -1,7 +1,7 @@
 """Model flops: only necessary work, on each row that is laid once. Recomputation and padding are not counted.
 
-What a step costs follows from its packs: what several sequences begin with is computed once where it is laid once. What
-an example costs by itself, ranks share a step's work by.
+What a step costs follows from the segments of its packs: what several sequences begin with is computed once where it is
+laid once. By what the parts of a step cost, ranks share it out.
 """
 
 from __future__ import annotations
@@ -41,11 +41,6 @@ class FlopCounter:
             - 2 * (2 * self.forward_only_weights * _tokens(spans))
             + sum(sum(mixer.cost(spans)) for mixer in self.mixers)
         )
-
-    def work(self, example: TokenExample, share: str) -> int:
-        """Forward flops of an example in a pack of its own; `share` none has its prompt again for every answer."""
-        parts = example.alone() if share == "none" else [example]
-        return sum(self.forward(*by_itself(part)) for part in parts)
 
     def _products(self, spans: Sequence[Span], logit_rows: int) -> int:
         """Forward flops of products with weights, the head's on the logit rows alone."""

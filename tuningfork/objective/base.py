@@ -134,6 +134,8 @@ class Objective(ABC):
     """Whether `Answers.reference` is there."""
     couples_examples: ClassVar[bool] = False
     """Whether the loss of an example depends on other examples of the batch: `coupling` is then asked for first."""
+    answers: ClassVar[int]
+    """How many answers each of its examples has."""
     unit: ClassVar[str]
     """What its examples are, in the plural."""
     statistics_defined: ClassVar[Mapping[str, str]] = {}

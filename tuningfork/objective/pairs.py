@@ -27,6 +27,7 @@ class PairObjective(Objective):
     beta: float = 0.1
     sft_weight: float = 0.0
 
+    answers: ClassVar[int] = 2
     unit: ClassVar[str] = "pairs"
     takes_margins: ClassVar[bool] = False
     """Whether a row may say by how much its chosen answer should be ahead."""

@@ -28,6 +28,7 @@ class SFT(Objective):
 
     name: ClassVar[str] = "sft"
     needs_reference: ClassVar[bool] = False
+    answers: ClassVar[int] = 1
     unit: ClassVar[str] = "examples"
     statistics_defined: ClassVar[Mapping[str, str]] = {
         "nll/token": "Negative log-prob of a counted token, mean over all of them, without weights, nats; "

@@ -9,7 +9,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from tuningfork.data.config import CHAT, NO_TEMPLATE, DataConfig, PackConfig
+from tuningfork.data.config import CHAT, NO_TEMPLATE, DataConfig
 from tuningfork.data.examples.field_names import check_columns
 from tuningfork.data.examples.roles import check_roles
 from tuningfork.data.sources.apart import would_read
@@ -86,8 +86,9 @@ def check_run_config(config: RunConfig, required: Mapping[str, str] = REQUIRED) 
             f"reference.cache is {config.reference.cache}, but objective.name {name} has no reference. Remove it."
         )
     _check_order(config.train)
+    _check_answers(config)
     sinks.check_names(config.output.sinks)
-    _check_pack(config.pack, config.data.max_length)
+    _check_pack(config)
     _check_evaluation(config)
 
 
@@ -106,6 +107,16 @@ def _check_order(train: TrainConfig) -> None:
                 f"train.{name} is {given}, but train.order is {train.order}, which has no groups. Remove it, or set "
                 "train.order: grouped."
             )
+
+
+def _check_answers(config: RunConfig) -> None:
+    """Raises ConfigError where rows are to be left with a single answer each, and the objective compares answers."""
+    objective = config.objective.build()
+    if config.data.answers == "best" and objective.answers > 1:
+        raise ConfigError(
+            f"data.answers is best, which leaves one answer of each row, but objective.name {objective.name} compares "
+            "two. Remove it, or set objective.name: sft to imitate the best ones."
+        )
 
 
 def _check_evaluation(config: RunConfig) -> None:
@@ -134,12 +145,13 @@ def _check_evaluation(config: RunConfig) -> None:
         )
 
 
-def _check_pack(pack: PackConfig, max_length: int) -> None:
-    """Raises ConfigError where examples as long as `max_length` allows could never fit a pack.
+def _check_pack(config: RunConfig) -> None:
+    """Raises ConfigError where examples as long as data.max_length allows could never fit a pack.
 
     How much of two answers is their shared prompt is known from the rows alone: those that need more are dropped there.
     """
-    sequences = 2 if pack.share == "none" else 1
+    pack, max_length = config.pack, config.data.max_length
+    sequences = config.objective.build().answers if pack.share == "none" else 1
     if pack.tokens < sequences * max_length:
         what = "one answer" if sequences == 1 else "two answers, each with a prompt of its own,"
         raise ConfigError(

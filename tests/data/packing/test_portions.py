@@ -204,6 +204,14 @@ def test_portions_that_are_joined_share_what_they_have_in_common_again(first, se
     assert joined([])[0] == [] and joined([])[1].rows == 0
 
 
+@settings(max_examples=80, deadline=None)
+@given(examples=alike(8), share=st.sampled_from(SHARES), data=st.data())
+def test_some_of_the_examples_come_in_the_order_of_their_tokens(examples, share, data):
+    some = data.draw(st.lists(st.sampled_from(range(len(examples))), unique=True))
+    order = in_path_order(examples) if share == "tree" else list(range(len(examples)))
+    assert grow(examples, share).in_order(some) == sorted(some, key=order.index)
+
+
 def test_a_tree_that_is_parted_by_hand():
     """Two stems of 50 behind a root of 40, with two examples each: cut between the stems, where 40 rows come twice,
     and not within one."""

@@ -14,7 +14,8 @@ from tests.real_tokenizers import Unavailable, real_tokenizer
 from tests.tiny import random_examples
 from tuningfork.data.config import DataConfig
 from tuningfork.data.prepare import prepare_examples
-from tuningfork.data.summary.history import FEWEST, NEAR, rewritten
+from tuningfork.data.summary import history
+from tuningfork.data.summary.history import ANSWERS, FEWEST, NEAR, rewritten
 from tuningfork.records import Source, TokenAnswer, TokenExample
 
 ADDING = (
@@ -169,3 +170,31 @@ def test_qwen3s_own_template(tmp_path: Path) -> None:
     assert tokenizer.decode(first[: one.left_out]) == "<think>\n\n</think>\n\n" and len(one.added) == 0
     again = examples[1].prompt_ids[one.at :]
     assert np.array_equal(first[one.left_out :], again[: len(first) - one.left_out])
+
+
+def test_short_questions_to_the_same_instructions_are_compared_with_their_own_history_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All but the last tokens of 60 prompts are what the longer ones begin with: 30 conversations of two turns."""
+    instructions, rows = list(range(400, 500)), []
+    for n in range(30):
+        first, words = [*instructions, 1000 + n, *range(2000, 2001 + n % 10)], [*range(50 * n, 50 * n + 20)]
+        rows += [example(1 + n, first, [7, *words]), example(31 + n, [*first, *words, 5000 + n], [3] * 20)]
+    compared: list[int] = []
+    real = history.in_common
+    monkeypatch.setattr(history, "in_common", lambda one, other: compared.append(1) or real(one, other))
+    found = rewritten(rows)
+    assert {place: one.example for place, one in found.items()} == {place + 1: place for place in range(0, 60, 2)}
+    assert len(compared) == 30
+
+
+def test_of_very_many_alike_conversations_each_is_found_by_its_own_question() -> None:
+    """Questions shorter than NEAR, and answers that all end in the same words."""
+    instructions, rows = list(range(400, 440)), []
+    count = 2 * ANSWERS
+    for n in range(count):
+        first, words = [*instructions, 1000 + n, *range(2000, 2001 + n % 10)], [5000 + n, *ANSWER]
+        rows += [example(1 + n, first, [7, *words]), example(1 + count + n, [*first, *words, *USER], [3] * 20)]
+    assert {place: one.example for place, one in rewritten(rows).items()} == {
+        place + 1: place for place in range(0, 2 * count, 2)
+    }

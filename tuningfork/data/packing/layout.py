@@ -35,12 +35,13 @@ def lay(examples: Sequence[TokenExample], forest: Forest, rows: int) -> PackedBa
     for example, leaves in zip(examples, forest.leaves, strict=True):
         logits.add(example, leaves)
     laid.pad(rows, longest=max((example.longest for example in examples), default=1))
+    columns, groups = logits.columns()
     return PackedBatch(
         input_ids=_tensor(laid.ids, torch.int64),
         layout=laid.layout(rows),
-        **logits.columns(),
+        **columns,
         answer_lengths=logits.lengths,
-        groups=logits.groups(),
+        groups=groups,
         examples=examples,
         spans=spans,
     )
@@ -161,8 +162,8 @@ class _LogitRows:
             self.lengths.append(len(counted))
         self._answers.append(len(example.answers))
 
-    def columns(self) -> dict[str, torch.Tensor]:
-        """The columns of PackedBatch that speak of logit rows and counted tokens."""
+    def columns(self) -> tuple[dict[str, torch.Tensor], list[tuple[int, int]]]:
+        """The columns of PackedBatch that speak of logit rows and counted tokens, and its groups."""
         rows, targets = (
             np.concatenate(parts or [np.zeros(0, np.int64)]) for parts in (self._predictors, self._targets)
         )
@@ -170,25 +171,23 @@ class _LogitRows:
         order = np.argsort(first)  # as the first of the counted tokens comes that needs it
         place = np.empty(len(first), np.int64)
         place[order] = np.arange(len(first))
-        first, self._logit_rows = first[order], place[which]
+        first, logit_row_of_counted = first[order], place[which]
         answers = np.repeat(np.arange(len(self.lengths)), self.lengths)
-        return {
+        columns = {
             "logit_rows": _tensor([rows[first]], torch.int64),
             "targets": _tensor([targets[first]], torch.int64),
-            "logit_row_of_counted": _tensor([self._logit_rows], torch.int64),
+            "logit_row_of_counted": _tensor([logit_row_of_counted], torch.int64),
             "answer_of_counted": _tensor([answers], torch.int64),
         }
+        return columns, self._groups(logit_row_of_counted)
 
-    def groups(self) -> list[tuple[int, int]]:
-        """Answers and logit rows of each group of examples that share logit rows with no other. Needs `columns`."""
+    def _groups(self, logit_row_of_counted: np.ndarray) -> list[tuple[int, int]]:
+        """Answers and logit rows of each group of examples that share logit rows with no other."""
         counted = np.cumsum([0, *self.lengths])
         ends = np.cumsum(self._answers)  # of each example, in answers
-        most = (
-            np.maximum.accumulate(np.concatenate([[-1], self._logit_rows])) + 1
-        )  # logit rows up to each counted token
-        least = np.minimum.accumulate(np.concatenate([self._logit_rows, [most[-1]]])[::-1])[
-            ::-1
-        ]  # first one from it on
+        # How many logit rows the counted tokens before each place need, and the first that it and those behind need.
+        most = np.maximum.accumulate(np.concatenate([[-1], logit_row_of_counted])) + 1
+        least = np.minimum.accumulate(np.concatenate([logit_row_of_counted, [most[-1]]])[::-1])[::-1]
         clean = [int(end) for end in ends if most[counted[end]] <= least[counted[end]]]
         rows = [int(most[counted[end]]) for end in clean]
         return [

@@ -58,7 +58,7 @@ def portion_out(examples: Sequence[TokenExample], share: Share, capacity: int) -
     nodes, users = nodes[by_tree], users[by_tree]
     tree_of_pair = tree_of[users]
     members_of: dict[int, list[int]] = {}
-    for example in _by_rank(trie).tolist():
+    for example in trie.in_order(range(len(examples))):
         members_of.setdefault(int(tree_of[example]), []).append(example)
     found = []
     for tree, members in members_of.items():
@@ -77,18 +77,11 @@ def joined(portions: Sequence[Portion]) -> tuple[list[TokenExample], Forest]:
         of_trie.setdefault(id(portion.trie), (portion.trie, []))[1].extend(portion.members)
     examples: list[TokenExample] = []
     forests = []
-    for trie, members in of_trie.values():
-        members.sort(key=_by_rank(trie, places=True).__getitem__)
+    for trie, unordered in of_trie.values():
+        members = trie.in_order(unordered)
         forests.append(trie.of(members))
         examples += (trie.examples[member] for member in members)
     return examples, Forest.joined(forests)
-
-
-def _by_rank(trie: Trie, places: bool = False) -> np.ndarray:
-    """The examples in the order of their first sequences; or, of each example, its place in that order."""
-    _, first = np.unique(trie.example_of, return_index=True)
-    order = np.argsort(first)
-    return np.argsort(order) if places else order
 
 
 def _trees(trie: Trie) -> np.ndarray:
@@ -145,9 +138,8 @@ def _best_parts(
     sets = np.arange(1 << count)
     needed_by = np.bincount(nodes, weights=1 << users, minlength=len(lengths)).astype(np.int64)
     rows = ((sets[:, None] & needed_by[None, :] > 0) * lengths).sum(1).tolist()
-    best: list[tuple[int, int, int]] = [
-        (0, 0, 0)
-    ]  # of all up to each set: rows, parts, the part with its first example
+    # Of each set, parted as best can be: rows, parts, and the part that has its first example.
+    best: list[tuple[int, int, int]] = [(0, 0, 0)]
     for of in range(1, 1 << count):
         first, part, found = of & -of, of, (2**62, 0, 0)
         while part:

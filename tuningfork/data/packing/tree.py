@@ -78,6 +78,12 @@ class Trie:
         """Tokens of each node."""
         return self.end - self.start
 
+    def in_order(self, members: Sequence[int]) -> list[int]:
+        """Some of the examples in the order of the ranks of their first sequences."""
+        places = np.array(members, dtype=np.int64)
+        found: list[int] = places[np.argsort(self.ranks_of[self.offsets[places]])].tolist()
+        return found
+
     def users(self) -> tuple[np.ndarray, np.ndarray]:
         """Which example needs which node: pairs (nodes, examples), sorted, each once."""
         spread = self.high - self.low

@@ -236,10 +236,8 @@ def _kinds(found: Bin) -> Iterator[tuple[str, int]]:
     """How many of a pack's tokens are of which kind: (a field of Layout, tokens), in parts."""
     nodes = found.forest.nodes
     first, last = [len(found.examples)] * len(nodes), [-1] * len(nodes)  # examples that need each node
-    answers, place = (
-        [2**62] * len(nodes),
-        [2**62] * len(nodes),
-    )  # where their first answer begins, and the least of them
+    answers = [2**62] * len(nodes)  # where the first answer of these begins
+    place = [2**62] * len(nodes)  # which of an example's answers need it, the least: 0 is the first
     for number, (example, leaves) in enumerate(zip(found.examples, found.forest.leaves, strict=True)):
         for answer, leaf in enumerate(leaves):
             if leaf != ROOT:

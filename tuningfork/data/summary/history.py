@@ -8,12 +8,12 @@ Only tokens are looked at: whatever the template does, they decide what is laid 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from transformers import PreTrainedTokenizerBase
 
 from tuningfork.data.packing.pack import PackLimits, windows_of
@@ -24,9 +24,19 @@ from tuningfork.records import TokenAnswer, TokenExample
 
 NEAR = 16  # tokens around an answer's start within which history leaves it, and at most so many that history adds
 FEWEST = 8  # tokens of an answer that come again in history, to know it by
-ANSWERS = 64  # to one prompt that are looked at; of more, which no conversation has, some rows are not found
+ANSWERS = 64  # that may be a row's history and are looked at; of more, those of the longest prompts
+CUTS = (0, 4, NEAR)  # so many last tokens of a prompt may be otherwise: few first, for they tell who asked what
 SHOWN = 5  # rows named
 PIECE = 24  # tokens shown of what history leaves out
+_BASE = 0x9E3779B97F4A7C15  # odd, of 64 bits: each token of an end changes its hash
+
+
+class _Answer(NamedTuple):
+    """One of an example's answers."""
+
+    prompt: int  # tokens of its prompt
+    example: int
+    answer: int
 
 
 class Rewritten(NamedTuple):
@@ -76,8 +86,10 @@ def find_parted(
 def rewritten(examples: Sequence[TokenExample]) -> dict[int, Rewritten]:
     """Of each example that goes on from an answer which its history has in other words: that answer.
 
-    It goes on from the one whose prompt is the longest that its own prompt begins with, but for the last NEAR tokens
-    before the answer, which a template may print otherwise as well. One that goes on from some answer as it is counts
+    It goes on from the one whose prompt is the longest that its own prompt begins with, but for the last tokens before
+    the answer, which a template may print otherwise as well: none of them if there is such a prompt, else NEAR at most.
+    Of prompts that are the same instructions with short questions, each begins as any other does but for so many
+    tokens, so no more than ANSWERS of these are looked at. One that goes on from some answer as it is counts
     as no such row, whatever it has in common with other answers to the same prompt.
     """
     found: dict[int, Rewritten] = {}
@@ -89,50 +101,93 @@ def rewritten(examples: Sequence[TokenExample]) -> dict[int, Rewritten]:
         groups: dict[bytes, list[int]] = defaultdict(list)  # places of each prompt, by its tokens
         for place in places:
             groups[examples[place].prompt_ids.astype(">u4").tobytes()].append(place)
-        for earlier, later in _openings(sorted(groups)):
-            one = _nearest(examples, [groups[prompt] for prompt in earlier], examples[groups[later][0]].prompt_ids)
-            if one is not None:
-                found.update(dict.fromkeys(groups[later], one))
+        settled: set[int] = set()  # the first place of each prompt for which it is known
+        for cut in CUTS:
+            for later, earlier in _followed(examples, groups, cut, settled):
+                known, one = _nearest(examples, earlier, examples[later[0]].prompt_ids)
+                if known:
+                    settled.add(later[0])
+                if one is not None:
+                    found.update(dict.fromkeys(later, one))
     return found
 
 
-def _openings(prompts: Sequence[bytes]) -> Iterator[tuple[list[bytes], bytes]]:
-    """Each prompt with those that it may go on from, the longest first: it is longer, and begins as they do."""
-    entries = sorted([(_stem(prompt), False, prompt) for prompt in prompts] + [(p, True, p) for p in prompts])
-    opened: list[
-        tuple[bytes, bytes]
-    ] = []  # stems that the present entry begins with, each within the next, and of what
+def _followed(
+    examples: Sequence[TokenExample], groups: Mapping[bytes, list[int]], cut: int, settled: Set[int]
+) -> Iterator[tuple[list[int], list[_Answer]]]:
+    """The examples of each prompt, and answers that it may go on from, those of the longest prompts first; not of
+    prompts whose first example is `settled`.
+
+    It is longer than their prompts, begins as these do but for their last `cut` tokens, and has the end of the answer
+    where that could be history.
+    """
+    entries = sorted([(_stem(prompt, cut), False, prompt) for prompt in groups] + [(p, True, p) for p in groups])
+    opened: list[tuple[bytes, list[int]]] = []  # stems that the present entry begins with, and the ends opened there
+    known: dict[int, list[_Answer]] = defaultdict(list)  # by their ends: answers to the prompts of these stems
     for key, whole, prompt in entries:
         while opened and not key.startswith(opened[-1][0]):
-            opened.pop()
-        if not whole:
-            opened.append((key, prompt))
-        elif earlier := [other for _, other in reversed(opened) if len(other) < len(prompt)]:
-            yield sorted(earlier, key=len, reverse=True), prompt
+            for end in opened.pop()[1]:
+                known[end].pop()
+        if whole and groups[prompt][0] in settled:
+            continue
+        if whole:
+            begun = max(len(opened[0][0]) // 4 - NEAR, 0)  # no answer begins before
+            ends_here = _ends(examples[groups[prompt][0]].prompt_ids[begun:])
+            last = {end: at for at, end in enumerate(ends_here, begun)}  # where each comes last
+            earlier = [
+                one
+                for end, at in last.items()
+                for one in known.get(end, [])[-ANSWERS:]  # of the longest prompts, as each begins as those before do
+                if one.prompt < len(prompt) // 4 and one.prompt - NEAR <= at
+            ]
+            if earlier:
+                yield groups[prompt], sorted(earlier, key=lambda one: (-one.prompt, one))[:ANSWERS]
+        else:
+            answers = [pair for place in groups[prompt] for pair in _answers(examples[place], place)]
+            for end, one in answers:
+                known[end].append(one)
+            opened.append((key, [end for end, _ in answers]))
 
 
-def _stem(prompt: bytes) -> bytes:
-    """A prompt without its last NEAR tokens, or half of a short one."""
+def _answers(example: TokenExample, place: int) -> Iterator[tuple[int, _Answer]]:
+    """An example's answers, and how their sequences end; none of a sequence shorter than an end."""
+    for number, answer in enumerate(example.answers):
+        last = np.concatenate([example.prompt_ids[-FEWEST:], answer.ids])[-FEWEST:]
+        for end in _ends(last):
+            yield end, _Answer(len(example.prompt_ids), place, number)
+
+
+def _ends(ids: np.ndarray) -> list[int]:
+    """A hash of each FEWEST tokens side by side; none if there are fewer."""
+    if len(ids) < FEWEST:
+        return []
+    powers = np.array([pow(_BASE, n, 1 << 64) for n in range(FEWEST)], np.uint64)
+    hashes: list[int] = (sliding_window_view(ids.astype(np.uint64), FEWEST) * powers).sum(axis=1).tolist()
+    return hashes
+
+
+def _stem(prompt: bytes, cut: int) -> bytes:
+    """A prompt without its last `cut` tokens, or half of a short one."""
     tokens = len(prompt) // 4
-    return prompt[: 4 * (tokens - min(NEAR, tokens // 2))]
+    return prompt[: 4 * (tokens - min(cut, tokens // 2))]
 
 
-def _nearest(examples: Sequence[TokenExample], earlier: Sequence[Sequence[int]], later: np.ndarray) -> Rewritten | None:
-    """Which answer a prompt goes on from in other words; None where it goes on from one as it is, or from none."""
-    for places in earlier:
-        first: Rewritten | None = None
-        answers = ((place, answer) for place in places for answer in range(len(examples[place].answers)))
-        for place, answer in islice(answers, ANSWERS):
-            sequence = np.concatenate([examples[place].prompt_ids, examples[place].answers[answer].ids])
-            at = in_common(sequence, later)
-            if at == len(sequence):
-                return None
-            if first is None and abs(at - len(examples[place].prompt_ids)) <= NEAR:
-                change = _change(sequence[at:], later[at:])
-                first = change and Rewritten(place, answer, at, *change)
-        if first is not None:
-            return first
-    return None
+def _nearest(
+    examples: Sequence[TokenExample], earlier: Sequence[_Answer], later: np.ndarray
+) -> tuple[bool, Rewritten | None]:
+    """Whether a prompt goes on from one of these answers, and from which if it does so in other words."""
+    first: Rewritten | None = None
+    for prompt, place, answer in earlier:
+        if first is not None and prompt < len(examples[first.example].prompt_ids):
+            break
+        sequence = np.concatenate([examples[place].prompt_ids, examples[place].answers[answer].ids])
+        at = in_common(sequence, later)
+        if at == len(sequence):
+            return True, None
+        if first is None and abs(at - prompt) <= NEAR:
+            change = _change(sequence[at:], later[at:])
+            first = change and Rewritten(place, answer, at, *change)
+    return first is not None, first
 
 
 def _change(answer: np.ndarray, history: np.ndarray) -> tuple[int, np.ndarray] | None:
@@ -161,9 +216,8 @@ def _as_in_history(
 
 
 def _with(example: TokenExample, changes: dict[int, Rewritten]) -> TokenExample:
-    p = min(
-        len(example.prompt_ids), *(one.at for one in changes.values())
-    )  # the prompt's end may be among what changes
+    # The prompt's end may be among what changes.
+    p = min(len(example.prompt_ids), *(one.at for one in changes.values()))
     sequences = [np.concatenate([example.prompt_ids, answer.ids]) for answer in example.answers]
     for place, one in changes.items():
         ids = sequences[place]
