@@ -54,11 +54,17 @@ def test_a_path_that_loses_a_row_at_a_cut_within_a_step_is_named(monkeypatch, de
     prepare = PlainAttention.prepare
 
     def losing(layout):
-        pack = prepare(layout)
-        highest = 0 if deep else ROOT
-        cut = [segment.parent > highest and segment.first_position % GRID > 0 for segment in pack.segments]
-        lost = [segment._replace(first_position=segment.first_position - 1) for segment in pack.segments]
-        return pack._replace(segments=[w if c else s for s, w, c in zip(pack.segments, lost, cut, strict=True)])
+        pack, highest = prepare(layout), 0 if deep else ROOT
+        segments = [Segment(*numbers) for numbers in layout.segments.tolist()]
+        blocks = []
+        for block in pack.blocks:
+            keys = block.keys.clone()
+            for row, queries in zip(keys, block.queries.tolist(), strict=True):
+                own = next(s for s in segments if any(s.start <= query < s.end for query in queries))
+                if own.parent > highest and own.first_position % GRID > 0:
+                    row[row == segments[own.parent].end - 1] = len(layout.position_of_row)
+            blocks.append(block._replace(keys=keys))
+        return pack._replace(blocks=blocks)
 
     monkeypatch.setattr(PlainAttention, "prepare", losing)
     with pytest.raises(ModelError, match="gives packed examples other log-probs than the same examples alone"):

@@ -143,10 +143,10 @@ def _gathered(rows: Tensor, places: Tensor) -> Tensor:
 
 def _add_rows(total: Tensor, places: Tensor, rows: Tensor) -> None:
     """Add rows [n, H, d] to those of a total at these places, one after the other."""
-    if total.is_cuda:
-        total.index_put_((places,), rows.to(total.dtype), accumulate=True)  # sorts, so that it repeats
-    else:
+    if total.device.type == "cpu":
         total.index_add_(0, places, rows.to(total.dtype))
+    else:  # which sorts, so that it repeats
+        total.index_put_((places,), rows.to(total.dtype), accumulate=True)
 
 
 def _some(tensor: Tensor | None) -> list[Tensor]:
