@@ -91,7 +91,9 @@ encoder([RenderedExample(Source("f", 1), 0, ("a" * 100_000,), (((0, 1),),))])
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_process_whose_tokenizer_does_not_come_to_an_end(number: signal.Signals) -> None:
-    script = f"import signal; signal.signal(signal.SIGTERM, signal.default_int_handler)\n{SCRIPT}"
+    # Python itself takes SIGINT so, unless it was started in the background of a shell.
+    handled = "for number in (2, 15): signal.signal(number, signal.default_int_handler)"
+    script = f"import signal\n{handled}\n{SCRIPT}"
     command = [sys.executable, "-c", script]
     root = Path(__file__).parents[3]
     with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
