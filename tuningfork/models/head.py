@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tuningfork.kernels.select import Kernels
-from tuningfork.models.sums import sum_by_answer, sum_by_place
+from tuningfork.kernels.sums import sum_by_answer, sum_by_place
 from tuningfork.records import ChunkLoss, LogitTransform, PackedBatch
 
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from tuningfork.errors import ModelError
 from tuningfork.kernels.select import Kernels, Sizes, plain, select
+from tuningfork.kernels.sums import sum_by_place
 from tuningfork.models import activations, compiler
 from tuningfork.models.flops import FlopCounter
 from tuningfork.models.hf import attention
@@ -20,7 +21,6 @@ from tuningfork.models.hf.load import comparable
 from tuningfork.models.hf.support import positions
 from tuningfork.models.hf.watch import watch
 from tuningfork.models.mixers.mixer import Mixer
-from tuningfork.models.sums import sum_by_place
 from tuningfork.records import LogitTransform, PackedBatch
 
 _HEAD_OPS: Mapping[str, Sizes] = {"row_logps": {}}

@@ -34,7 +34,6 @@ SCORING = (
     "models/offload.py",
     "models/policy.py",
     "models/scorer.py",
-    "models/sums.py",
     "kernels",
 )
 """Files and folders of the package that a log-prob goes through, from token ids and a model in memory to the sum.

@@ -16,7 +16,7 @@ import numpy as np
 
 from tuningfork.data.packing.groups import Groups
 from tuningfork.data.packing.layout import lay
-from tuningfork.data.packing.pack import Bin, PackLimits, pack_evenly, pack_stream, portions_of
+from tuningfork.data.packing.pack import WINDOW, Bin, PackLimits, pack_evenly, pack_stream, portions_of
 from tuningfork.data.packing.portions import Portion
 from tuningfork.records import PackedBatch, TokenExample
 
@@ -134,7 +134,7 @@ def ahead(items: Iterable[Item]) -> Iterator[Item]:
 
 
 def packs_in_windows(
-    examples: Sequence[TokenExample], limits: PackLimits, window: int = 1024, pin_memory: bool = False
+    examples: Sequence[TokenExample], limits: PackLimits, window: int = WINDOW, pin_memory: bool = False
 ) -> Iterator[PackedBatch]:
     """All examples in packs, each built while the one before is used. They are chosen from a window of examples at a
     time: enough to fill packs well, few enough to begin at once and to keep in memory."""

@@ -22,6 +22,7 @@ COMPILED_QUANTUM = 128  # slots; matrix products of such sizes keep their kernel
 SMALLEST_COMPILED = 1024  # below, a compiled graph may add up rows in another order
 EAGER_QUANTUM = 64
 
+WINDOW = 1024  # examples behind one, from which those are chosen that fill a pack best with it
 WINDOW_TOKENS = 1 << 22  # of a long sequence, among which trees are looked for at a time: a second or two of work
 
 
@@ -99,7 +100,7 @@ def pack_evenly(portions: Sequence[Portion], limits: PackLimits) -> list[Bin]:
     return [_bin([portions[i] for i in members], limits) for members in members_of(bin_of)]
 
 
-def pack_stream(examples: Sequence[TokenExample], limits: PackLimits, window: int) -> Iterator[Bin]:
+def pack_stream(examples: Sequence[TokenExample], limits: PackLimits, window: int = WINDOW) -> Iterator[Bin]:
     """Packs of many examples, one by one and nearly all of them full: see `stream_fit`.
 
     Trees are looked for among as many examples as have WINDOW_TOKENS tokens, and lie in packs of like size. Without

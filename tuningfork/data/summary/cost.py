@@ -23,7 +23,6 @@ MOST_PACKED = 32_768
 
 BEGINNING = 1024  # tokens of a prompt by which examples are put side by side
 KINDS = ("common_prompt", "common_answer", "prompt", "prompt_again", "chosen", "rejected")
-WINDOW = 1024  # trees, and parts of trees, among which packs are filled where no step says so
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ class FirstSteps:
         """Their packs if no step said which examples share one: those that begin alike lie side by side."""
         if (limits, True) not in self._packed:
             side_by_side = sorted(self.examples, key=beginning)
-            self._packed[limits, True] = _pack(([found] for found in pack_stream(side_by_side, limits, WINDOW)), 1)
+            self._packed[limits, True] = _pack(([found] for found in pack_stream(side_by_side, limits)), 1)
         return self._packed[limits, True]
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from tuningfork.kernels.sums import add_by_place
 from tuningfork.records import ROOT, ForkLayout, Segment
 
 BLOCK = 64  # positions; a multiple of what CPUs and GPUs read at once, so that no row lies at an odd address
@@ -124,7 +125,7 @@ class _Attend(torch.autograd.Function):
             of_q, of_k, of_v, *of_sinks = torch.autograd.grad(found, leaves, _gathered(upstream, blocks.queries))
             d_q[blocks.queries.flatten()] = of_q.transpose(1, 2).flatten(0, 1)
             for total, part in ((d_k, of_k), (d_v, of_v)):
-                _add_rows(total, blocks.keys.flatten(), part.transpose(1, 2).flatten(0, 1))
+                add_by_place(total, blocks.keys.flatten(), part.transpose(1, 2).flatten(0, 1).to(wide))
             if d_sinks is not None:
                 d_sinks += of_sinks[0]
         gradients = (d[:-1].to(like.dtype) for d, like in ((d_q, query), (d_k, key), (d_v, value)))
@@ -139,14 +140,6 @@ def _with_missing(rows: Tensor) -> Tensor:
 def _gathered(rows: Tensor, places: Tensor) -> Tensor:
     """Rows [T + 1, H, d] at places [B, n], as [B, H, n, d]."""
     return rows[places.flatten()].unflatten(0, places.shape).transpose(1, 2)
-
-
-def _add_rows(total: Tensor, places: Tensor, rows: Tensor) -> None:
-    """Add rows [n, H, d] to those of a total at these places, one after the other."""
-    if total.device.type == "cpu":
-        total.index_add_(0, places, rows.to(total.dtype))
-    else:  # which sorts, so that it repeats
-        total.index_put_((places,), rows.to(total.dtype), accumulate=True)
 
 
 def _some(tensor: Tensor | None) -> list[Tensor]:

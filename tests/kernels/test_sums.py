@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tuningfork.models.sums import sum_by_answer, sum_by_place
+from tuningfork.kernels.sums import sum_by_answer, sum_by_place
 
 
 def test_sum_by_answer_by_hand():

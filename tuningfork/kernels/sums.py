@@ -30,7 +30,11 @@ def sum_by_place(values: Tensor, places: Tensor, size: int) -> Tensor:
 
     What has one place is added up in an order that depends on nothing but how many there are.
     """
-    total = values.new_zeros(size, *values.shape[1:])
+    return add_by_place(values.new_zeros(size, *values.shape[1:]), places, values)
+
+
+def add_by_place(total: Tensor, places: Tensor, values: Tensor) -> Tensor:
+    """Add values [n, ...] to a total [size, ...] of their dtype at places [n], and give it. See `sum_by_place`."""
     if total.is_cuda:
         return total.index_put_((places,), values, accumulate=True)  # sorts places, and no two threads write to one
     return total.index_add_(0, places, values)  # one after the other
