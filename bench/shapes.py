@@ -10,9 +10,12 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from bench.workload import pairs
+from bench import workload, workload_long
 from tuningfork.models.hf import attention
 from tuningfork.records import Source, TokenAnswer, TokenExample
+
+# The fixed workloads: prompts of about 120 tokens, at most 2,048 a sequence; of about 6,000, at most 12,288.
+WORKLOADS: dict[str, Any] = {"short": workload, "long": workload_long}
 
 _OLMO2 = {"max_position_embeddings": 4096, "rope_theta": 500000, "tie_word_embeddings": False}
 
@@ -66,9 +69,9 @@ def build(name: str, device: torch.device | str, seed: int = 0, positions: int =
     return model.train()
 
 
-def yardstick(count: int, vocabulary: int | None = None) -> list[TokenExample]:
-    """The first pairs of the fixed workload; where a vocabulary is smaller than its ids, they are taken modulo it."""
-    return [_example(row, pair, vocabulary) for row, pair in enumerate(pairs(count), start=1)]
+def yardstick(count: int, vocabulary: int | None = None, length: str = "short") -> list[TokenExample]:
+    """The first pairs of a fixed workload (WORKLOADS); where a vocabulary is smaller than its ids, ids modulo it."""
+    return [_example(row, pair, vocabulary) for row, pair in enumerate(WORKLOADS[length].pairs(count), start=1)]
 
 
 def random_pairs(lengths: list[tuple[int, int, int]], vocabulary: int, seed: int = 0) -> list[TokenExample]:

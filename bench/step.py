@@ -24,8 +24,6 @@ from bench import shapes
 from bench.device_time import DeviceProfile
 from bench.output import device, emit, environment, parser, peak, rounded, table
 from bench.timing import free_memory
-from bench.workload import pairs as workload
-from bench.workload import stats
 from tuningfork.data.packing.loader import EpochOrder, PackLoader, build_packs
 from tuningfork.data.packing.pack import PackLimits
 from tuningfork.data.packing.tree import Share
@@ -71,6 +69,7 @@ COLUMNS = {
 def measure(
     model: str = "olmo2_1b",
     *,
+    workload: str = "short",
     pairs: int = 512,
     pack_tokens: int = 16384,
     share: Share = "tree",
@@ -116,7 +115,8 @@ def measure(
         raise ValueError("the first epoch warms up, so at least 2 epochs of at least one step each are needed.")
     torch._dynamo.reset()
     free_memory()
-    examples = shapes.yardstick(pairs, shapes.config(model).vocab_size)
+    fixed = shapes.WORKLOADS[workload]
+    examples = shapes.yardstick(pairs, shapes.config(model).vocab_size, workload)
     train = TrainConfig(
         learning_rate=learning_rate,
         optimizer=optimizer,
@@ -128,7 +128,8 @@ def measure(
     )
     begun = time.perf_counter()
     limits = PackLimits.plan(pack_tokens, share, compiled=device().type == "cuda")
-    session = _start(model, train, head_chunk_rows, limits, DTYPES[weights])
+    longest = max(example.longest for example in examples)
+    session = _start(model, longest, train, head_chunk_rows, limits, DTYPES[weights])
     build_s = time.perf_counter() - begun
     print(f"{model}: weights made in {build_s:.1f} s; scoring the reference", file=sys.stderr, flush=True)
 
@@ -158,7 +159,7 @@ def measure(
         "args": settings,
         **environment(),
         "parameters": sum(p.numel() for p in session.policy.model.parameters()),
-        "stats": stats(workload(pairs)),
+        "stats": fixed.stats(fixed.pairs(pairs)),
         "model_build_s": round(build_s, 1),
         "reference_s": round(reference_s, 1),
         "check_s": round(check_s, 1),
@@ -248,11 +249,13 @@ class _Timed:
         }
 
 
-def _start(model: str, train: TrainConfig, head_chunk_rows: int, limits: PackLimits, weights: torch.dtype) -> Session:
+def _start(
+    model: str, positions: int, train: TrainConfig, head_chunk_rows: int, limits: PackLimits, weights: torch.dtype
+) -> Session:
     """The starting model as a run has it: on a GPU bfloat16 over float32 weights, compiled; on a CPU plain float32."""
     where = device()
     compiled = where.type == "cuda"
-    built = shapes.build(model, where, train.seed)
+    built = shapes.build(model, where, train.seed, positions)
     hold_weights(built, weights)
     policy = Policy.fast(built, torch.bfloat16 if compiled else torch.float32)
     if compiled:
@@ -270,6 +273,7 @@ def _start(model: str, train: TrainConfig, head_chunk_rows: int, limits: PackLim
 def main(argv: list[str] | None = None) -> None:
     options = parser(__doc__)
     options.add_argument("--model", default="olmo2_1b", choices=shapes.SHAPES)
+    options.add_argument("--workload", default="short", choices=shapes.WORKLOADS, help="prompts of 120 or 6,000 tokens")
     options.add_argument("--pairs", type=int, default=512)
     options.add_argument("--pack_tokens", type=int, default=16384)
     options.add_argument("--share", choices=("none", "prompt", "tree"), default="tree")

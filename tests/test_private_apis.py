@@ -101,6 +101,20 @@ def test_the_limit_of_recompiles_can_be_raised():
         assert counter.frame_count == limit
 
 
+@lean("torch.fx.experimental._config.use_duck_shape")
+def test_sizes_that_happen_to_be_equal_stay_two():
+    graphs = {}
+    for duck_shape in (True, False):
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        with torch.fx.experimental._config.patch(use_duck_shape=duck_shape):
+            run = torch.compile(lambda x, y: (x + 1, y + 1), backend=counter, dynamic=True)
+            for rows in (32, 64, 96):
+                run(torch.zeros(rows), torch.zeros(32))
+        graphs[duck_shape] = counter.frame_count
+    assert graphs == {True: 2, False: 1}
+
+
 @lean("torch._dynamo.utils.counters")
 def test_graphs_are_counted():
     from tuningfork.models.policy import graphs_compiled

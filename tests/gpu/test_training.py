@@ -28,7 +28,7 @@ from tuningfork.errors import ConfigError, ModelError
 from tuningfork.models import compiler
 from tuningfork.models.hf import attention
 from tuningfork.models.hf.load import hold_weights
-from tuningfork.models.policy import Policy, picked
+from tuningfork.models.policy import Policy, graphs_compiled, picked
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.records import TokenAnswer, TokenExample
 from tuningfork.report.run.console import Console
@@ -134,6 +134,26 @@ def test_the_same_bits_in_any_pack(family, kept):
     assert scores(pairs[:7], 2048) == {e.id: first[e.id] for e in pairs[:7]}
     assert scores(pairs, 2048, share="none") == first
     assert scores(pairs, 2048, share="tree") == scores(pairs[::-1], 8192, share="tree") == first
+
+
+def test_what_a_pack_follows_decides_no_bit_of_its_gradient():
+    """A run that scores held-out pairs between its steps trains as one that scores none."""
+    shapes = [(9, (30, 40)), (5, (8, 60)), (17, (23, 20))]
+    packs = [random_examples(shapes * n) for n in (3, 2, 5, 8)]  # tables of 32 to 96 entries; a seam is 32 wide
+    weights = torch.linspace(-1, 2, 500, dtype=torch.float64, device=CUDA)
+
+    def gradients(places):
+        policy = _policy("llama", torch.bfloat16, weights=torch.bfloat16)
+        found = {place: _packed(policy, packs[place], weights, share="prompt") for place in places}
+        return found, graphs_compiled()
+
+    one, _ = gradients([0, 1, 2, 3])
+    before = graphs_compiled()
+    other, after = gradients([0, 3, 2, 1])
+    assert after - before == 1  # one kind of block
+    for place, (logps, grads) in other.items():
+        assert torch.equal(logps, one[place][0])
+        assert [name for name, grad in grads.items() if not torch.equal(grad, one[place][1][name])] == []
 
 
 @pytest.mark.parametrize("family", ["llama", "olmo3", "gemma2"])

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.fx.experimental._config  # private: torch.fx.experimental._config.use_duck_shape
 import xxhash
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -131,6 +132,11 @@ class Policy:
         # for every activation budget that is tried.
         # private: torch._dynamo.config.recompile_limit
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+        # Sizes that happen to be equal, a table's length and its width, say, stay two. Otherwise a graph holds for such
+        # packs alone, the next one gets another, and which of the two a pack meets is up to what came before it:
+        # gradients of norms, sums over rows whose order a graph decides, would not repeat.
+        # private: torch.fx.experimental._config.use_duck_shape
+        torch.fx.experimental._config.use_duck_shape = False
         self.compiled = True
         self.keep_activations(self.activation_memory)
 
