@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 from tuningfork import __version__
-from tuningfork.errors import READING, SCORING, TRAINING, ConfigError, TuningforkError, enough_memory
+from tuningfork.errors import READING, SCORING, TRAINING, ConfigError, SaidElsewhere, TuningforkError, enough_memory
 from tuningfork.library_words import show_library_words
 from tuningfork.report.run.console import Console
 from tuningfork.wording import visible
@@ -89,6 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _command(parser, arguments[0], arguments[1:])
         finally:
             sys.stdout.flush()  # now rather than at exit, where an error could not be caught
+    except SaidElsewhere:
+        return 2
     except TuningforkError as error:
         print(f"tuningfork: {error}", file=sys.stderr)
         return 2
@@ -204,7 +206,7 @@ def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str
     for library in ("torchao", "torch.utils._pytree"):  # of kernels for other cards, and of each other's future
         logging.getLogger(library).setLevel(logging.ERROR)
     show_library_words()
-    console = Console()
+    console = Console(_stream())
     console.startup.add("imports", time.monotonic() - begun)
     with console.stage("imports", "loading PyTorch and transformers"):
         from tuningfork.commands.data import data
@@ -221,6 +223,14 @@ def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str
         if name == "reference":
             return reference(config, console)
         return evaluate(config, own.policy and os.path.expanduser(own.policy), console)
+
+
+def _stream() -> TextIO | None:
+    """Where this process prints what a run says: nowhere, if it is one of several and not the first; its errors are
+    told all the same."""
+    if os.environ.get("WORLD_SIZE", "1") != "1" and os.environ.get("RANK", "0") != "0":
+        return open(os.devnull, "w")
+    return None
 
 
 def _expect_no_more(arguments: Sequence[str], given: Sequence[str]) -> None:

@@ -77,6 +77,17 @@ class OutOfMemory(TuningforkError):
     """
 
 
+class RankError(TuningforkError):
+    """Another process of a run has ended, or did not answer in time.
+
+    Example: ``another process of the run has ended, or did not answer in time ... continue with --resume.``
+    """
+
+
+class SaidElsewhere(TuningforkError):
+    """Another process of the run failed first, perhaps likewise, and has said why. This one ends without a word."""
+
+
 # What there is to do about too little memory, by what it was needed for.
 READING = (
     "This is the machine's memory, not a GPU's. To need less, lower data.workers, for each of these processes has "

@@ -1,49 +1,128 @@
-"""Ranks: one process has everything and agrees with itself; shares of many are found by each alone."""
+"""Ranks: one process has everything and agrees with itself; several tell each other what they have."""
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+import torch.distributed as dist
 
-from tests.tiny import random_examples, tiny_policy
+from tests.distributed.worlds import together
+from tests.tiny import tiny_policy
+from tuningfork.distributed.config import ParallelConfig
+from tuningfork.distributed.layout import Layout
 from tuningfork.distributed.parallelize import parallelize
 from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
-
-EXAMPLES = random_examples([(n + 1, (2 * n + 1, 3)) for n in range(23)])
+from tuningfork.distributed.world import world
+from tuningfork.errors import ConfigError, RankError
 
 
 def test_one_process_is_all_there_is() -> None:
-    assert ONE_PROCESS.first and ONE_PROCESS.mine(EXAMPLES, lambda example: pytest.fail("asked for a cost")) is EXAMPLES
-    share = torch.tensor(1.5, dtype=torch.float64)
-    assert ONE_PROCESS.sum(share) is share
+    values, items = torch.tensor([1.5], dtype=torch.float64), [3, 4]
+    assert ONE_PROCESS.first and ONE_PROCESS.dealt(items) is items
     assert ONE_PROCESS.any(True) and not ONE_PROCESS.any(False)
+    assert ONE_PROCESS.gather(values, [1]) == [values] and ONE_PROCESS.all("x") == ["x"]
+    assert ONE_PROCESS.from_first(7) == 7
+    assert list(ONE_PROCESS.in_step([1, 2], lambda: pytest.fail("nobody has more"))) == [1, 2]
+    ONE_PROCESS.barrier()
+    with ONE_PROCESS.first_of_each_node():
+        pass
 
 
-@pytest.mark.parametrize("size", [2, 3, 8])
-def test_every_example_is_on_one_rank_in_the_order_of_the_step(size: int) -> None:
-    shares = [Ranks(rank, size).mine(EXAMPLES, lambda example: example.unique_tokens**2) for rank in range(size)]
-    assert sorted(example.id for share in shares for example in share) == sorted(example.id for example in EXAMPLES)
-    for share in shares:
-        places = [EXAMPLES.index(example) for example in share]
-        assert places == sorted(places)
-    costs = [sum(example.unique_tokens**2 for example in share) for share in shares]
-    assert max(costs) < 1.05 * sum(costs) / size
-    assert [Ranks(rank, size).first for rank in range(size)] == [True] + [False] * (size - 1)
+def _talk(ranks: Ranks) -> object:
+    own = torch.arange(ranks.rank, dtype=torch.float64) + 10 * ranks.rank
+    order = []
+    with ranks.first_of_each_node():
+        order.append(ranks.from_first("said") if ranks.size == 1 else "here")
+    return (
+        ranks.first,
+        ranks.any(ranks.rank == 2),
+        ranks.any(False),
+        ranks.all(f"rank {ranks.rank}"),
+        ranks.from_first(f"rank {ranks.rank}"),
+        [part.tolist() for part in ranks.gather(own, [*range(ranks.size)])],
+        list(ranks.dealt([*range(7)])),
+        list(ranks.in_step([ranks.rank] * ranks.rank, lambda: -1)),
+    )
 
 
-def test_what_needs_the_others_is_refused_rather_than_answered_for_one() -> None:
-    many = Ranks(1, 4)
-    with pytest.raises(NotImplementedError, match="4 ranks"):
-        many.sum(torch.ones(()))
-    with pytest.raises(NotImplementedError, match="4 ranks"):
-        many.any(False)
-    with pytest.raises(NotImplementedError, match="4 ranks"):
-        parallelize(tiny_policy(), "none", compiled=False, ranks=many)
+def test_several_tell_each_other_what_they_have() -> None:
+    found = together(3, _talk)
+    assert [first for first, *_ in found] == [True, False, False]
+    for rank, (_, some, none, all_have, from_first, gathered, dealt, in_step) in enumerate(found):
+        assert some and not none
+        assert all_have == ["rank 0", "rank 1", "rank 2"] and from_first == "rank 0"
+        assert gathered == [[], [10.0], [20.0, 21.0]]
+        assert dealt == [*range(rank, 7, 3)]
+        assert in_step == [rank] * rank + [-1] * (2 - rank)
+
+
+def _left_alone(ranks: Ranks) -> str:
+    if ranks.rank == 1:
+        os._exit(9)  # as kill -9 does
+    with pytest.raises(RankError, match="continue with --resume") as caught:
+        ranks.barrier()
+    return str(caught.value)
+
+
+def test_a_rank_that_has_died_is_no_hang() -> None:
+    with pytest.raises(AssertionError, match="rank 1 died"):
+        together(2, _left_alone)
+
+
+@pytest.mark.parametrize(
+    ("asked", "size", "per_node", "layout"),
+    [
+        ({}, 1, 1, Layout(1, 1, 1)),
+        ({}, 8, 8, Layout(1, 8, 1)),
+        ({}, 32, 8, Layout(4, 8, 1)),
+        ({"tensor": 2}, 32, 8, Layout(4, 4, 2)),
+        ({"shard": 32}, 32, 8, Layout(1, 32, 1)),
+        ({"replicate": 4}, 4, 4, Layout(4, 1, 1)),
+        ({"replicate": 2}, 4, 4, Layout(2, 2, 1)),
+        ({"shard": 1}, 4, 4, Layout(4, 1, 1)),
+        ({"replicate": 2, "shard": 2, "tensor": 2}, 8, 8, Layout(2, 2, 2)),
+    ],
+)
+def test_layouts(asked: dict, size: int, per_node: int, layout: Layout) -> None:
+    assert Layout.plan(ParallelConfig(**asked), Ranks(0, size, 0, per_node)) == layout
+
+
+@pytest.mark.parametrize("asked", [{"replicate": 3}, {"tensor": 3}, {"replicate": 2, "shard": 4}, {"shard": 8}])
+def test_what_does_not_share_out_the_processes_is_refused(asked: dict) -> None:
+    with pytest.raises(ConfigError, match="must be 4") as caught:
+        Layout.plan(ParallelConfig(**asked), Ranks(0, 4, 0, 4))
+    assert all(f"parallel.{name} {value}" in str(caught.value) for name, value in asked.items())
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"WORLD_SIZE": "2"}, "RANK, LOCAL_RANK"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun has started several"),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "srun has started several"),
+        ({"WORLD_SIZE": "two"}, "no number"),
+    ],
+)
+def test_a_launcher_that_does_not_say_where_the_others_are(
+    environment: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=words), world(ParallelConfig(), cuda=False):
+        pass
+
+
+def test_without_a_launcher_there_is_one_process() -> None:
+    with world(ParallelConfig(), cuda=False) as ranks:
+        assert ranks is ONE_PROCESS
+    assert not dist.is_initialized()
 
 
 def test_a_policy_is_made_ready_in_one_place() -> None:
     policy = tiny_policy()
-    parallelize(policy, "block", compiled=False, ranks=ONE_PROCESS)
-    assert policy.activation_memory == "block" and not policy.compiled
-    parallelize(policy, "none", compiled=True, ranks=ONE_PROCESS)
+    parallelize(policy, "block", compiled=False)
+    assert policy.activation_memory == "block" and not policy.compiled and policy.spread is None
+    parallelize(policy, "none", compiled=True)
     assert policy.activation_memory == "none" and policy.compiled

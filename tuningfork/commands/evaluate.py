@@ -11,6 +11,8 @@ from tuningfork.commands.inputs import data_and_model
 from tuningfork.commands.resolve import dated_as_its_run, fetched, located
 from tuningfork.commands.summary import evaluation_rows
 from tuningfork.data.prepare import dataset_digest
+from tuningfork.distributed.ranks import Ranks
+from tuningfork.distributed.world import world
 from tuningfork.errors import ModelError
 from tuningfork.models.config import ModelConfig
 from tuningfork.models.hf.hub import hub_name
@@ -21,14 +23,17 @@ from tuningfork.report.run.console import Console, table
 from tuningfork.train.evaluate import evaluate as evaluate_packs
 from tuningfork.train.exported import MODEL
 from tuningfork.train.session import Session
-from tuningfork.train.setup.device import check_one_process, device_name, dtype_name
+from tuningfork.train.setup.device import choose_device, device_name, dtype_name
 from tuningfork.train.setup.reference import model_digest, open_reference, starting_weights
 
 
 def evaluate(config: RunConfig, policy: str | None, console: Console | None = None) -> int:
     """`tuningfork eval`: a trained model on the held-out pairs, against the recipe's reference; without data.train."""
-    check_one_process()
-    console = console or Console()
+    with world(config.parallel, choose_device(config.train.device).type == "cuda") as ranks:
+        return _evaluate(config, policy, console or Console(), ranks)
+
+
+def _evaluate(config: RunConfig, policy: str | None, console: Console, ranks: Ranks) -> int:
     path = policy or str(Path(config.output.dir) / MODEL)
     if (name := hub_name(path)) is not None:
         path = fetched(name, console, weights=True)[0]
@@ -39,15 +44,16 @@ def evaluate(config: RunConfig, policy: str | None, console: Console | None = No
     load_config(path)  # for what it refuses
     folder = Path(config.output.dir) / eval_files.FOLDER
     eval_files.check_eval_folder(folder)  # before minutes of scoring
-    config, _ = located(dated_as_its_run(config), console)
-    data, session = data_and_model(config, console, train_too=False)
+    with ranks.first_of_each_node():
+        config, _ = located(dated_as_its_run(config), console)
+    data, session = data_and_model(config, console, ranks, train_too=False)
     weights = starting_weights(session.policy, console)
     starting, store = model_digest(session.policy, weights), None
     if session.objective.needs_reference:
         store = open_reference(config, session, data.held_out, data.limits, console, weights=weights)
     _take_weights(session, path, config.model, console)
     with console.phase("evaluating", len(data.held_out), session.objective.unit) as phase:
-        result = evaluate_packs(session, session.packs(data.held_out, data.limits), store, phase.advance)
+        result = evaluate_packs(session, data.held_out, data.limits, store, phase.advance)
     console.print(
         *table(
             f"{path} on {config.data.eval}", evaluation_rows({"": result.as_dict()}, session.objective, "loss")
@@ -72,6 +78,8 @@ def evaluate(config: RunConfig, policy: str | None, console: Console | None = No
         "seconds": result.seconds,
         "version": __version__,
     }
+    if not ranks.first:
+        return 0
     said = f"{Path(policy or MODEL).name} on {Path(next(iter(report.formats))).stem}"
     console.print("", f"written to {eval_files.write(folder, said, facts, result.as_dict(), more)}")
     return 0

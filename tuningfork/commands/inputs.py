@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tuningfork.data.template_file import with_template
+from tuningfork.distributed.ranks import Ranks
 from tuningfork.models.hf.load import load_tokenizer
 from tuningfork.recipe.run_config import RunConfig
 from tuningfork.report.run.console import Console
@@ -15,10 +16,12 @@ from tuningfork.train.setup.model import start_model
 READING_MODEL = "reading the model's config and tokenizer"
 
 
-def data_and_model(config: RunConfig, console: Console, train_too: bool = True) -> tuple[Data, Session]:
+def data_and_model(config: RunConfig, console: Console, ranks: Ranks, train_too: bool = True) -> tuple[Data, Session]:
     """Data and model of a run whose data has a date; without `train_too`, the held-out data alone."""
     device = choose_device(config.train.device)
-    return data_of(config, console, train_too), start_model(config, device, console)
+    with ranks.first_of_each_node():
+        data = data_of(config, console, train_too)
+    return data, start_model(config, device, console, ranks)
 
 
 def data_of(config: RunConfig, console: Console, train_too: bool = True) -> Data:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 from tuningfork.commands.inputs import data_of
 from tuningfork.commands.resolve import as_before, located, run_in
 from tuningfork.commands.summary import summary
 from tuningfork.data.config import CHAT, NO_TEMPLATE
+from tuningfork.distributed.ranks import Ranks
+from tuningfork.distributed.world import world
 from tuningfork.files import exclusive
 from tuningfork.recipe.run_config import RunConfig
 from tuningfork.report import sinks
@@ -16,30 +19,33 @@ from tuningfork.report.run.console import Console
 from tuningfork.train import checkpoint, optimizer, run_folder
 from tuningfork.train.ended import has_ended, is_whole, places
 from tuningfork.train.run import run
-from tuningfork.train.setup.device import check_one_process, choose_device
+from tuningfork.train.setup.device import choose_device
 from tuningfork.train.setup.model import choose_activations, start_model
 from tuningfork.wording import counted
 
 
 def train(config: RunConfig, resume: bool, console: Console | None = None) -> int:
     """`tuningfork train`: the main job."""
-    console = console or Console()
-    check_one_process()
     folder = Path(config.output.dir)
-    if resume and not os.path.exists(folder):
-        run_folder.check_run_folder(folder, resume)  # before it, or a folder above it, is made
     try:
-        return _train(config, resume, folder, console)
+        with world(config.parallel, choose_device(config.train.device).type == "cuda") as ranks:
+            return _train(config, resume, folder, console or Console(), ranks)
     except KeyboardInterrupt:
         begun = run_folder.has_begun(folder)
         how = f"continue with {run_folder.to_go_on(folder)}" if begun else "no step was done: give the command again"
         raise KeyboardInterrupt(f"what was saved is whole, {how}") from None
 
 
-def _train(config: RunConfig, resume: bool, folder: Path, console: Console) -> int:
-    """The main job in its folder, which is made and held meanwhile."""
-    with exclusive(folder, cure="Choose another output.dir, or make room or permit it."):
-        run_folder.check_run_folder(folder, resume)
+def _train(config: RunConfig, resume: bool, folder: Path, console: Console, ranks: Ranks) -> int:
+    """The main job in its folder, which is made and held meanwhile, by the first rank for all."""
+    with ExitStack() as held:
+        if ranks.first:
+            if resume and not os.path.exists(folder):
+                run_folder.check_run_folder(folder, resume)  # before it, or a folder above it, is made
+            held.enter_context(exclusive(folder, cure="Choose another output.dir, or make room or permit it."))
+            run_folder.check_run_folder(folder, resume)
+            checkpoint.newest(folder / run_folder.CHECKPOINTS)  # clears away what a kill left
+        ranks.barrier()
         before = run_in(folder)
         config = as_before(config, before)
         if before is not None:
@@ -50,8 +56,9 @@ def _train(config: RunConfig, resume: bool, folder: Path, console: Console) -> i
         if before is not None and last is None:
             console.print(f"{folder}: the run had not come to its first checkpoint; it begins at its first step")
         changed = set() if before is None else before.differing(config).keys() - {"output.dir"}
-        config, text = located(config, console)
-        data = data_of(config, console)
+        with ranks.first_of_each_node():
+            config, text = located(config, console)
+            data = data_of(config, console)
         saved = None if last is None else checkpoint.progress(last)
         if saved is not None and has_ended(saved, data, config.train):
             steps = f"all {counted(saved.step, 'step')} are done"
@@ -59,7 +66,7 @@ def _train(config: RunConfig, resume: bool, folder: Path, console: Console) -> i
             if not changed and is_whole(folder, saved, data, config.train, config.output, config.model.path):
                 console.print("", *places(folder, saved.step, len(data.held_out) > 0))
                 return 0
-        session = start_model(config, choose_device(config.train.device), console)
+        session = start_model(config, choose_device(config.train.device), console, ranks)
         choose_activations(session, config.train, data.limits, last, console)
         result = run(config, session, data, console, kept=text, before=None if before is None else before.train)
     if not result.finished:

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from tuningfork.distributed.ranks import Ranks
+import torch
+
+from tuningfork.distributed.layout import Layout
+from tuningfork.distributed.sharding import Sharding
+from tuningfork.errors import ConfigError
 from tuningfork.models.policy import Policy
 
+ONE = Layout()
 
-def parallelize(policy: Policy, activation_memory: str, compiled: bool, ranks: Ranks) -> None:
+
+def parallelize(
+    policy: Policy,
+    activation_memory: str,
+    compiled: bool,
+    layout: Layout = ONE,
+    reduce_dtype: torch.dtype = torch.float32,
+    always: bool = False,
+) -> None:
     """Make a loaded policy ready to train.
 
     1. Tensor parallelism splits the matrices of each block: nothing is split on one rank.
@@ -16,12 +29,17 @@ def parallelize(policy: Policy, activation_memory: str, compiled: bool, ranks: R
 
     Args:
         activation_memory: a mode of models/activations.py.
+        layout: of the processes, all of which must come here.
+        reduce_dtype: in what gradients are added up over them.
+        always: shard also over one process, to see what that costs.
 
     Raises:
-        ConfigError: the mode needs compiled blocks and they are not.
+        ConfigError: the mode needs compiled blocks and they are not, or the model has no plan for `layout.tensor`.
     """
-    if ranks.size > 1:
-        raise NotImplementedError(f"{ranks.size} ranks: blocks are neither split nor sharded, so a run has one process")
+    if layout.tensor > 1:
+        raise ConfigError("parallel.tensor is more than 1, which is not built yet. Set it to 1.")
     if compiled:
         policy.compile()
     policy.keep_activations(activation_memory)
+    if layout.spread > 1 or always:
+        policy.spread = Sharding(policy, layout.mesh(policy.device.type), layout, reduce_dtype)

@@ -1,60 +1,132 @@
-"""Ranks: the processes that share a run, and what they must agree on. Today a run has one.
+"""Ranks: the processes that share a run, and what their hosts tell each other.
 
 Whatever differs between one process and many goes through this record, so that the rest of the house asks and does not
-know: who prints and writes, which examples of a step are whose, what a sum over all ranks is, and when all stop.
+know: who prints and writes, which of a step's work is whose, what the others found, and when all stop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from tuningfork.distributed.balance import balance_examples
+from tuningfork.errors import RankError
 
 Item = TypeVar("Item")
+
+BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The process at `rank` of `size`. Where it sums or asks the others, all must do so, in one order."""
+    """The process at `rank` of `size`. Where it asks the others, all must do so, in one order; else none goes on.
+
+    Raises:
+        RankError: of whatever asks the others: one of them has ended, or has not answered in time.
+    """
 
     rank: int = 0
     size: int = 1
+    on_node: int = 0  # its number among the processes of its machine
+    per_node: int = 1
+    host: Any = None  # the process group that hosts talk through, whatever their devices do meanwhile
 
     @property
     def first(self) -> bool:
         """Whether this process prints, and writes what a run has once: its settings, log, numbers, account of rows."""
         return self.rank == 0
 
-    def mine(self, items: Sequence[Item], cost: Callable[[Item], int]) -> Sequence[Item]:
-        """This rank's of the items of a step, in their order, so that all ranks are done at the same time.
-
-        Every rank has the same items and finds the shares of all by itself.
-
-        Args:
-            cost: of one item, in any whole unit. It is not asked for where there is one rank.
-        """
-        if self.size == 1:
-            return items
-        return [items[place] for place in balance_examples([cost(item) for item in items], self.size).ranks[self.rank]]
-
-    def sum(self, share: Tensor) -> Tensor:
-        """The sum of a tensor over all ranks, on each of them."""
-        self._alone()
-        return share
+    def dealt(self, count: int) -> list[np.ndarray]:
+        """The places of `count` things that are dealt out, of each rank, rising: BLOCK neighbours at a time, for what
+        begins alike often lies together, or fewer where there are not so many."""
+        block = max(1, min(BLOCK, -(-count // self.size)))
+        rank_of = np.arange(count) // block % self.size
+        return [np.flatnonzero(rank_of == rank) for rank in range(self.size)]
 
     def any(self, flag: bool) -> bool:
         """Whether it is so on some rank: all go on, or all stop."""
-        self._alone()
-        return flag
+        return any(self.all(flag))
 
-    def _alone(self) -> None:
+    def all(self, item: Item) -> list[Item]:
+        """What each rank has, in their order: small things, that can be pickled."""
+        if self.size == 1:
+            return [item]
+        found: list[Any] = [None] * self.size
+        with _answered():
+            dist.all_gather_object(found, item, group=self.host)
+        return found
+
+    def from_first(self, item: Item) -> Item:
+        """What the first rank has."""
+        if self.size == 1:
+            return item
+        there = [item]
+        with _answered():
+            dist.broadcast_object_list(there, src=0, group=self.host)
+        return there[0]
+
+    def gather(self, values: Tensor, counts: Sequence[int]) -> list[Tensor]:
+        """The numbers of each rank, float64 on the host, where rank r has `counts[r]` of them."""
+        if self.size == 1:
+            return [values]
+        longest = max(counts)
+        own = torch.zeros(longest, dtype=torch.float64)
+        own[: len(values)] = values
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        with _answered():
+            dist.all_gather(found, own, group=self.host)
+        return [values[:count] for values, count in zip(found, counts, strict=True)]
+
+    def barrier(self) -> None:
+        """Wait until all ranks have come here."""
         if self.size > 1:
-            raise NotImplementedError(f"{self.size} ranks have nothing to talk through: a run has one process")
+            with _answered():
+                dist.barrier(group=self.host)
+
+    @contextmanager
+    def first_of_each_node(self) -> Iterator[None]:
+        """Around what the first process of each machine does before the others, which then find it done: to read data
+        into a cache. Where one fails, those that wait are told by RankError."""
+        if self.on_node:
+            self.barrier()
+        try:
+            yield
+        finally:
+            if not self.on_node:
+                self.barrier()
+
+    def in_step(self, items: Iterable[Item], rest: Callable[[], Item]) -> Iterator[Item]:
+        """The items of this rank, then as many of `rest` as the rank with most items has more: where a model is spread
+        over ranks, each of them takes part in every pass of any."""
+        if self.size == 1:
+            yield from items
+            return
+        source = iter(items)
+        end = object()
+        while True:
+            item: Any = next(source, end)
+            if not self.any(item is not end):
+                return
+            yield rest() if item is end else item
 
 
 ONE_PROCESS = Ranks()
-"""The only rank of a run in one process: sums are identities, and it agrees with itself."""
+"""The only rank of a run in one process: it has everything, and agrees with itself."""
+
+
+@contextmanager
+def _answered() -> Iterator[None]:
+    """Turn the failure of a collective into a RankError."""
+    try:
+        yield
+    except RuntimeError as error:  # which those of torch.distributed are
+        raise RankError(
+            "another process of the run has ended, or did not answer in time (parallel.timeout_minutes); its own "
+            f"words, if it had any, stand above. What was saved is whole: continue with --resume. ({error})"
+        ) from error

@@ -52,7 +52,7 @@ class Head:
             rows = hidden.to(_factor_dtype(hidden))
             projection = _Projection.of(weight, bias, rows.dtype)
             sums = [self._logps(rows, projection, batch, chunk)[0] for chunk in _chunks(batch, self.chunk_rows)]
-            return torch.cat(sums)
+            return torch.cat([hidden.new_zeros(0, dtype=torch.float64), *sums])
 
     def backward(
         self, hidden: Tensor, weight: Tensor, batch: PackedBatch, loss: ChunkLoss, bias: Tensor | None = None
@@ -102,7 +102,7 @@ class Head:
             if d_bias is not None:
                 d_bias.store()
         hidden.backward(d_rows.to(hidden.dtype))
-        return total, torch.cat(logps)
+        return total, torch.cat([total.new_zeros(0), *logps])
 
     def _logps(
         self, hidden: Tensor, projection: _Projection, batch: PackedBatch, chunk: _Chunk
@@ -272,6 +272,8 @@ def _differentiate(loss: ChunkLoss, answers: slice, logps: Tensor) -> tuple[Tens
 
 def _chunks(batch: PackedBatch, limit: int) -> list[_Chunk]:
     """Cut a pack between groups, each chunk's logit rows within the limit unless one group alone exceeds it."""
+    if not batch.groups:  # a pack of nothing, for a process that has less to do than others
+        return []
     tokens_before = [0, *accumulate(batch.answer_lengths)]
     cuts = [(0, 0)]  # answers and logit rows before each chunk
     answers = rows = 0

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.fx.experimental._config  # private: torch.fx.experimental._config.use_duck_shape
@@ -27,6 +27,23 @@ from tuningfork.records import LogitTransform, PackedBatch
 _HEAD_OPS: Mapping[str, Sizes] = {"row_logps": {}}
 
 
+class Spread(Protocol):
+    """How a policy's weights lie on several processes (distributed/sharding.py), and what it asks of that."""
+
+    def begin(self, last: bool) -> None:
+        """Before a pack's forward pass. `last`: gradients travel with its backward pass, if it has one."""
+
+    def exchange(self) -> None:
+        """Behind the last backward pass of a step: gradients that have not travelled with it do so."""
+
+    def squared_norm(self, gradients: Iterable[Tensor]) -> Tensor:
+        """The squared 2-norm of all gradients of the model, float64, on every process."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Before the weights are replaced: what was gathered of them is let go."""
+
+
 class Policy:
     """A model under training, or frozen: the backbone (backbone.py) of any class of transformers.
 
@@ -42,6 +59,7 @@ class Policy:
         self.transform = _logit_transform(self.config)
         self.compiled = False
         self.activation_memory = "none"  # see activations.py
+        self.spread: Spread | None = None  # over several processes
         attention.patch(model)
         self._watched = watch(model, self._precision())
 
@@ -105,8 +123,14 @@ class Policy:
         """A content hash of what of the config decides the model's numbers."""
         return xxhash.xxh3_128_hexdigest(repr(sorted(comparable(self.config).items())).encode())
 
-    def hidden_rows(self, batch: PackedBatch) -> Tensor:
-        """Final hidden states of the pack's logit rows, [R, D] in the compute dtype."""
+    def hidden_rows(self, batch: PackedBatch, last: bool = False) -> Tensor:
+        """Final hidden states of the pack's logit rows, [R, D] in the compute dtype.
+
+        Where weights are spread over processes, all of them must ask together. `last`: gradients travel with the
+        backward pass that follows.
+        """
+        if self.spread is not None:
+            self.spread.begin(last)
         prepared = {mixer.keyword: mixer.prepare(batch.layout, self.kernels) for mixer in self.mixers}
         with self._precision():
             hidden = self.model.base_model(

@@ -48,14 +48,20 @@ class Scorer:
                 hidden = self.policy.hidden_rows(pack)
             return self.head.score(hidden.detach(), self.policy.head_weight, pack, self.policy.head_bias)
 
-    def backward(self, pack: PackedBatch, loss: ChunkLoss) -> tuple[Tensor, Tensor]:
+    def backward(self, pack: PackedBatch, loss: ChunkLoss, last: bool = True) -> tuple[Tensor, Tensor]:
         """Backpropagate a pack's share of a loss into the `.grad` of the policy's weights, the output weight included.
 
         The output weight is made ready once, used by all chunks of the pack, and gets their gradient at the end.
+
+        Args:
+            last: of the packs of a step, after which all processes have the sum of all gradients.
 
         Returns:
             `(loss, logps)`: float64 scalar; float64 [A], the same bits as `score` gives. Neither has a gradient.
         """
         pack = pack.to(self.device)
-        hidden = self.policy.hidden_rows(pack)
-        return self.head.backward(hidden, self.policy.head_weight, pack, loss, self.policy.head_bias)
+        hidden = self.policy.hidden_rows(pack, last)
+        found = self.head.backward(hidden, self.policy.head_weight, pack, loss, self.policy.head_bias)
+        if last and self.policy.spread is not None:
+            self.policy.spread.exchange()
+        return found

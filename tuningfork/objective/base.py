@@ -116,6 +116,10 @@ class BatchTotals:
     tokens: int  # those that the objective's mean over tokens divides by
     coupling: Tensor | None = None  # what `Objective.coupling` found, for an objective that couples examples
 
+    def to(self, device: torch.device) -> BatchTotals:
+        """These totals with what is a tensor of them on a device."""
+        return self if self.coupling is None else map_tensors(self, lambda tensor: tensor.to(device))
+
     def __add__(self, other: BatchTotals) -> BatchTotals:
         """The sizes of two batches together, whose coupling is not known by those of its parts."""
         return BatchTotals(self.examples + other.examples, self.tokens + other.tokens)

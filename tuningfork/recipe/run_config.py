@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, get_type_hints
 
 from tuningfork.data.config import DataConfig, PackConfig
+from tuningfork.distributed.config import ParallelConfig
 from tuningfork.models.config import ModelConfig
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.recipe import dialect
@@ -25,6 +26,7 @@ class RunConfig:
     pack: PackConfig = field(default_factory=PackConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
 
     @classmethod

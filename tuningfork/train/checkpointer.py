@@ -10,16 +10,17 @@ from tuningfork.errors import NonFiniteError
 from tuningfork.train import checkpoint
 from tuningfork.train.checkpoint import Progress
 from tuningfork.train.held_out import HeldOut
+from tuningfork.train.session import Session
 
 
 class Checkpointer:
     """Saves what a run has come to, and keeps the last `keep_last` checkpoints and the best one."""
 
     def __init__(
-        self, folder: Path, keep_last: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, held_out: HeldOut
+        self, folder: Path, keep_last: int, session: Session, optimizer: torch.optim.Optimizer, held_out: HeldOut
     ) -> None:
         self.folder, self.keep_last = folder, keep_last
-        self.model, self.optimizer = model, optimizer
+        self.model, self.ranks, self.optimizer = session.policy.model, session.ranks, optimizer
         self.held_out = held_out
 
     @property

@@ -3,57 +3,107 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
+from torch import Tensor
 
+from tuningfork.data.packing.pack import PackLimits
+from tuningfork.distributed.ranks import Ranks
 from tuningfork.errors import ReferenceMismatch
-from tuningfork.objective.base import Answers, BatchTotals
-from tuningfork.records import PackedBatch
+from tuningfork.objective.base import Answers
+from tuningfork.records import PackedBatch, TokenExample, column, taken
 from tuningfork.reference.build import by_file, wrongly_cached
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.run.metrics import Evaluation, Means
 from tuningfork.train.session import Session
 
+_AT_ONCE = 4096  # examples whose numbers are added up together
+
 
 def evaluate(
     session: Session,
-    packs: Iterable[PackedBatch],
+    examples: Sequence[TokenExample],
+    limits: PackLimits,
     reference: ReferenceStore | None,
     scored: Callable[[int], None] = lambda count: None,
 ) -> Evaluation:
-    """Score every example of the packs; nothing is trained.
+    """Score every example; nothing is trained.
 
-    They are one batch to the objective, so the loss is its mean over all of them, however they are cut into packs, and
-    an objective that couples examples couples all of them.
+    They are one batch to the objective, so the loss is its mean over all of them, and an objective that couples
+    examples couples all of them. Sums are taken in the order of the examples, so that they do not depend on how these
+    are cut into packs and shared out over ranks.
 
     Args:
-        scored: called after each pack with the number of its examples.
+        scored: called after each pack with the number of examples in it and in its fellows on other ranks.
 
     Raises:
         DataError: the objective refuses an example.
     """
-    objective, means, totals = session.objective, Means(), BatchTotals(0, 0)
-    scores: list[tuple[torch.Tensor, Answers]] = []  # a few numbers for each answer
-    begun = time.perf_counter()
-    for pack in packs:
-        objective.check(pack.examples)  # first of all, for what it refuses may be no pairs
-        cached = None if reference is None else reference.lookup(pack.examples)
-        answers = Answers.of(pack.examples, pack.answer_lengths, cached)
-        logps = session.scorer.score(pack).cpu()
-        means += Means.of(objective.statistics(logps, answers))
-        totals += objective.totals(pack.examples)
-        scores.append((logps, answers))
-        scored(len(pack.examples))
-    if objective.couples_examples and scores:
-        logps, answers = torch.cat([logps for logps, _ in scores]), Answers.joined([answers for _, answers in scores])
-        totals = replace(totals, coupling=objective.coupling(logps, answers))
-    loss = sum(float(objective.evaluation_loss(logps, answers, totals)) for logps, answers in scores)
+    objective, ranks, begun = session.objective, session.ranks, time.perf_counter()
+    objective.check(examples)  # first of all, for what it refuses may be no pairs
+    mine = Places(session.mine(examples))
+    found = torch.empty(mine.answers, dtype=torch.float64)
+    for pack in session.packs(examples, limits):
+        found[mine.of(pack.examples)] = session.scorer.score(pack).cpu()
+        scored(sum(ranks.all(len(pack.examples))))
+    logps = _in_order(examples, found, ranks)
+    totals, parts = objective.totals(examples), [*_parts(examples, logps, reference)]
+    if objective.couples_examples and parts:
+        totals = replace(totals, coupling=objective.coupling(logps, Answers.joined([answers for _, answers in parts])))
+    loss = sum(float(objective.evaluation_loss(some, answers, totals)) for some, answers in parts)
+    means = sum((Means.of(objective.statistics(some, answers)) for some, answers in parts), Means())
     return Evaluation(totals.examples, objective.unit, loss, means, time.perf_counter() - begun)
 
 
-def check_start(session: Session, packs: Sequence[PackedBatch], reference: ReferenceStore) -> int:
+class Places:
+    """Where the answers of some examples lie among all of theirs, one behind the other. An example may be there more
+    than once; each is asked for as often as it is there."""
+
+    def __init__(self, examples: Sequence[TokenExample]) -> None:
+        counts = column(examples, "answers").astype(np.int64)
+        self.answers = int(counts.sum())
+        self._waiting: dict[bytes, list[tuple[int, int]]] = {}
+        for content, first, count in zip(column(examples, "content"), np.cumsum(counts) - counts, counts, strict=True):
+            self._waiting.setdefault(bytes(content), []).append((int(first), int(count)))
+
+    def of(self, examples: Sequence[TokenExample]) -> Tensor:
+        """The places of these examples' answers, int64."""
+        found = [self._waiting[bytes(content)].pop() for content in column(examples, "content")]
+        return torch.tensor([first + n for first, count in found for n in range(count)], dtype=torch.int64)
+
+
+def _in_order(examples: Sequence[TokenExample], own: Tensor, ranks: Ranks) -> Tensor:
+    """Log-probs of all answers in the order of the examples, from those that each rank has of its own."""
+    counts = column(examples, "answers").astype(np.int64)
+    firsts = np.cumsum(counts) - counts
+    shares = [
+        np.repeat(firsts[places] - (np.cumsum(counts[places]) - counts[places]), counts[places])
+        + np.arange(counts[places].sum())
+        for places in ranks.dealt(len(counts))
+    ]
+    logps = torch.empty(int(counts.sum()), dtype=torch.float64)
+    for places, found in zip(shares, ranks.gather(own, [*map(len, shares)]), strict=True):
+        logps[torch.from_numpy(places)] = found
+    return logps
+
+
+def _parts(
+    examples: Sequence[TokenExample], logps: Tensor, reference: ReferenceStore | None
+) -> Iterator[tuple[Tensor, Answers]]:
+    """The answers and their log-probs, some examples at a time."""
+    first = 0
+    for begin in range(0, len(examples), _AT_ONCE):
+        some = taken(examples, np.arange(begin, min(begin + _AT_ONCE, len(examples))))
+        lengths = [example.answer_tokens(i) for example in some for i in range(len(example.answers))]
+        cached = None if reference is None else reference.lookup(some)
+        yield logps[first : first + len(lengths)], Answers.of(some, lengths, cached)
+        first += len(lengths)
+
+
+def check_start(session: Session, packs: Iterable[PackedBatch], reference: ReferenceStore) -> int:
     """The policy at its start *is* the reference: every log-prob must have the very bits of the cached one.
 
     Any other layout, batch, kernel or rounding between policy and reference shows here, and so does a cache with wrong
@@ -65,9 +115,15 @@ def check_start(session: Session, packs: Sequence[PackedBatch], reference: Refer
     Raises:
         ReferenceMismatch: some log-prob differs. It names the files of the cache that have such, and the worst.
     """
-    wrong = wrongly_cached(reference, packs, session.scorer.score)
-    examples = sum(len(pack.examples) for pack in packs)
-    answers = sum(len(pack.answer_lengths) for pack in packs)
+    seen: list[tuple[int, int]] = []
+
+    def noted(packs: Iterable[PackedBatch]) -> Iterator[PackedBatch]:
+        for pack in packs:
+            seen.append((len(pack.examples), len(pack.answer_lengths)))
+            yield pack
+
+    wrong = wrongly_cached(reference, noted(packs), session.scorer.score)
+    examples, answers = (sum(counts) for counts in zip(*seen, strict=True)) if seen else (0, 0)
     if wrong:
         raise ReferenceMismatch(
             f"step-0 check: {len(wrong)} of {answers} log-probs of the starting model are not those in the cache "

@@ -10,7 +10,7 @@ from tuningfork.objective.base import Objective
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.run.console import Console, score
 from tuningfork.report.run.metrics import Evaluation
-from tuningfork.report.run.writer import RunWriter, Scores
+from tuningfork.report.run.writer import Records, Scores
 from tuningfork.train import checkpoint
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.evaluate import evaluate
@@ -52,7 +52,7 @@ def score_held_out(
                 raise _Stopped
 
         try:
-            return evaluate(session, session.packs(data.held_out, data.limits), reference, scored)
+            return evaluate(session, data.held_out, data.limits, reference, scored)
         except _Stopped:
             return None
 
@@ -64,7 +64,7 @@ class HeldOut:
     """
 
     def __init__(
-        self, config: TrainConfig, checkpoints: Path, writer: RunWriter, console: Console, objective: Objective
+        self, config: TrainConfig, checkpoints: Path, writer: Records, console: Console, objective: Objective
     ) -> None:
         self.objective = objective
         self.every, self.by = config.eval_every, config.best_by

@@ -13,7 +13,7 @@ from tuningfork.recipe.run_config import RunConfig
 from tuningfork.report.run.console import Phase
 from tuningfork.report.run.metrics import Interval, StepResult
 from tuningfork.report.run.throughput import RunTotals, peak_flops
-from tuningfork.report.run.writer import RunWriter
+from tuningfork.report.run.writer import Records
 from tuningfork.train.checkpointer import Checkpointer
 from tuningfork.train.held_out import HeldOut
 from tuningfork.train.prepare import PreparedRun
@@ -31,7 +31,7 @@ class TrainingLoop:
     """
 
     def __init__(
-        self, config: RunConfig, run: PreparedRun, held_out: HeldOut, checkpointer: Checkpointer, writer: RunWriter
+        self, config: RunConfig, run: PreparedRun, held_out: HeldOut, checkpointer: Checkpointer, writer: Records
     ) -> None:
         self.config = config.train
         self.output = config.output
@@ -101,7 +101,8 @@ def _headline(step: StepResult, objective: Objective) -> dict[str, float | None]
 
 
 def _peak_flops(session: Session) -> float | None:
-    """Peak flops of the run's device in the dtype that it computes in; None where they are not known."""
+    """Peak flops of the run's devices together in the dtype that it computes in; None where they are not known."""
     device, dtype = session.scorer.device, session.policy.dtype
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return peak_flops(card, "bfloat16" if dtype == torch.bfloat16 else "float32")
+    of_one = peak_flops(card, "bfloat16" if dtype == torch.bfloat16 else "float32")
+    return of_one and session.ranks.size * of_one

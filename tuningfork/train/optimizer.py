@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from tuningfork.errors import ConfigError
 from tuningfork.models.hf.load import bears_8_bits
+from tuningfork.models.policy import Spread
 from tuningfork.train.config import TrainConfig
 
 
@@ -46,9 +47,14 @@ def hold_gradients(model: nn.Module, config: TrainConfig) -> None:
                 weight.grad_dtype = torch.promote_types(weight.dtype, torch.float32)
 
 
-def gradient_norm(optimizer: Optimizer) -> Tensor:
-    """The 2-norm of all gradients together, a scalar on their device, computed in float32 at least."""
+def gradient_norm(optimizer: Optimizer, spread: Spread | None = None) -> Tensor:
+    """The 2-norm of all gradients together, a scalar on their device, computed in float32 at least.
+
+    `spread`: how they lie on the processes, where they are spread over some. The last bits depend on that.
+    """
     gradients = _gradients(optimizer)
+    if spread is not None:
+        return spread.squared_norm(gradients).sqrt()
     dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
     # private: torch._foreach_norm
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype)))

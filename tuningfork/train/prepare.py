@@ -68,8 +68,9 @@ def prepare(
         ReferenceMismatch: the reference is not that of the starting model.
         RunFolderError: the checkpoint is damaged, or belongs to another run, or to a longer one.
     """
-    folder = Path(config.output.dir)
-    clear_abandoned(folder, held=True)
+    folder, ranks = Path(config.output.dir), session.ranks
+    if ranks.first:
+        clear_abandoned(folder, held=True)
     last = checkpoint.newest(folder / CHECKPOINTS)
     saved = None if last is None else checkpoint.progress(last)
     weights = starting_weights(session.policy, console)
@@ -131,7 +132,8 @@ def _order(
 def _step_0_check(session: Session, loader: PackLoader, reference: ReferenceStore, console: Console) -> int:
     """Compare the first step's log-probs with the reference; the number of its examples. Raises ReferenceMismatch."""
     with console.stage("step-0 check", "checking that margins are exactly 0 before the first step"):
-        checked = check_start(session, loader.step(0), reference)
+        examples = loader.examples_of(0)
+        checked = sum(session.ranks.all(check_start(session, session.packs(examples, loader.limits), reference)))
     unit = session.objective.unit
     console.print(f"step-0 check: margin exactly 0 for {checked} of {checked} {unit}")
     return checked

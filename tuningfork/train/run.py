@@ -11,7 +11,7 @@ from tuningfork.recipe.run_config import RunConfig
 from tuningfork.report.files import write_json, write_text
 from tuningfork.report.run.console import Console
 from tuningfork.report.run.metrics import Evaluation
-from tuningfork.report.run.writer import RunWriter, Scores
+from tuningfork.report.run.writer import Records, RunWriter, Scores
 from tuningfork.report.sinks import open_sinks
 from tuningfork.train import checkpoint
 from tuningfork.train.checkpointer import Checkpointer
@@ -61,11 +61,12 @@ def run(
     if session.ranks.first:
         write_text(folder / CONFIG, with_checksum(kept))
         write_json(folder / ROWS, _accounts(data))
-    with RunWriter(folder, resume_at_step=progress.step, keep_evaluations=prepared.keeps_evaluations) as writer:
-        _open_records(config.output, prepared, writer)
+    with _records(prepared) as writer:
+        if isinstance(writer, RunWriter):
+            _open_records(config.output, prepared, writer)
         held_out = _open_held_out(config.train, prepared, writer)
         checkpointer = Checkpointer(
-            prepared.checkpoints, config.output.keep_last, session.policy.model, prepared.optimizer, held_out
+            prepared.checkpoints, config.output.keep_last, session, prepared.optimizer, held_out
         )
         loop = TrainingLoop(config, prepared, held_out, checkpointer, writer)
         if loop.train():
@@ -73,6 +74,15 @@ def run(
         step = loop.progress.step
         console.print(f"stopped after step {step} as asked; continue with {to_go_on(folder)}")
         return RunResult(folder, False, step, prepared.total_steps, prepared.checked, progress.before)
+
+
+def _records(run: PreparedRun) -> Records:
+    """The running records: the first rank writes them, and the others know which evaluations they have."""
+    ranks, writer = run.session.ranks, None
+    if ranks.first:
+        writer = RunWriter(run.folder, resume_at_step=run.progress.step, keep_evaluations=run.keeps_evaluations)
+    evaluations = ranks.from_first(None if writer is None else writer.evaluations)
+    return writer or Records(evaluations)
 
 
 def _open_records(output: OutputConfig, run: PreparedRun, writer: RunWriter) -> None:
@@ -87,7 +97,7 @@ def _open_records(output: OutputConfig, run: PreparedRun, writer: RunWriter) -> 
         console.print(f"{writer.metrics_path}: no line of the steps after {writer.last_step:,} is left")
 
 
-def _open_held_out(train: TrainConfig, run: PreparedRun, writer: RunWriter) -> HeldOut:
+def _open_held_out(train: TrainConfig, run: PreparedRun, writer: Records) -> HeldOut:
     """The evaluations of the run so far, that of the starting model among them."""
     console, objective, before = run.console, run.session.objective, run.progress.before
     held_out = HeldOut(train, run.checkpoints, writer, console, objective)
@@ -106,10 +116,12 @@ def _finish(output: OutputConfig, run: PreparedRun, loop: TrainingLoop) -> RunRe
     if after is not None and before is not None:
         if held_out.enter(step, after):
             loop.checkpointer.prune()
-        _write_scores(run.folder, before, after, held_out.best)
+        if run.session.ranks.first:
+            _write_scores(run.folder, before, after, held_out.best)
         no_gain = held_out.no_gain(after.as_dict())
     throughput = {**loop.totals.summary(), "evaluation_seconds": held_out.seconds}
-    if loop.totals.all.steps or not (run.folder / "summary.json").exists():
+    new = loop.totals.all.steps or not (run.folder / "summary.json").exists()
+    if run.session.ranks.first and new:
         _write_summary(run.folder, throughput, run.console)
     wanted = loop.checkpointer.best if output.export == "best" else None
     exported = wanted or step

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from tuningfork.data.packing.layout import lay
 from tuningfork.data.packing.loader import packs_in_windows
-from tuningfork.data.packing.pack import PackLimits
+from tuningfork.data.packing.pack import PackLimits, empty_bin
 from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
 from tuningfork.models.hf.load import Loaded
 from tuningfork.models.policy import Policy
 from tuningfork.models.scorer import Scorer
 from tuningfork.objective.base import Objective
-from tuningfork.records import DataReport, PackedBatch, TokenExample
+from tuningfork.records import DataReport, PackedBatch, TokenExample, taken
 from tuningfork.train.checks.kernel_check import KernelCheck
 
 
@@ -54,6 +55,17 @@ class Session:
         """Whether packs are kept in page-locked memory, from which a GPU copies without blocking the host."""
         return self.scorer.device.type == "cuda"
 
+    def counting(self, advance: Callable[[int], None]) -> Callable[[int], None]:
+        """`advance` for what all ranks have scored, from what this one has; all ranks must score pack by pack."""
+        return lambda count: advance(sum(self.ranks.all(count)))
+
+    def mine(self, examples: Sequence[TokenExample]) -> Sequence[TokenExample]:
+        """Those of the examples that this rank scores."""
+        return examples if self.ranks.size == 1 else taken(examples, self.ranks.dealt(len(examples))[self.ranks.rank])
+
     def packs(self, examples: Sequence[TokenExample], limits: PackLimits) -> Iterator[PackedBatch]:
-        """All examples in packs, for scoring: each is built, and pinned for a GPU, while the one before is scored."""
-        return packs_in_windows(examples, limits, pin_memory=self.pin_memory)
+        """This rank's of the examples in packs, for scoring: each is built, and pinned for a GPU, while the one before
+        is scored. Packs of padding alone follow, until all ranks are done."""
+        mine = packs_in_windows(self.mine(examples), limits, pin_memory=self.pin_memory)
+        empty = empty_bin(limits)
+        return self.ranks.in_step(mine, lambda: lay(empty.examples, empty.forest, empty.slots))

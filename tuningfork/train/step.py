@@ -24,9 +24,9 @@ _ROUNDING = 1e-3  # nats: more above 0 is no log-prob of any kernel that only ro
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What a step computed, on the host. Answers and examples are in the order of the packs."""
+    """What a step computed, on the host. Answers are in the order of the batch's examples, those of all ranks."""
 
-    loss: float  # of the batch, as the objective defines it
+    loss: float  # of the batch, as the objective defines it; as the log-probs, the same however many ranks there are
     grad_norm: float  # before clipping
     logps: Tensor  # float64 [A], before the weights moved
     statistics: Mapping[str, Statistic]  # the objective's, of these log-probs
@@ -53,18 +53,22 @@ def train_step(
         ReferenceMismatch: a log-prob of a starting policy has not the cached one's bits. The weights have not moved.
     """
     optimizer.zero_grad(set_to_none=True)  # a step that failed may have left some
-    answers, totals = batch.answers.to(scorer.device), batch.totals
+    own, totals = batch.own.to(scorer.device), batch.totals
     if objective.couples_examples:
-        totals = replace(totals, coupling=objective.coupling(torch.cat([*map(scorer.score, batch.packs)]), answers))
+        logps = batch.together(torch.cat([*map(scorer.score, batch.packs)]).cpu(), ranks)
+        totals = replace(totals, coupling=objective.coupling(logps, batch.answers))
+    there = totals.to(scorer.device)
 
-    shares, scores = [], []
-    for pack, of_pack in batch.with_answers(answers):
-        share, pack_logps = scorer.backward(pack, objective.of_chunks(of_pack, totals))
-        shares.append(share)
+    scores = []
+    for number, (pack, of_pack) in enumerate(batch.with_answers(own), start=1):
+        last = number == len(batch.packs)
+        _, pack_logps = scorer.backward(pack, objective.of_chunks(of_pack, there), last)
         scores.append(pack_logps)
 
-    norm = gradient_norm(optimizer)
-    loss, grad_norm, logps = _read(ranks.sum(torch.stack(shares).sum()), norm, torch.cat(scores))
+    norm = gradient_norm(optimizer, scorer.policy.spread)
+    grad_norm, own_logps = _read(norm, torch.cat(scores))
+    logps = batch.together(own_logps, ranks)
+    loss = float(objective.loss(logps, batch.answers, totals))
     _check_finite(loss, grad_norm, logps, batch)
     if starting:
         _check_starting(logps, batch)
@@ -77,9 +81,9 @@ def train_step(
     return StepOutcome(loss, grad_norm, logps, objective.statistics(logps, batch.answers))
 
 
-def _read(loss: Tensor, grad_norm: Tensor, logps: Tensor) -> tuple[float, float, Tensor]:
+def _read(grad_norm: Tensor, logps: Tensor) -> tuple[float, Tensor]:
     """A step's numbers, from the device. Here the host waits for it, and nowhere else in a step."""
-    return float(loss), float(grad_norm), logps.cpu()
+    return float(grad_norm), logps.cpu()
 
 
 def _check_starting(logps: Tensor, batch: StepBatch) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 from tuningfork.data.packing.loader import PackLoader, ahead
+from tuningfork.distributed.ranks import Ranks
 from tuningfork.errors import NonFiniteError, enough_memory
 from tuningfork.models.policy import graphs_compiled
 from tuningfork.reference.store import ReferenceStore
@@ -15,8 +17,22 @@ from tuningfork.report.run.metrics import Means, StepResult
 from tuningfork.train.batch import StepBatch
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.optimizer import learning_rate, set_learning_rate
+from tuningfork.train.plan import plan_step
 from tuningfork.train.session import Session
 from tuningfork.train.step import train_step
+
+
+class OfRank(NamedTuple):
+    """What a step was on one rank."""
+
+    model_flops: float
+    peak_memory_bytes: float
+    data_seconds: float
+
+    def of_all(self, ranks: Ranks) -> list[OfRank]:
+        """That of every rank, on each of them."""
+        own = torch.tensor(self, dtype=torch.float64)
+        return [OfRank(*found.tolist()) for found in ranks.gather(own, [len(own)] * ranks.size)]
 
 
 def training_steps(
@@ -28,19 +44,20 @@ def training_steps(
     first: int,
 ) -> Iterator[StepResult]:
     """Train step after step from step `first` (from 0), and measure each."""
-    cuda = session.policy.device.type == "cuda"
+    cuda, ranks = session.policy.device.type == "cuda", session.ranks
     flops = session.policy.flops()
     graphs = -1
 
     def batches() -> Iterator[tuple[int, StepBatch, int]]:
         for step in range(first, loader.order.total_steps):
-            of_all_ranks = loader.examples_of(step)
-            totals = session.objective.totals(of_all_ranks)
-            portions = loader.portions(of_all_ranks)
-            packs = loader.packs(session.ranks.mine(portions, lambda mine: flops.training(mine.spans, mine.logit_rows)))
-            examples = [example for pack in packs for example in pack.examples]
+            examples = loader.examples_of(step)
+            cost = lambda portion: flops.training(portion.spans, portion.logit_rows)  # noqa: E731
+            plan = plan_step(loader.portions(examples), loader.limits, ranks.size, cost)
+            packs = loader.packs(plan.bins[ranks.rank])
             cached = None if reference is None else reference.lookup(examples)
-            batch = StepBatch.of(packs, session.objective, cached, totals, session.pin_memory)
+            batch = StepBatch.shared_out(
+                examples, plan.bins, packs, session.objective, cached, ranks, session.pin_memory
+            )
             yield step, batch, sum(flops.training(pack.spans, len(pack.logit_rows)) for pack in packs)
 
     begun = waiting = time.perf_counter()
@@ -61,7 +78,7 @@ def training_steps(
                     batch,
                     config.max_grad_norm,
                     starting=step == 0,
-                    ranks=session.ranks,
+                    ranks=ranks,
                 )
         except NonFiniteError as error:
             raise NonFiniteError(
@@ -70,6 +87,8 @@ def training_steps(
             ) from None
         # The device may still be moving the weights; it goes on from there to the next step without a pause.
         now = time.perf_counter()
+        of_rank = OfRank(model_flops, torch.cuda.max_memory_allocated() if cuda else 0, data_seconds)
+        of_ranks = of_rank.of_all(ranks)
         yield StepResult(
             step=step + 1,
             epoch=loader.order.epoch_after(step),
@@ -84,10 +103,10 @@ def training_steps(
             rows=batch.rows,
             pad_rows=batch.rows - batch.unique_tokens,
             seconds=now - begun,
-            data_seconds=data_seconds,
-            model_flops=model_flops,
+            data_seconds=max(one.data_seconds for one in of_ranks),
+            model_flops=sum(one.model_flops for one in of_ranks),
             statistics=Means.of(outcome.statistics),
-            peak_memory_bytes=torch.cuda.max_memory_allocated() if cuda else None,
+            peak_memory_bytes=max(int(one.peak_memory_bytes) for one in of_ranks) if cuda else None,
             compiled=session.compiled and graphs != graphs_compiled(),
         )
         graphs = graphs_compiled()

@@ -17,7 +17,6 @@ from tests.data.packing.alike import example_of
 from tests.tiny import limits_of, random_examples, random_pairs
 from tuningfork.data.packing.loader import EpochOrder, PackLoader, ahead, build_packs, packs_in_windows
 from tuningfork.data.packing.pack import PackLimits
-from tuningfork.distributed.ranks import Ranks
 from tuningfork.records import PackedBatch, TokenExample
 
 
@@ -239,24 +238,6 @@ def test_a_steps_trees_share_its_packs(share, used):
     packs = loader.step(0)
     assert sum(pack.used_slots for pack in packs) == used
     assert sorted(e.source.row for pack in packs for e in pack.examples) == list(range(8))
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize("share", ["none", "prompt", "tree"])
-def test_ranks_share_out_the_portions_of_a_step(share, size):
-    """Every example of a step is on one rank, and what it begins with alike with others is laid there once."""
-    examples = of_two_stems(24)
-    loader = PackLoader(examples, EpochOrder.plan(24, 24, 3, 1, None), limits_of(130, share))
-    portions = loader.portions(loader.examples_of(0))
-    packs = [
-        loader.packs(Ranks(rank, size).mine(portions, lambda portion: sum(own for _, own in portion.spans)))
-        for rank in range(size)
-    ]
-    assert sum(map(bool, packs)) == min(size, len(portions))
-    assert sorted(e.source.row for of_rank in packs for pack in of_rank for e in pack.examples) == list(range(24))
-    used = [sum(pack.used_slots for pack in of_rank) for of_rank in packs]
-    assert sum(used) <= sum(portion.rows for portion in portions)
-    assert max(used) - min(used) <= max(portion.rows for portion in portions)
 
 
 @pytest.mark.parametrize("window", [4, 30, 1024])

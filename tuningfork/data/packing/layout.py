@@ -34,7 +34,7 @@ def lay(examples: Sequence[TokenExample], forest: Forest, rows: int) -> PackedBa
     logits = _LogitRows(laid)
     for example, leaves in zip(examples, forest.leaves, strict=True):
         logits.add(example, leaves)
-    laid.pad(rows, longest=max((example.longest for example in examples), default=1))
+    laid.pad(rows, longest=max((example.longest for example in examples), default=GRID))
     columns, groups = logits.columns()
     return PackedBatch(
         input_ids=_tensor(laid.ids, torch.int64),

@@ -114,13 +114,13 @@ class PackLoader:
         """What ranks can share out of these examples of a step: one by one, or trees of them."""
         return portions_of(examples, self.limits)
 
-    def packs(self, portions: Sequence[Portion]) -> list[PackedBatch]:
-        """Portions of a step in packs."""
-        return _laid(pack_evenly(portions, self.limits), self.pin_memory)
+    def packs(self, bins: Iterable[Bin]) -> list[PackedBatch]:
+        """Bins as packs."""
+        return _laid(bins, self.pin_memory)
 
     def step(self, step: int) -> list[PackedBatch]:
         """The packs of one step, of a run in one process."""
-        return self.packs(self.portions(self.examples_of(step)))
+        return self.packs(pack_evenly(self.portions(self.examples_of(step)), self.limits))
 
 
 def ahead(items: Iterable[Item]) -> Iterator[Item]:

@@ -8,7 +8,7 @@ import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tuningfork.errors import NonFiniteError, RunFolderError
 from tuningfork.files import append_plain, explained, read_plain
@@ -26,15 +26,53 @@ CHECKSUM = "crc32"
 _LARGEST_METRICS = 1 << 30  # bytes, of more than a million lines
 
 
-class RunWriter:
+class Records:
+    """What a run keeps in mind of its running records. This one writes none: it is that of the ranks that print nothing.
+
+    `evaluations` has the numbers of all evaluations: step -> numbers. `ends` has the first and the last line of
+    training steps, as far as there are any. `last_step` is that of the last line which a resumed run keeps, 0 if there
+    is none.
+    """
+
+    def __init__(self, evaluations: Mapping[int, Scores] | None = None) -> None:
+        self.last_step = 0
+        self.evaluations: dict[int, Scores] = dict(evaluations or {})
+        self.ends: tuple[Scores, ...] = ()
+
+    def evaluation(self, step: int, scores: Scores, seconds: float) -> None:
+        """A line of held-out numbers after `step` steps, see `metrics.evaluation_definitions`.
+
+        Args:
+            seconds: that the evaluation took.
+        """
+        self.line({"step": step, **{EVAL + key: value for key, value in scores.items()}, f"{EVAL}seconds": seconds})
+        self.evaluations[step] = dict(scores)
+
+    def line(self, metrics: Mapping[str, float | int | None]) -> None:
+        """One line of numbers, among them "step". Raises NonFiniteError rather than take what JSON lacks."""
+        for key, value in metrics.items():
+            if value is not None and not math.isfinite(value):
+                raise NonFiniteError(f"step {metrics['step']}: {key} is {value}.")
+        if not is_evaluation(metrics):
+            self.ends = (*self.ends[:1], dict(metrics))
+
+    def close(self) -> None:
+        """There are no more lines."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class RunWriter(Records):
     """Writes the running records of a run into its folder. One process, the first rank, has one.
 
     - `metrics.jsonl`: a line of JSON for each `line` and each `evaluation`, on disk as soon as it is written
     - `log.txt`: what the run said
 
-    Sinks that are attached get the numbers of each line, once it is written. `evaluations` has those that stand in
-    metrics.jsonl: step -> numbers. `ends` has its first and its last line of training steps, as far as there are any.
-    `last_step` is that of the last line which a resumed run keeps, 0 if there is none.
+    Sinks that are attached get the numbers of each line, once it is written.
 
     Args:
         resume_at_step: the step of the checkpoint that a run continues from. Lines of later steps are forgotten, so
@@ -47,12 +85,10 @@ class RunWriter:
     """
 
     def __init__(self, folder: Path, resume_at_step: int | None = None, keep_evaluations: bool = True) -> None:
+        super().__init__()
         self.folder = folder
         self.metrics_path = folder / "metrics.jsonl"
         self.log_path = folder / "log.txt"
-        self.last_step = 0
-        self.evaluations: dict[int, Scores] = {}
-        self.ends: tuple[Scores, ...] = ()
         self._sinks: list[Sink] = []
         if resume_at_step is not None:
             for line in _keep_lines(self.metrics_path, resume_at_step, keep_evaluations):
@@ -76,30 +112,18 @@ class RunWriter:
         self._sinks.append(sink)
 
     def evaluation(self, step: int, scores: Scores, seconds: float) -> None:
-        """Append a line of held-out numbers after `step` steps, see `metrics.evaluation_definitions`.
-
-        Args:
-            seconds: that the evaluation took.
-        """
-        self.line({"step": step, **{EVAL + key: value for key, value in scores.items()}, f"{EVAL}seconds": seconds})
+        super().evaluation(step, scores, seconds)
         with explained(self.metrics_path):
             os.fsync(self._metrics.fileno())  # which checkpoint is the best is told by these lines alone
-        self.evaluations[step] = dict(scores)
 
     def line(self, metrics: Mapping[str, float | int | None]) -> None:
-        """Append one line of numbers, among them "step". Raises NonFiniteError rather than write what JSON lacks."""
-        step = int(metrics["step"] or 0)
-        for key, value in metrics.items():
-            if value is not None and not math.isfinite(value):
-                raise NonFiniteError(f"step {step}: {key} is {value}.")
+        super().line(metrics)
         with explained(self.metrics_path):
             self._metrics.write(_as_line(metrics))
             self._metrics.flush()
-        if not is_evaluation(metrics):
-            self.ends = (*self.ends[:1], dict(metrics))
         numbers = {key: value for key, value in metrics.items() if key != "step" and value is not None}
         for sink in self._sinks:
-            sink.write(step, numbers)
+            sink.write(int(metrics["step"] or 0), numbers)
 
     def log(self, text: str) -> None:
         """Append a line of text to log.txt. Works after `close` too: a run's last words follow its last numbers."""
@@ -114,12 +138,6 @@ class RunWriter:
         finally:
             with explained(self.metrics_path):
                 self._metrics.close()
-
-    def __enter__(self) -> RunWriter:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def is_evaluation(line: Mapping[str, Any]) -> bool:

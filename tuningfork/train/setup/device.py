@@ -1,42 +1,23 @@
-"""Where and in which numbers a run computes: device, dtype, compiler, and the one process that it is."""
+"""Where and in which numbers a run computes: device, dtype, compiler."""
 
 from __future__ import annotations
 
-import os
-
 import torch
+import torch.distributed as dist
 
 from tuningfork.errors import ConfigError
 from tuningfork.models.config import ModelConfig
 
-# Variable that holds the number of processes -> who sets it. SLURM_NTASKS is not among them: it is what was asked for,
-# also where a batch script then starts one process.
-LAUNCHERS = {
-    "WORLD_SIZE": "torchrun, accelerate or deepspeed",
-    "OMPI_COMM_WORLD_SIZE": "mpirun",
-    "PMI_SIZE": "mpirun",
-    "SLURM_STEP_NUM_TASKS": "srun",
-}
-
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-
-def check_one_process() -> None:
-    """Refuse to be one process of several: each would do all of the work, in the same folders. Raises ConfigError."""
-    for name, launcher in LAUNCHERS.items():
-        started = os.environ.get(name, "").strip()
-        if started.isdecimal() and int(started) > 1:
-            raise ConfigError(
-                f"{name} is {started}: {launcher} has started several processes, and each would do the whole of the "
-                "work. tuningfork trains in one process, on one GPU: give the command without a launcher."
-            )
 
 
 def choose_device(name: str) -> torch.device:
     """`auto` is the GPU if there is one. Raises ConfigError where cuda is asked for and absent."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("train.device is cuda, but PyTorch sees no GPU. Use --train.device cpu, or auto.")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if dist.is_initialized() else torch.device("cuda")
 
 
 def choose_dtype(model: ModelConfig, device: torch.device) -> torch.dtype:

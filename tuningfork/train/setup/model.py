@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 
 from tuningfork.data.packing.pack import PackLimits
+from tuningfork.distributed.layout import Layout
 from tuningfork.distributed.parallelize import parallelize
-from tuningfork.distributed.ranks import ONE_PROCESS
+from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
 from tuningfork.models import activations
 from tuningfork.models.config import ModelConfig
 from tuningfork.models.hf import export
@@ -29,7 +30,7 @@ from tuningfork.train.setup.activation_memory import choose_activation_memory
 from tuningfork.train.setup.device import DTYPES, choose_compile, choose_dtype, device_name, dtype_name
 
 
-def start_model(config: RunConfig, device: torch.device, console: Console) -> Session:
+def start_model(config: RunConfig, device: torch.device, console: Console, ranks: Ranks = ONE_PROCESS) -> Session:
     """Load the starting model, check that packing it is exact, put kernels and compiler under it, and check these.
 
     It keeps activations as `train.activation_memory` says; where that is auto, as little of them as scoring allows,
@@ -72,15 +73,22 @@ def start_model(config: RunConfig, device: torch.device, console: Console) -> Se
             "gradients are added up in bfloat16 where their weights are, so how a batch is cut into packs changes the "
             "rounding of a step; train.gradient_dtype: float32 costs 2 more bytes a weight and does not round"
         )
+    layout = Layout.plan(config.parallel, ranks)
+    if ranks.size > 1:
+        console.print(f"{ranks.size} processes: {layout}; gradients are added up in {config.parallel.reduce_dtype}")
     parallelize(
-        policy, "block" if train.activation_memory == "auto" else train.activation_memory, compiled, ONE_PROCESS
+        policy,
+        "block" if train.activation_memory == "auto" else train.activation_memory,
+        compiled,
+        layout,
+        DTYPES[config.parallel.reduce_dtype],
     )
     if check is not None:
         with console.stage("kernel check", "compiling and checking kernels and blocks"):
             check.compare(policy)
     for words in untried(policy):
         console.print(f"checks at the start: {words}")
-    return Session(scorer, config.objective.build(), loaded, check)
+    return Session(scorer, config.objective.build(), loaded, check, ranks)
 
 
 def choose_activations(

@@ -50,7 +50,9 @@ def open_reference(
         **{"model code": model_code_digest(policy.model)},
     )
     with console.startup.time("reference"):
-        store = open_entry(Path(config.reference.cache), facts, console.print)
+        ranks = session.ranks
+        with ranks.first_of_each_node():
+            store = open_entry(Path(config.reference.cache), facts, console.print)
         parts = [Subset([examples]), Subset([held_out])]
         again = Subset([parts[part].take(places) for part, places in to_rescore(store, parts)])
         if again:
@@ -59,11 +61,17 @@ def open_reference(
                 "or of another machine would differ, and spoil every margin"
             )
             with console.phase("checking the reference cache", total=len(again), unit="examples") as phase:
-                check_rescored(store, session.packs(again, limits), session.scorer.score, phase.advance)
+                check_rescored(
+                    store, session.packs(again, limits), session.scorer.score, session.counting(phase.advance)
+                )
         missing = store.missing(Subset(parts))
+        ranks.barrier()  # each has seen what is there before one adds to it
         if missing:
             with console.phase("scoring the reference", total=len(missing), unit="examples") as phase:
-                fill(store, session.packs(missing, limits), session.scorer.score, phase.advance)
+                fill(store, session.packs(missing, limits), session.scorer.score, session.counting(phase.advance))
+            if ranks.size > 1:  # each has written its own
+                ranks.barrier()
+                store = ReferenceStore(store.folder, facts)
     return store
 
 

@@ -1,0 +1,69 @@
+"""Weights spread over processes: the scores of one process to the bit, and its gradients and steps up to rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.distributed.worlds import together
+from tests.tiny import limits_of, random_examples, scorer_of, tiny_model
+from tuningfork.data.packing.layout import lay
+from tuningfork.data.packing.pack import portions_of
+from tuningfork.distributed.config import ParallelConfig
+from tuningfork.distributed.layout import Layout
+from tuningfork.distributed.parallelize import parallelize
+from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
+from tuningfork.models.policy import Policy
+from tuningfork.objective.config import ObjectiveConfig
+from tuningfork.train.batch import StepBatch
+from tuningfork.train.config import TrainConfig
+from tuningfork.train.optimizer import build_optimizer
+from tuningfork.train.plan import plan_step
+from tuningfork.train.step import train_step
+
+STEPS = 3
+LAYOUTS = {"FSDP": {"shard": None}, "HSDP": {"replicate": 2}, "DDP": {"shard": 1}}
+
+
+def steps_of(ranks: Ranks, family: str, parallel: dict[str, Any], examples: list, settings: dict[str, Any]) -> Any:
+    """Some steps of a tiny model: what each found, the weights in the end, and the scores before."""
+    policy = Policy.plain(tiny_model(family, torch.float32), torch.float32)
+    layout = Layout.plan(ParallelConfig(**parallel), ranks)
+    parallelize(policy, "none", compiled=False, layout=layout)
+    scorer, limits = scorer_of(policy, 64), limits_of(512, "tree")
+    objective = ObjectiveConfig(**settings).build()
+    optimizer = build_optimizer(policy.model, TrainConfig(learning_rate=1e-3))
+    reference = -torch.arange(sum(len(e.answers) for e in examples), dtype=torch.float64).numpy() / 7 - 20
+    if not objective.needs_reference:
+        reference = None
+    found = []
+    for _ in range(STEPS):
+        plan = plan_step(portions_of(examples, limits), limits, ranks.size, lambda p: p.rows)
+        packs = [lay(b.examples, b.forest, b.slots) for b in plan.bins[ranks.rank]]
+        batch = StepBatch.shared_out(examples, plan.bins, packs, objective, reference, ranks)
+        found.append(train_step(scorer, objective, optimizer, batch, 1.0, ranks=ranks))
+    weights = {
+        name: weight.detach().full_tensor() if isinstance(weight, DTensor) else weight.detach()
+        for name, weight in policy.model.named_parameters()
+    }
+    return [(step.loss, step.grad_norm, step.logps) for step in found], weights
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", ["llama", "granite"])  # untied, tied
+def test_steps_are_those_of_one_process(size: int, layout: str, family: str) -> None:
+    examples = random_examples([(n % 7 + 1, (2 * n % 11 + 1, 3 + n % 5)) for n in range(11)])
+    expected, weights = steps_of(ONE_PROCESS, family, {}, examples, {})
+    for found, theirs in together(size, steps_of, family, LAYOUTS[layout], examples, {}):
+        assert found[0][0] == expected[0][0]
+        assert torch.equal(found[0][2], expected[0][2])  # before the first step: the same bits
+        for (loss, norm, logps), (loss_alone, norm_alone, logps_alone) in zip(found, expected, strict=True):
+            assert loss == pytest.approx(loss_alone, rel=1e-6)
+            assert norm == pytest.approx(norm_alone, rel=1e-5)
+            torch.testing.assert_close(logps, logps_alone, rtol=1e-6, atol=0)
+        for name, weight in weights.items():
+            torch.testing.assert_close(theirs[name], weight, rtol=1e-5, atol=1e-6, msg=name)

@@ -1,0 +1,111 @@
+"""How the processes of a run find each other, and how all of them end when one does.
+
+A launcher, torchrun or one like it, starts the processes and tells each in its environment which one it is.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from tuningfork.distributed.config import ParallelConfig
+from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
+from tuningfork.errors import ConfigError, RankError, SaidElsewhere, TuningforkError
+
+OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Variable that holds the number of processes -> who sets it, and nothing that says where the first process is.
+# SLURM_NTASKS is not among them: it is what was asked for, also where a batch script then starts one process.
+OTHER_LAUNCHERS = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun", "SLURM_STEP_NUM_TASKS": "srun"}
+FAILURES = "failures"  # how many processes have failed, in the store that all of them share
+
+
+@contextmanager
+def world(parallel: ParallelConfig, cuda: bool) -> Iterator[Ranks]:
+    """All processes of a run, which have found each other, as one of them sees them.
+
+    Of several that fail, the first keeps its error and the others get `SaidElsewhere`, so that a console that shows the
+    output of all has each error once.
+
+    Args:
+        cuda: whether the run computes on GPUs, one a process.
+
+    Raises:
+        ConfigError: the launcher is none that says where the others are, or its variables are incomplete.
+        RankError: the others did not come in time.
+    """
+    if not started_together():
+        yield ONE_PROCESS
+        return
+    named = {name: _number(name) for name in OF_TORCHRUN[:4]}
+    timeout = timedelta(minutes=parallel.timeout_minutes)
+    if cuda:
+        torch.cuda.set_device(named["LOCAL_RANK"] % torch.cuda.device_count())
+    shared = cuda and named["LOCAL_WORLD_SIZE"] > torch.cuda.device_count()  # NCCL takes one process a GPU
+    backend = "cpu:gloo,cuda:gloo" if shared else "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    try:
+        store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+        dist.init_process_group(
+            backend, store=dist.PrefixStore("run", store), rank=rank, world_size=size, timeout=timeout
+        )
+        host = dist.new_group(backend="gloo", timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        raise RankError(
+            f"process {named['RANK']} of {named['WORLD_SIZE']} did not find the others at "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {error}"
+        ) from error
+    ranks = Ranks(rank, size, named["LOCAL_RANK"], named["LOCAL_WORLD_SIZE"], host)
+    try:
+        yield ranks
+    except BaseException as error:
+        if not _first_to_fail(store):
+            raise SaidElsewhere() from error
+        if rank and isinstance(error, TuningforkError):
+            error.args = (f"rank {rank}: {error.args[0] if error.args else ''}", *error.args[1:])
+        raise
+    finally:
+        if sys.exc_info()[0] is None:  # else the others may be gone already, and must not be waited for
+            dist.destroy_process_group()
+
+
+def started_together() -> bool:
+    """Whether this is one process of several. Raises ConfigError where it cannot find the others."""
+    for name, launcher in OTHER_LAUNCHERS.items():
+        if "WORLD_SIZE" not in os.environ and _number(name, absent=1) > 1:
+            raise ConfigError(
+                f"{name} is {os.environ[name]}: {launcher} has started several processes, which do not know where the "
+                f"first is. Let {launcher} start one process on each machine, and that one start the others: torchrun "
+                "--nproc-per-node <GPUs> ... -m tuningfork train <recipe>, see docs/cluster.md."
+            )
+    if _number("WORLD_SIZE", absent=1) <= 1:
+        return False
+    missing = [name for name in OF_TORCHRUN if not os.environ.get(name)]
+    if missing:
+        raise ConfigError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(missing)} is not set, so this process does not "
+            "find the others. Start it with torchrun, or with tuningfork launch."
+        )
+    return True
+
+
+def _number(name: str, absent: int | None = None) -> int:
+    """A whole number in the environment. Raises ConfigError where it is none."""
+    said = os.environ.get(name, "").strip()
+    if not said and absent is not None:
+        return absent
+    if not said.isdecimal():
+        raise ConfigError(f"{name} is {said!r} in the environment, which is no number. It is the launcher's to set.")
+    return int(said)
+
+
+def _first_to_fail(store: dist.Store) -> bool:
+    """Whether no other process has failed before this one; also where nobody can be asked any more."""
+    try:
+        return store.add(FAILURES, 1) == 1
+    except RuntimeError:  # the process that keeps the store has ended, and has said why
+        return False
