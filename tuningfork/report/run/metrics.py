@@ -47,7 +47,8 @@ OF_RANKS: Definitions = {
     "tokens_per_s_per_rank": "tokens_per_s / ranks.",
     "imbalance": "Most model flops of a rank in a step / mean over ranks, mean over the steps of the line: how much "
     "longer a step takes than if all had as much to do.",
-    "slowest_pace": "Slowest rank's seconds for the same work / the median rank's (of two, the faster one's), mean over the line's steps.",
+    "slowest_pace": "Slowest rank's seconds for the same work / the median rank's (of two, the faster's), mean over "
+    "the steps of the line.",
     "gather_wait": "Share of the blocks' forward passes in which they waited for weights, mean over ranks.",
 }
 """What a line of training steps has besides, where several ranks share the run."""
