@@ -6,11 +6,14 @@ A pure function of the examples' costs: every rank computes the whole plan for i
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from heapq import heapreplace
+from heapq import heappop, heappush
 
 GOOD_ENOUGH = 1.001  # slowest rank / the least possible; packs round their sizes up by more than what is left
+
+Fits = Callable[[Sequence[int]], bool]
+"""Whether one rank has room for these examples, given as places in the batch. If it has, it has for some of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,43 +54,74 @@ def balance_examples(costs: Sequence[int], ranks: int) -> Shares:
     Raises:
         ValueError: there is no rank, or a cost is negative.
     """
+    shares = balance_within(costs, ranks, lambda _: True)
+    assert shares is not None  # there is room for everything everywhere
+    return shares
+
+
+def balance_within(costs: Sequence[int], ranks: int, fits: Fits) -> Shares | None:
+    """The same on ranks that do not have room for everything: each gets only what it has room for.
+
+    Returns:
+        None: dealt out in this way, an example found no rank with room for it.
+
+    Raises:
+        ValueError: there is no rank, or a cost is negative.
+    """
     if ranks < 1:
         raise ValueError(f"{ranks} ranks to share examples out over")
     if any(cost < 0 for cost in costs):
         raise ValueError(f"example {next(i for i, cost in enumerate(costs) if cost < 0)} of the batch costs below 0")
     costs = [int(cost) for cost in costs]  # numpy's integers overflow
     members: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
     least = [(0, 0, rank) for rank in range(ranks)]  # a heap: load, examples, rank
     for example in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        load, count, rank = least[0]
+        full = []
+        while least and not fits([*members[least[0][2]], example]):
+            full.append(heappop(least))
+        if not least:
+            return None
+        load, count, rank = heappop(least)
         members[rank].append(example)
-        loads[rank] = load + costs[example]
-        heapreplace(least, (loads[rank], count + 1, rank))
+        for entry in (*full, (load + costs[example], count + 1, rank)):
+            heappush(least, entry)
+    return exchanged(costs, members, fits)
+
+
+def exchanged(costs: Sequence[int], members: Sequence[Sequence[int]], fits: Fits) -> Shares:
+    """Examples that are dealt out already, after ranks have exchanged some for as long as the slowest gains by it.
+
+    Args:
+        members: each rank's examples, as places in the batch. It has room for them.
+    """
+    costs = [int(cost) for cost in costs]
+    own = [list(some) for some in members]
+    loads = [sum(costs[i] for i in some) for some in own]
     largest = max(costs, default=0)
-    _trade(costs, members, loads, GOOD_ENOUGH * max(sum(costs) / ranks, largest))
-    return Shares(tuple(tuple(sorted(own)) for own in members), tuple(loads), largest)
+    _trade(costs, own, loads, GOOD_ENOUGH * max(sum(costs) / len(own), largest), fits)
+    return Shares(tuple(tuple(sorted(some)) for some in own), tuple(loads), largest)
 
 
-def _trade(costs: Sequence[int], members: list[list[int]], loads: list[int], goal: float) -> None:
+def _trade(costs: Sequence[int], members: list[list[int]], loads: list[int], goal: float, fits: Fits) -> None:
     """Exchange examples of the slowest rank until it is at the goal, or no exchange with any rank makes it faster."""
     by_load = sorted(range(len(loads)), key=loads.__getitem__)
     while loads[slowest := by_load[-1]] > goal:
         for partner in by_load[:-1]:
-            pair = _exchange(costs, members[slowest], members[partner], loads[slowest] - loads[partner])
+            pair = _exchange(costs, members[slowest], members[partner], loads[slowest] - loads[partner], fits)
             if pair is not None:
                 break
         else:
             return
         for rank, gone, come in ((slowest, *pair), (partner, *reversed(pair))):
-            members[rank].remove(gone)
-            members[rank].append(come)
+            members[rank] = _with_other(members[rank], gone, come)
             loads[rank] += costs[come] - costs[gone]
         by_load.sort(key=loads.__getitem__)
 
 
-def _exchange(costs: Sequence[int], slow: Sequence[int], fast: Sequence[int], apart: int) -> tuple[int, int] | None:
-    """The example of each rank that leave the two closest when exchanged.
+def _exchange(
+    costs: Sequence[int], slow: Sequence[int], fast: Sequence[int], apart: int, fits: Fits
+) -> tuple[int, int] | None:
+    """The example of each rank that leave the two closest when exchanged, of those that both have room for.
 
     `apart` is the difference of the ranks' costs. None: every exchange leaves one of them at least as slow.
     """
@@ -97,6 +131,14 @@ def _exchange(costs: Sequence[int], slow: Sequence[int], fast: Sequence[int], ap
         place = bisect_left(offers, (costs[example] - apart // 2, -1))  # to move half of the difference would be ideal
         for cost, other in offers[max(place - 1, 0) : place + 1]:
             after = abs(apart - 2 * (costs[example] - cost))
-            if after < closest:
+            if after < closest and _both_fit(slow, fast, example, other, fits):
                 best, closest = (example, other), after
     return best
+
+
+def _both_fit(slow: Sequence[int], fast: Sequence[int], gone: int, come: int, fits: Fits) -> bool:
+    return fits(_with_other(fast, come, gone)) and fits(_with_other(slow, gone, come))
+
+
+def _with_other(members: Sequence[int], gone: int, come: int) -> list[int]:
+    return [*(i for i in members if i != gone), come]

@@ -90,14 +90,27 @@ def pack_examples(portions: Sequence[Portion], limits: PackLimits) -> list[Bin]:
     return [_bin([portions[i] for i in members], limits) for members in members_of(bin_of)]
 
 
-def pack_evenly(portions: Sequence[Portion], limits: PackLimits) -> list[Bin]:
+def packs_needed(rows: Sequence[int], limits: PackLimits) -> int:
+    """How many packs `pack_evenly` makes of portions of so many rows."""
+    return int(best_fit(rows, limits.tokens).max(initial=-1)) + 1
+
+
+def pack_evenly(portions: Sequence[Portion], limits: PackLimits, packs: int = 1) -> list[Bin]:
     """As few packs as `pack_examples` makes, and the largest of them as small as that allows.
 
     A small pack takes a GPU nearly as long as one of middle size, so what does not fit one pack is better halved than
     cut into a full pack and a rest.
+
+    Args:
+        packs: so many may be made where fewer would do.
     """
-    bin_of = even_fit([portion.rows for portion in portions], limits.tokens)
+    bin_of = even_fit([portion.rows for portion in portions], limits.tokens, packs)
     return [_bin([portions[i] for i in members], limits) for members in members_of(bin_of)]
+
+
+def empty_pack(limits: PackLimits) -> Bin:
+    """The smallest pack, of padding alone: for a rank that has nothing to do where others have."""
+    return Bin(limits.slots(0), [], Forest([], []))
 
 
 def pack_stream(examples: Sequence[TokenExample], limits: PackLimits, window: int = WINDOW) -> Iterator[Bin]:
