@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import ceil
 
 from tuningfork.data.packing.bin_packing import best_fit, members_of
@@ -69,23 +70,25 @@ def plan_step(portions: Sequence[Portion], limits: PackLimits, ranks: int, cost:
         return StepPlan([list(portions)], packs_needed([portion.rows for portion in portions], limits), (), limits)
     costs = [cost(portion) for portion in portions]
     best = _dealt(portions, costs, limits, ranks)
-    fair = sum(costs) / ranks
-    finer, fineness = 0, 1
+    most, fineness = len(portions), 1
     while best.imbalance > ALIKE and fineness <= _FINEST:
-        parts = [ceil(fineness * own / fair) for own in costs]
-        pieces = [part(portion, into) for portion, into in zip(portions, parts, strict=True)]
+        aim = sum(costs) / ranks / fineness
+        pieces = [part(portion, ceil(own / aim)) for portion, own in zip(portions, costs, strict=True)]
         fineness *= 2
-        if (found := sum(map(len, pieces))) > max(finer, len(portions)):
-            finer = found
-            priced = [
-                (piece, own if len(some) == 1 else cost(piece))
-                for some, own in zip(pieces, costs, strict=True)
-                for piece in some
-            ]
-            tried = _dealt([piece for piece, _ in priced], [own for _, own in priced], limits, ranks)
-            if max(tried.costs) < _WORTH * max(best.costs):
-                best = tried
+        if (found := sum(map(len, pieces))) > most:
+            most, tried = found, _dealt(*_priced(pieces, costs, cost), limits, ranks)
+            if max(tried.costs) > _WORTH * max(best.costs):
+                break
+            best = tried
     return best
+
+
+def _priced(
+    pieces: Sequence[Sequence[Portion]], costs: Sequence[int], cost: Callable[[Portion], int]
+) -> tuple[list[Portion], list[int]]:
+    """The parts of each portion, one after the other, and what they cost. `costs`: of the whole portions."""
+    own = [[whole] if len(some) == 1 else list(map(cost, some)) for some, whole in zip(pieces, costs, strict=True)]
+    return list(chain.from_iterable(pieces)), list(chain.from_iterable(own))
 
 
 def _dealt(portions: Sequence[Portion], costs: Sequence[int], limits: PackLimits, ranks: int) -> StepPlan:

@@ -16,6 +16,8 @@ _MOST = 1024
 _FEW = 8
 """Of so few examples all ways to part them are tried; the time grows as three to the power of it."""
 
+_NEAR = 64  # a tree in parts alike: to find the least possible size of the largest more closely is worth no time
+
 
 class Portion(NamedTuple):
     """Whole examples of a trie, in the order of their tokens, and the rows that they take up together."""
@@ -71,7 +73,7 @@ def portion_out(examples: Sequence[TokenExample], share: Share, capacity: int) -
 
 
 def part(portion: Portion, parts: int) -> list[Portion]:
-    """A portion in so many at most, and the largest of them as small as can be where they lie in the order of tokens.
+    """A portion in so many at most, cut in the order of its tokens; the largest is within 1/_NEAR of as small as can be.
 
     What examples of several parts begin with in common, each of these parts has for itself.
     """
@@ -82,7 +84,7 @@ def part(portion: Portion, parts: int) -> list[Portion]:
     cuts = _Cuts(trie, members)
     low, high = max(cuts.largest, -(-portion.rows // parts)), portion.rows
     best = [(0, len(members), portion.rows)]
-    while low < high:
+    while low + low // _NEAR < high:
         middle = (low + high) // 2
         tried = cuts.within(middle, parts)
         if tried is None:
