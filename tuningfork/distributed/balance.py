@@ -43,9 +43,9 @@ class Shares:
 def balance_examples(costs: Sequence[int], ranks: int) -> Shares:
     """Share examples out over ranks so that the slowest rank has as little to do as can be.
 
-    The costliest example first, each to the rank that has least so far; then the slowest rank exchanges examples
-    with others for as long as that helps. Every example is on exactly one rank, and every rank has one where there are
-    enough of them; ranks may have different numbers of examples.
+    The costliest example first, each to the rank that has least so far; then the slowest rank gives examples to others,
+    for one of theirs or for nothing, as long as that helps. Every example is on exactly one rank, and every rank has
+    one where there are enough of them; ranks may have different numbers of examples.
 
     Args:
         costs: of each example, in any whole unit, not negative; `FlopCounter.training` gives it in flops.
@@ -103,7 +103,10 @@ def exchanged(costs: Sequence[int], members: Sequence[Sequence[int]], fits: Fits
 
 
 def _trade(costs: Sequence[int], members: list[list[int]], loads: list[int], goal: float, fits: Fits) -> None:
-    """Exchange examples of the slowest rank until it is at the goal, or no exchange with any rank makes it faster."""
+    """Exchange examples of the slowest rank until it is at the goal, or no exchange with any rank makes it faster.
+
+    One that gets nothing back gives an example away.
+    """
     by_load = sorted(range(len(loads)), key=loads.__getitem__)
     while loads[slowest := by_load[-1]] > goal:
         for partner in by_load[:-1]:
@@ -112,23 +115,28 @@ def _trade(costs: Sequence[int], members: list[list[int]], loads: list[int], goa
                 break
         else:
             return
-        for rank, gone, come in ((slowest, *pair), (partner, *reversed(pair))):
-            members[rank] = _with_other(members[rank], gone, come)
-            loads[rank] += costs[come] - costs[gone]
+        gone, come = pair
+        members[slowest] = _with_other(members[slowest], gone, come)
+        members[partner] = _with_other(members[partner], come, gone)
+        moved = costs[gone] - (0 if come is None else costs[come])
+        loads[slowest] -= moved
+        loads[partner] += moved
         by_load.sort(key=loads.__getitem__)
 
 
 def _exchange(
     costs: Sequence[int], slow: Sequence[int], fast: Sequence[int], apart: int, fits: Fits
-) -> tuple[int, int] | None:
-    """The example of each rank that leave the two closest when exchanged, of those that both have room for.
+) -> tuple[int, int | None] | None:
+    """The example of the slow rank and that of the fast one, or nothing, that leave the two closest when exchanged.
 
-    `apart` is the difference of the ranks' costs. None: every exchange leaves one of them at least as slow.
+    Both ranks have room for what they get. `apart` is the difference of their costs. None: every exchange leaves one
+    of them at least as slow.
     """
-    offers = sorted((costs[i], i) for i in fast)
+    offers: list[tuple[int, int | None]] = [(0, None), *sorted((costs[i], i) for i in fast)]
+    prices = [price for price, _ in offers]
     best, closest = None, apart
     for example in slow:
-        place = bisect_left(offers, (costs[example] - apart // 2, -1))  # to move half of the difference would be ideal
+        place = bisect_left(prices, costs[example] - apart // 2)  # to move half of the difference would be ideal
         for cost, other in offers[max(place - 1, 0) : place + 1]:
             after = abs(apart - 2 * (costs[example] - cost))
             if after < closest and _both_fit(slow, fast, example, other, fits):
@@ -136,9 +144,10 @@ def _exchange(
     return best
 
 
-def _both_fit(slow: Sequence[int], fast: Sequence[int], gone: int, come: int, fits: Fits) -> bool:
+def _both_fit(slow: Sequence[int], fast: Sequence[int], gone: int, come: int | None, fits: Fits) -> bool:
     return fits(_with_other(fast, come, gone)) and fits(_with_other(slow, gone, come))
 
 
-def _with_other(members: Sequence[int], gone: int, come: int) -> list[int]:
-    return [*(i for i in members if i != gone), come]
+def _with_other(members: Sequence[int], gone: int | None, come: int | None) -> list[int]:
+    kept = [i for i in members if i != gone]
+    return kept if come is None else [*kept, come]

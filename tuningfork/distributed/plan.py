@@ -12,9 +12,9 @@ from itertools import chain
 from math import ceil
 
 from tuningfork.data.packing.bin_packing import best_fit, members_of
-from tuningfork.data.packing.pack import Bin, PackLimits, empty_pack, pack_evenly, packs_needed
+from tuningfork.data.packing.pack import Bin, PackLimits, pack_of, shared_evenly
 from tuningfork.data.packing.portions import Portion, part
-from tuningfork.distributed.balance import Shares, balance_examples, balance_within, exchanged
+from tuningfork.distributed.balance import Shares, balance_within, exchanged
 
 ALIKE = 1.03
 """Slowest rank / mean. Ranks as alike as this have no tree parted for them: its stem would be computed twice."""
@@ -25,10 +25,9 @@ _FINEST = 8  # parts of a tree cost no less than a rank's fair share / this
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """A step's portions on ranks."""
+    """A step's portions in packs, and these on ranks."""
 
-    portions: list[list[Portion]]  # of each rank
-    packs: int  # that every rank runs
+    packs: list[list[list[Portion]]]  # of each rank, of each pack that it runs; an empty one may be among them
     costs: tuple[int, ...]  # of each rank's portions together; none where there is one rank
     limits: PackLimits
 
@@ -40,18 +39,12 @@ class StepPlan:
 
     @property
     def bins(self) -> list[list[Bin]]:
-        """The packs of each rank."""
-        return [self.bins_of(rank) for rank in range(len(self.portions))]
+        """The packs of each rank, to be laid out; as many of each. An empty one has no example and the fewest slots."""
+        return [self.bins_of(rank) for rank in range(len(self.packs))]
 
     def bins_of(self, rank: int) -> list[Bin]:
-        """The packs of one rank, largest first, so that large ones run beside large ones; the last ones may be empty.
-
-        An empty pack has no example and the fewest slots. Where there is one rank, packs are as `pack_evenly` has them.
-        """
-        bins = pack_evenly(self.portions[rank], self.limits, self.packs)
-        if len(self.portions) > 1:
-            bins.sort(key=lambda found: -found.slots)
-        return bins + [empty_pack(self.limits)] * (self.packs - len(bins))
+        """Those of one rank."""
+        return [pack_of(portions, self.limits) for portions in self.packs[rank]]
 
 
 def plan_step(portions: Sequence[Portion], limits: PackLimits, ranks: int, cost: Callable[[Portion], int]) -> StepPlan:
@@ -66,8 +59,10 @@ def plan_step(portions: Sequence[Portion], limits: PackLimits, ranks: int, cost:
     Raises:
         ValueError: there is no rank, or a cost is negative.
     """
+    if ranks < 1:
+        raise ValueError(f"{ranks} ranks to plan a step for")
     if ranks == 1:
-        return StepPlan([list(portions)], packs_needed([portion.rows for portion in portions], limits), (), limits)
+        return StepPlan([shared_evenly(portions, limits)], (), limits)
     costs = [cost(portion) for portion in portions]
     best = _dealt(portions, costs, limits, ranks)
     most, fineness = len(portions), 1
@@ -92,44 +87,34 @@ def _priced(
 
 
 def _dealt(portions: Sequence[Portion], costs: Sequence[int], limits: PackLimits, ranks: int) -> StepPlan:
-    """The plan that parts nothing.
-
-    Ranks that are alike in cost may need different numbers of packs, for what has much attention or many logit rows
-    costs more in as many rows. Then the fewest packs are tried into which all can be made to fit.
-    """
+    """The plan that parts nothing: packs alike in cost, for ranks wait for each other at each, and then ranks alike."""
+    if not portions:
+        return StepPlan([[] for _ in range(ranks)], (0,) * ranks, limits)
     rows = [portion.rows for portion in portions]
-    shares = balance_examples(costs, ranks)
-    packs = max(packs_needed([rows[i] for i in own], limits) for own in shares.ranks)
-    for fewer in range(ceil(sum(rows) / (ranks * limits.tokens)), packs):
-        if found := _within(rows, costs, limits, ranks, fewer):
-            shares, packs = found, fewer
-            break
-    return StepPlan([[portions[i] for i in own] for own in shares.ranks], packs, shares.costs, limits)
+    packs = ceil(sum(rows) / (ranks * limits.tokens))  # of each rank, at least
+    while (filled := _filled(rows, costs, limits.tokens, ranks * packs)) is None:
+        packs += 1
+    dealt = balance_within(filled.costs, ranks, lambda own: len(own) <= packs)
+    assert dealt is not None  # there are as many packs as places for them
+    on_ranks = [sorted(own, key=lambda pack: (-filled.costs[pack], pack)) for own in dealt.ranks]
+    return StepPlan(
+        [[[portions[i] for i in filled.ranks[pack]] for pack in own] for own in on_ranks], dealt.costs, limits
+    )
 
 
-def _within(rows: Sequence[int], costs: Sequence[int], limits: PackLimits, ranks: int, packs: int) -> Shares | None:
-    """Shares of which none needs more than so many packs; None: no such were found.
+def _filled(rows: Sequence[int], costs: Sequence[int], capacity: int, packs: int) -> Shares | None:
+    """What lies in each of so many packs, alike in cost; None: no way was found to put all into so few.
 
-    Dealt out by cost, if all find room in that way; else packed over all ranks together, and the packs dealt out.
+    Dealt out by cost, if all find room in that way. Else as full as can be at first, for what has much attention or
+    many logit rows costs more in as many rows.
     """
 
     def fits(own: Sequence[int]) -> bool:
-        return _fit([rows[i] for i in own], limits, packs)
+        return sum(rows[i] for i in own) <= capacity
 
-    if shares := balance_within(costs, ranks, fits):
+    if shares := balance_within(costs, packs, fits):
         return shares
-    filled = members_of(best_fit(rows, limits.tokens))
-    dealt = balance_within([sum(costs[i] for i in some) for some in filled], ranks, lambda own: len(own) <= packs)
-    if dealt is None:
+    filled = members_of(best_fit(rows, capacity))
+    if len(filled) > packs:
         return None
-    members = [[i for pack in own for i in filled[pack]] for own in dealt.ranks]
-    return exchanged(costs, members, fits) if all(map(fits, members)) else None
-
-
-def _fit(rows: Sequence[int], limits: PackLimits, packs: int) -> bool:
-    """Whether portions of so many rows need no more than so many packs."""
-    whole, largest = sum(rows), max(rows)
-    if whole > packs * limits.tokens:
-        return False
-    # Whoever opens another pack found no room in those before: each has more than the capacity without the newcomer.
-    return whole <= packs * (limits.tokens - largest) + largest or packs_needed(rows, limits) <= packs
+    return exchanged(costs, [*filled, *([] for _ in range(packs - len(filled)))], fits)

@@ -79,10 +79,6 @@ def test_even_bins_by_hand():
     assert even_fit([4, 4, 4, 4], 12).tolist() == [0, 0, 1, 1]
     assert even_fit([7], 12).tolist() == [0]
     assert even_fit([], 12).tolist() == []
-    # More bins than need be, if that is allowed; no more than make the largest smaller.
-    assert even_fit([4, 4, 4, 4], 16, bins=2).tolist() == [0, 0, 1, 1]
-    assert even_fit([7, 2, 2], 12, bins=3).tolist() == [0, 1, 1]
-    assert even_fit([], 12, bins=3).tolist() == []
 
 
 @settings(max_examples=300, deadline=None)

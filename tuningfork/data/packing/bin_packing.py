@@ -59,11 +59,8 @@ def best_fit(sizes: Sequence[int] | np.ndarray, capacity: int) -> np.ndarray:
     return bin_of
 
 
-def even_fit(sizes: Sequence[int] | np.ndarray, capacity: int, bins: int = 1) -> np.ndarray:
+def even_fit(sizes: Sequence[int] | np.ndarray, capacity: int) -> np.ndarray:
     """As few bins as `best_fit` makes, and the largest of them as small as that allows.
-
-    Args:
-        bins: so many may be made where fewer would do.
 
     Returns:
         The bin of each item, as `best_fit` numbers them.
@@ -72,8 +69,8 @@ def even_fit(sizes: Sequence[int] | np.ndarray, capacity: int, bins: int = 1) ->
         ValueError: a size is below 1 or above the capacity.
     """
     bin_of = best_fit(sizes, capacity)
-    bins = max(int(bin_of.max(initial=-1)) + 1, bins)
-    if len(bin_of) == 0 or bins < 2:
+    bins = int(bin_of.max(initial=-1)) + 1
+    if bins < 2:
         return bin_of
     low, high = max(int(np.max(sizes)), -(-int(np.sum(sizes)) // bins)), capacity
     while low < high:

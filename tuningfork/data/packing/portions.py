@@ -52,6 +52,9 @@ def portion_out(examples: Sequence[TokenExample], share: Share, capacity: int) -
         share: what makes a tree: see `tree.grow`.
     """
     trie = grow(examples, share)
+    if share != "tree":  # an example has trees of its own
+        rows = np.bincount(trie.example_of[trie.low], trie.lengths, len(examples)).astype(np.int64).tolist()
+        return [Portion(trie, [example], own) for example, own in enumerate(rows)]
     nodes, users = trie.users()
     tree_of = _trees(trie)  # of each example
     first = np.flatnonzero(np.diff(nodes, prepend=-1))  # of the users of each node
@@ -73,9 +76,10 @@ def portion_out(examples: Sequence[TokenExample], share: Share, capacity: int) -
 
 
 def part(portion: Portion, parts: int) -> list[Portion]:
-    """A portion in so many at most, cut in the order of its tokens; the largest is within 1/_NEAR of as small as can be.
+    """A portion in so many at most, cut in the order of its tokens.
 
-    What examples of several parts begin with in common, each of these parts has for itself.
+    Their largest is as small as can be, or larger by no more than one part in _NEAR. What examples of several parts
+    begin with in common, each of these parts has for itself.
     """
     trie, members = portion.trie, portion.members
     parts = min(parts, len(members))
