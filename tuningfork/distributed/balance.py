@@ -5,7 +5,7 @@ A pure function of the examples' costs: every rank computes the whole plan for i
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -107,10 +107,11 @@ def _trade(costs: Sequence[int], members: list[list[int]], loads: list[int], goa
 
     One that gets nothing back gives an example away.
     """
-    by_load = sorted(range(len(loads)), key=loads.__getitem__)
-    while loads[slowest := by_load[-1]] > goal:
-        for partner in by_load[:-1]:
-            pair = _exchange(costs, members[slowest], members[partner], loads[slowest] - loads[partner], fits)
+    by_load = sorted((load, rank) for rank, load in enumerate(loads))
+    while by_load[-1][0] > goal:
+        load, slowest = by_load[-1]
+        for least, partner in by_load[:-1]:
+            pair = _exchange(costs, members[slowest], members[partner], load - least, fits)
             if pair is not None:
                 break
         else:
@@ -119,9 +120,10 @@ def _trade(costs: Sequence[int], members: list[list[int]], loads: list[int], goa
         members[slowest] = _with_other(members[slowest], gone, come)
         members[partner] = _with_other(members[partner], come, gone)
         moved = costs[gone] - (0 if come is None else costs[come])
-        loads[slowest] -= moved
-        loads[partner] += moved
-        by_load.sort(key=loads.__getitem__)
+        for rank, more in ((slowest, -moved), (partner, moved)):
+            del by_load[bisect_left(by_load, (loads[rank], rank))]
+            loads[rank] += more
+            insort(by_load, (loads[rank], rank))
 
 
 def _exchange(
