@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 GOOD_ENOUGH = 1.001  # slowest rank / the least possible; packs round their sizes up by more than what is left
+_PARTNERS = 256  # that the slowest of many ranks asks for an exchange, from the one with least to do up to its own like
 
 Fits = Callable[[Sequence[int]], bool]
 """Whether one rank has room for these examples, given as places in the batch. If it has, it has for some of them."""
@@ -103,15 +104,16 @@ def exchanged(costs: Sequence[int], members: Sequence[Sequence[int]], fits: Fits
 
 
 def _trade(costs: Sequence[int], members: list[list[int]], loads: list[int], goal: float, fits: Fits) -> None:
-    """Exchange examples of the slowest rank until it is at the goal, or no exchange with any rank makes it faster.
+    """Exchange examples of the slowest rank until it is at the goal, or no exchange makes it faster.
 
-    One that gets nothing back gives an example away.
+    One that gets nothing back gives an example away. Of many ranks some are asked, as far apart as they are many, so
+    that the time grows with their number and not with its square.
     """
     by_load = sorted((load, rank) for rank, load in enumerate(loads))
     while by_load[-1][0] > goal:
         load, slowest = by_load[-1]
-        for least, partner in by_load[:-1]:
-            pair = _exchange(costs, members[slowest], members[partner], load - least, fits)
+        for other_load, partner in by_load[: -1 : max(len(by_load) // _PARTNERS, 1)]:
+            pair = _exchange(costs, members[slowest], members[partner], load - other_load, fits)
             if pair is not None:
                 break
         else:
