@@ -35,6 +35,7 @@ class Sharding:
         model = policy.model
         self._mesh = mesh
         self._layout = layout
+        self.copies = layout.spread
         self._whole = [weight for weight in model.parameters() if weight.ndim < 2]
         over = mesh[REPLICATE, SHARD] if layout.replicate > 1 else mesh[SHARD]
         same: dict[str, Any] = {

@@ -30,6 +30,9 @@ _HEAD_OPS: Mapping[str, Sizes] = {"row_logps": {}}
 class Spread(Protocol):
     """How a policy's weights lie on several processes (distributed/sharding.py), and what it asks of that."""
 
+    copies: int
+    """Processes with packs of their own, whose gradients are added up."""
+
     def begin(self, last: bool) -> None:
         """Before a pack's forward pass. `last`: gradients travel with its backward pass, if it has one."""
 
