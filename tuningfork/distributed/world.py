@@ -62,6 +62,8 @@ def world(parallel: ParallelConfig, cuda: bool) -> Iterator[Ranks]:
     ranks = Ranks(rank, size, named["LOCAL_RANK"], named["LOCAL_WORLD_SIZE"], host)
     try:
         yield ranks
+    except SaidElsewhere:  # which the others said before they failed: they are not to find that this one did so first
+        raise
     except BaseException as error:
         if not _first_to_fail(store):
             raise SaidElsewhere() from error

@@ -71,7 +71,7 @@ def prepare(
     folder, ranks = Path(config.output.dir), session.ranks
     if ranks.first:
         clear_abandoned(folder, held=True)
-    last = checkpoint.newest(folder / CHECKPOINTS)
+    last = checkpoint.newest(folder / CHECKPOINTS, ranks)
     saved = None if last is None else checkpoint.progress(last)
     weights = starting_weights(session.policy, console)
     begun = at_its_beginning(session, data, weights)
@@ -93,9 +93,16 @@ def prepare(
     progress = replace(begun, before=start)
     if last is not None:
         with console.stage("checkpoint", f"reading {last}"):
-            restored = checkpoint.restore(last, session.policy.model, optimizer)
+            if session.policy.spread is not None:
+                session.policy.spread.release()
+            restored = checkpoint.restore(last, session.policy.model, optimizer, ranks)
         progress = replace(progress, step=restored.step, examples=restored.examples)
         console.print(f"continuing from {last}")
+        if restored.layout != begun.layout:
+            console.print(
+                f"! the checkpoint was written by {restored.layout}, now there are {begun.layout}: gradients are added "
+                "up in another order, so that the steps from here on equal those of an unbroken run up to rounding"
+            )
     return PreparedRun(
         folder=folder,
         session=session,

@@ -24,6 +24,7 @@ def at_its_beginning(session: Session, data: Data, weights: str) -> Progress:
         activation_memory=session.policy.activation_memory,
         held_out_digest=dataset_digest(data.held_out),
         before=None,
+        layout=session.layout,
     )
 
 

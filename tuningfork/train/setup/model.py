@@ -88,7 +88,7 @@ def start_model(config: RunConfig, device: torch.device, console: Console, ranks
             check.compare(policy)
     for words in untried(policy):
         console.print(f"checks at the start: {words}")
-    return Session(scorer, config.objective.build(), loaded, check, ranks)
+    return Session(scorer, config.objective.build(), loaded, check, ranks, layout)
 
 
 def choose_activations(
