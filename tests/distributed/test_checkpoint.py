@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
-import random
-import re
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.worlds import together
+from tests.distributed.worlds import ended, together
 from tests.tiny import limits_of, random_examples, scorer_of, tiny_model
 from tuningfork.data.packing.layout import lay
 from tuningfork.data.packing.pack import portions_of
@@ -24,16 +23,18 @@ from tuningfork.distributed.config import ParallelConfig
 from tuningfork.distributed.layout import Layout
 from tuningfork.distributed.parallelize import parallelize
 from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
-from tuningfork.errors import RunFolderError
+from tuningfork.errors import RunFolderError, TuningforkError
 from tuningfork.files import is_aside
 from tuningfork.models.policy import Policy
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.train import checkpoint, checkpoint_writer
 from tuningfork.train.batch import StepBatch
 from tuningfork.train.checkpoint import Progress
+from tuningfork.train.checkpointer import Checkpointer
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.optimizer import build_optimizer
 from tuningfork.train.plan import plan_step
+from tuningfork.train.session import Session
 from tuningfork.train.step import train_step
 
 EXAMPLES = random_examples([(n % 7 + 1, (2 * n % 11 + 1, 3 + n % 5)) for n in range(11)])
@@ -62,9 +63,11 @@ class Job:
             found.append((step.loss, step.grad_norm))
         return found
 
+    def progress(self, step: int) -> Progress:
+        return Progress(step, 11 * step, "data", "model", "float32", "none", "held out", None, self.layout)
+
     def save(self, folder: Path, step: int) -> Path:
-        progress = Progress(step, 11 * step, "data", "model", "float32", "none", "held out", None, self.layout)
-        return checkpoint.save(folder, progress, self.policy.model, self.optimizer, 2, None, self.ranks)
+        return checkpoint.save(folder, self.progress(step), self.policy.model, self.optimizer, 2, None, self.ranks)
 
     def restore(self, path: Path) -> Progress:
         if self.policy.spread is not None:
@@ -88,23 +91,31 @@ def _whole(value: Tensor) -> Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
 
 
-def trained_and_saved(ranks: Ranks, parallel: dict[str, Any], folder: Path, family: str) -> Any:
-    """Two steps, a checkpoint, and two more."""
-    job = Job(ranks, parallel, family)
-    job.train(2)
-    job.save(folder, 2)
-    tensors = job.tensors()
-    return tensors, job.train(2), job.tensors()
+CASES = [("FSDP", "granite"), ("HSDP", "llama"), ("DDP", "llama")]  # granite's embedding is its head
+Found = tuple[dict[str, Tensor], list[tuple[float, float]], dict[str, Tensor], Layout]
 
 
-def went_on(ranks: Ranks, parallel: dict[str, Any], folder: Path, family: str) -> Any:
-    """What a checkpoint gave, and two steps from there."""
-    job = Job(ranks, parallel, family)
-    path = checkpoint.newest(folder, ranks)
-    assert path is not None
-    stood = job.restore(path)
-    tensors = job.tensors()
-    return tensors, job.train(2), job.tensors(), stood
+def trained_and_saved(ranks: Ranks, folder: Path, cases: list[tuple[str, str]]) -> list[Found]:
+    """Of each case: weights and moments after a step, as a checkpoint has them; another step, and the end."""
+    found = []
+    for layout, family in cases:
+        job = Job(ranks, LAYOUTS[layout], family)
+        job.train(1)
+        job.save(folder / layout / family, 2)
+        found.append((job.tensors(), job.train(1), job.tensors(), job.layout))
+    return found
+
+
+def gone_on(ranks: Ranks, folder: Path, cases: list[tuple[str, str]], other: str | None = None) -> list[Found]:
+    """What each checkpoint gave, perhaps in another layout; a step from there, and the end."""
+    found = []
+    for layout, family in cases:
+        job = Job(ranks, LAYOUTS[other or layout], family)
+        path = checkpoint.newest(folder / layout / family, ranks)
+        assert path is not None
+        stood = job.restore(path)
+        found.append((job.tensors(), job.train(1), job.tensors(), stood.layout))
+    return found
 
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -112,27 +123,200 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", ["llama", "granite"])  # untied, tied
-def test_the_same_processes_go_on_to_the_same_bits(tmp_path: Path, layout: str, family: str) -> None:
-    parallel = LAYOUTS[layout]
-    (tensors, steps, end), *_ = together(4, trained_and_saved, parallel, tmp_path, family)
-    for loaded, their_steps, their_end, stood in together(4, went_on, parallel, tmp_path, family):
-        same(loaded, tensors)
-        assert their_steps == steps and stood.step == 2
-        same(their_end, end)
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Found]]:
+    """Checkpoints of all cases that four processes wrote, and what these had and did then."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return folder, together(4, trained_and_saved, folder, CASES)[0]
 
 
-def test_others_load_the_same_bits_and_go_on_up_to_rounding(tmp_path: Path) -> None:
-    (tensors, steps, _), *_ = together(4, trained_and_saved, LAYOUTS["FSDP"], tmp_path, "llama")
-    worlds = [together(2, went_on, {}, tmp_path, "llama"), together(4, went_on, {"replicate": 2}, tmp_path, "llama")]
-    for loaded, their_steps, _, stood in [went_on(ONE_PROCESS, {}, tmp_path, "llama"), *worlds[0], *worlds[1]]:
-        same(loaded, tensors)
-        assert stood.layout == Layout(1, 4, 1)
-        assert [loss for loss, _ in their_steps] == pytest.approx([loss for loss, _ in steps], rel=1e-6)
+def test_the_same_processes_go_on_to_the_same_bits(saved: tuple[Path, list[Found]]) -> None:
+    folder, expected = saved
+    for of_rank in together(4, gone_on, folder, CASES):
+        for found, (tensors, steps, end, layout) in zip(of_rank, expected, strict=True):
+            same(found[0], tensors)
+            assert found[1] == steps and found[3] == layout
+            same(found[2], end)
 
 
-def test_one_process_is_gone_on_from_by_several(tmp_path: Path) -> None:
-    tensors, _, _ = trained_and_saved(ONE_PROCESS, {}, tmp_path, "llama")
-    for loaded, *_ in together(3, went_on, {}, tmp_path, "llama"):  # 97 words, 32 and 64 rows: none of equal shards
-        same(loaded, tensors)
+def test_others_load_the_same_bits_and_go_on_up_to_rounding(saved: tuple[Path, list[Found]]) -> None:
+    folder, (expected, *_) = saved
+    cases = CASES[:1]
+    worlds = [
+        [gone_on(ONE_PROCESS, folder, cases)],
+        together(2, gone_on, folder, cases),
+        together(3, gone_on, folder, cases, "DDP"),
+    ]
+    for (found,) in (of_rank for one in worlds for of_rank in one):
+        same(found[0], expected[0])
+        assert [loss for loss, _ in found[1]] == pytest.approx([loss for loss, _ in expected[1]], rel=1e-6)
+        assert found[3] == Layout(1, 4, 1)
+
+
+def test_several_go_on_from_one(tmp_path: Path) -> None:
+    ((tensors, *_),) = trained_and_saved(ONE_PROCESS, tmp_path, CASES[:1])
+    for ((found, *_),) in together(3, gone_on, tmp_path, CASES[:1]):  # 97, 32 and 64 rows: no equal shares
+        same(found, tensors)
+
+
+def each_reads(ranks: Ranks, path: Path) -> tuple[set[str], int]:
+    """Of which files this rank reads pieces, and how many bytes of tensors."""
+    files, read = set(), 0
+    slice_file = FileSystemReader._slice_file
+
+    def counting(self: FileSystemReader, file: Any, place: Any) -> Any:
+        nonlocal read
+        files.add(place.relative_path)
+        read += place.length
+        return slice_file(self, file, place)
+
+    FileSystemReader._slice_file = counting  # type: ignore[method-assign]
+    try:
+        Job(ranks, {}, "granite").restore(path)
+    finally:
+        FileSystemReader._slice_file = slice_file  # type: ignore[method-assign]
+    return files, read
+
+
+def test_each_reads_its_own_shards(saved: tuple[Path, list[Found]]) -> None:
+    """And what all have, such as norms, which lies in some of the files."""
+    path = saved[0] / "FSDP" / "granite" / "step-2"
+    in_all = sum(file.stat().st_size for file in path.glob("*.distcp"))
+    small = in_all // 5  # of a model so small, norms and what stands around each tensor are some of it
+    for _, read in together(4, each_reads, path):
+        assert in_all // 4 <= read + small // 4 and read <= in_all // 4 + small
+    _, alone = each_reads(ONE_PROCESS, path)
+    assert alone == in_all
+
+
+class Full:
+    """A disk that is full, for one rank and where it writes something."""
+
+    def __init__(self, ranks: Ranks, failing: int, place: str) -> None:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        owner, name = {
+            "its shards": (checkpoint_writer.HashedFiles, "create_stream"),
+            "the folder": (Path, "mkdir"),
+            "progress": (Path, "write_text"),
+            "the checksums": (checkpoint_writer, "seal"),
+            "the name": (os, "rename"),
+        }[place]
+        self.owner, self.name, self.real = owner, name, getattr(owner, name)
+        if ranks.rank == failing:
+            setattr(owner, name, refuse)
+
+    def make_room(self) -> None:
+        setattr(self.owner, self.name, self.real)
+
+
+PLACES = [(2, "its shards"), *((0, place) for place in ("its shards", "the folder", "progress", "the name"))]
+
+
+def fill_up(ranks: Ranks, folder: Path) -> list[tuple[str, str]]:
+    """What this rank gets where one finds its disk full, at each place in turn; a save with room ends it."""
+    job, found = Job(ranks, {}), []
+    job.train(1)
+    job.save(folder, 1)
+    for failing, place in PLACES:
+        full = Full(ranks, failing, place)
+        try:
+            job.save(folder, 2)
+        except TuningforkError as error:
+            found.append((type(error).__name__, str(error)))
+        finally:
+            full.make_room()
+        assert checkpoint.newest(folder, ranks) == folder / "step-1"
+        ranks.barrier()
+        assert [path.name for path in folder.iterdir()] == ["step-1"]
+        ranks.barrier()
+    job.save(folder, 2)
+    job.restore(folder / "step-2")
+    return found
+
+
+def test_a_disk_that_is_full_for_one_is_said_by_that_one(tmp_path: Path) -> None:
+    outcomes = together(3, fill_up, tmp_path)
+    for number, (failing, place) in enumerate(PLACES):
+        for rank, outcome in enumerate(outcomes):
+            kind, said = outcome[number]
+            assert kind == ("RunFolderError" if rank == failing else "SaidElsewhere"), (place, said)
+            if rank == failing:
+                assert f"{tmp_path}/step-2 cannot be written: No space left on device" in said
+
+
+def die_while_saving(ranks: Ranks, folder: Path, dying: int) -> None:
+    job = Job(ranks, {})
+    job.train(1)
+    job.save(folder, 1)
+    if ranks.rank == dying:
+
+        def die(self: object, path: Path, mode: str) -> None:
+            path.write_text("half of it")
+            os._exit(9)
+
+        checkpoint_writer.HashedFiles.create_stream = die  # type: ignore[assignment,method-assign]
+    job.save(folder, 2)
+
+
+@pytest.mark.parametrize("dying", [0, 2])
+def test_a_kill_leaves_the_older_one_the_newest(tmp_path: Path, dying: int) -> None:
+    outcomes = ended(3, die_while_saving, tmp_path, dying)
+    for rank, (well, why) in enumerate(outcomes):
+        assert not well and ("died" in why if rank == dying else "RankError" in why), why
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left >= {"step-1"} and all(map(is_aside, left - {"step-1"}))
+    assert checkpoint.newest(tmp_path) == tmp_path / "step-1"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
+def damaged(ranks: Ranks, path: Path) -> str:
+    with pytest.raises(TuningforkError) as caught:
+        Job(ranks, {}, "granite").restore(path)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_flipped_bit_is_said_once(saved: tuple[Path, list[Found]], tmp_path: Path) -> None:
+    """Each of the processes hashes some of the files."""
+    path = Path(shutil.copytree(saved[0] / "FSDP" / "granite" / "step-2", tmp_path / "step-2"))
+    content = bytearray((path / "__2_0.distcp").read_bytes())
+    content[len(content) // 2] ^= 1
+    (path / "__2_0.distcp").write_bytes(content)
+    said = together(2, damaged, path)
+    assert sorted(line.partition(":")[0] for line in said) == ["RunFolderError", "SaidElsewhere"]
+    (line,) = (line for line in said if line.startswith("RunFolderError"))
+    assert "__2_0.distcp is damaged" in line and "Remove that folder" in line
+
+
+def not_a_number(ranks: Ranks, folder: Path) -> str:
+    job = Job(ranks, {})
+    if ranks.rank == 1:
+        weight: Any = job.policy.model.get_input_embeddings().weight
+        with torch.no_grad():
+            weight.to_local()[0, 0] = torch.nan
+    session = Session(job.scorer, ObjectiveConfig().build(), None, None, ranks, job.layout)  # type: ignore[arg-type]
+    held_out: Any = SimpleNamespace(best=None)
+    with pytest.raises(TuningforkError) as caught:
+        Checkpointer(folder, 1, session, job.optimizer, held_out).save(job.progress(1))
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_weight_that_is_no_number_on_one_is_saved_by_none(tmp_path: Path) -> None:
+    said = together(3, not_a_number, tmp_path)
+    assert said[1].startswith("NonFiniteError: step 1: the step moved model.embed_tokens.weight to nan or infinity")
+    assert [line.partition(":")[0] for line in said] == ["SaidElsewhere", "NonFiniteError", "SaidElsewhere"]
+    assert not list(tmp_path.iterdir())
+
+
+def fail_alone(ranks: Ranks) -> None:
+    with ranks.agreeing():
+        if ranks.rank == 1:
+            raise RunFolderError("the disk is full")
+
+
+def test_one_voice() -> None:
+    """Whichever process comes first to the end of the world, it is the one that failed that speaks."""
+    for rank, (well, why) in enumerate(ended(3, fail_alone)):
+        said = why.strip().splitlines()[-1].removeprefix("tuningfork.errors.")
+        assert not well and said == ("RunFolderError: rank 1: the disk is full" if rank == 1 else "SaidElsewhere")
