@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,17 +25,16 @@ from tuningfork.distributed.layout import Layout
 from tuningfork.distributed.parallelize import parallelize
 from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
 from tuningfork.errors import RunFolderError, TuningforkError
-from tuningfork.files import is_aside
+from tuningfork.files import DIGESTS, is_aside
 from tuningfork.models.policy import Policy
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.train import checkpoint, checkpoint_writer
 from tuningfork.train.batch import StepBatch
 from tuningfork.train.checkpoint import Progress
 from tuningfork.train.checkpointer import Checkpointer
-from tuningfork.train.config import TrainConfig
+from tuningfork.train.config import OutputConfig, TrainConfig
 from tuningfork.train.optimizer import build_optimizer
 from tuningfork.train.plan import plan_step
-from tuningfork.train.session import Session
 from tuningfork.train.step import train_step
 
 EXAMPLES = random_examples([(n % 7 + 1, (2 * n % 11 + 1, 3 + n % 5)) for n in range(11)])
@@ -68,6 +68,11 @@ class Job:
 
     def save(self, folder: Path, step: int) -> Path:
         return checkpoint.save(folder, self.progress(step), self.policy.model, self.optimizer, 2, None, self.ranks)
+
+    def checkpointer(self, folder: Path, **output: Any) -> Checkpointer:
+        session: Any = SimpleNamespace(policy=self.policy, ranks=self.ranks)
+        held_out: Any = SimpleNamespace(best=None)
+        return Checkpointer(folder, OutputConfig(**output), session, self.optimizer, held_out)
 
     def restore(self, path: Path) -> Progress:
         if self.policy.spread is not None:
@@ -246,6 +251,60 @@ def test_a_disk_that_is_full_for_one_is_said_by_that_one(tmp_path: Path) -> None
                 assert f"{tmp_path}/step-2 cannot be written: No space left on device" in said
 
 
+def stage_and_write(ranks: Ranks, folder: Path) -> tuple[bool, list[tuple[str, str]]]:
+    """Save in step, and beside the next steps; then find the disk full beside them."""
+    job, found = Job(ranks, {}), []
+    checkpointer = job.checkpointer(folder / "beside")
+    for step in (1, 2):
+        job.train(1)
+        checkpointer.save(job.progress(step))
+        job.save(folder / "in step", step)
+    job.train(1)  # moves the weights while they are written
+    checkpointer.prune()  # waits
+    full = Full(ranks, 1, "its shards")
+    checkpointer.save(job.progress(3))
+    while not ranks.any(checkpointer.failed):
+        pass
+    full.make_room()
+    for act in (lambda: checkpointer.save(job.progress(3)), lambda: checkpointer.save(job.progress(4))):
+        try:
+            with checkpointer:
+                act()
+        except TuningforkError as error:
+            found.append((type(error).__name__, str(error)))
+    return checkpointer.failed, found
+
+
+def test_what_is_written_beside_the_steps_is_the_same_to_the_bit(tmp_path: Path) -> None:
+    outcomes = together(3, stage_and_write, tmp_path)
+    beside, in_step = tmp_path / "beside", tmp_path / "in step"
+    names = {path.name for path in (in_step / "step-2").iterdir()}
+    assert {path.name for path in (beside / "step-2").iterdir()} == names >= {"__2_0.distcp", "progress.json"}
+    for name in names - {".metadata", DIGESTS}:  # which say when and where it was written
+        assert (beside / "step-2" / name).read_bytes() == (in_step / "step-2" / name).read_bytes(), name
+    # The failure is told by the next to ask, once; what comes then is written.
+    kinds = [[kind for kind, _ in found] for _, found in outcomes]
+    assert kinds == [["SaidElsewhere"], ["RunFolderError"], ["SaidElsewhere"]]
+    assert "step-3 cannot be written: No space left on device" in outcomes[1][1][0][1]
+    assert {path.name for path in beside.iterdir()} == {"step-2", "step-4"}
+
+
+def test_one_process_may_write_beside_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it does meanwhile is in no file; Ctrl-C, as any end, waits for it."""
+    job, go_on = Job(ONE_PROCESS, {}), threading.Event()
+    seal = checkpoint_writer.seal
+    monkeypatch.setattr(checkpoint_writer, "seal", lambda *args: (go_on.wait(60), seal(*args)))
+    with job.checkpointer(tmp_path, save_async=True) as checkpointer:
+        job.train(1)
+        expected = job.tensors()
+        checkpointer.save(job.progress(1))
+        job.train(1)
+        assert not (tmp_path / "step-1").exists()
+        go_on.set()
+    job.restore(tmp_path / "step-1")
+    same(job.tensors(), expected)
+
+
 def die_while_saving(ranks: Ranks, folder: Path, dying: int) -> None:
     job = Job(ranks, {})
     job.train(1)
@@ -295,10 +354,8 @@ def not_a_number(ranks: Ranks, folder: Path) -> str:
         weight: Any = job.policy.model.get_input_embeddings().weight
         with torch.no_grad():
             weight.to_local()[0, 0] = torch.nan
-    session = Session(job.scorer, ObjectiveConfig().build(), None, None, ranks, job.layout)  # type: ignore[arg-type]
-    held_out: Any = SimpleNamespace(best=None)
     with pytest.raises(TuningforkError) as caught:
-        Checkpointer(folder, 1, session, job.optimizer, held_out).save(job.progress(1))
+        job.checkpointer(folder).save(job.progress(1))
     return f"{type(caught.value).__name__}: {caught.value}"
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +32,7 @@ from tuningfork.models.config import ACTIVATION_MEMORY
 from tuningfork.report.run.metrics import Evaluation
 from tuningfork.train.checkpoint_reader import Foreign, PlainPlanner, PlainReader
 from tuningfork.train.checkpoint_writer import one_process, write
+from tuningfork.train.staging import StagedPlanner, Staging
 from tuningfork.wording import first_line
 
 _NAME = re.compile(r"step-([1-9][0-9]*)")
@@ -72,10 +75,41 @@ def save(
         RunFolderError: the disk refuses. What was there before is still whole.
         SaidElsewhere: it refuses on another rank.
     """
+    return _save(folder, progress, _state(model, optimizer), None, keep_last, best, ranks)
+
+
+def saving(
+    folder: Path,
+    progress: Progress,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    keep_last: int,
+    best: int | None,
+    ranks: Ranks,
+    staging: Staging,
+) -> Callable[[], Path]:
+    """What does as `save` does, for a thread: tensors are copied now. Before the next call it must be done.
+
+    Args:
+        ranks: who talk through a group of their own, see `Ranks.apart`.
+    """
+    state = _state(model, optimizer)
+    return partial(_save, folder, progress, state, staging.copy(state), keep_last, best, ranks)
+
+
+def _save(
+    folder: Path,
+    progress: Progress,
+    state: dict[str, Any],
+    staged: StagedPlanner | None,
+    keep_last: int,
+    best: int | None,
+    ranks: Ranks,
+) -> Path:
     path = at(folder, progress.step)
-    if ranks.from_first(path.exists()):  # a run that was killed between this save and its end, and came by again
-        return path
-    write(path, _state(model, optimizer), (_PROGRESS, json.dumps(asdict(progress))), ranks)
+    # It is there where a run was killed between this save and its end, and came by again; or where one was the best.
+    if not ranks.from_first(path.exists()):
+        write(path, state, (_PROGRESS, json.dumps(asdict(progress))), ranks, staged)
     prune(folder, keep_last, best, ranks)
     return path
 

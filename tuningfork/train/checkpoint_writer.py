@@ -21,14 +21,18 @@ from torch.distributed.checkpoint.filesystem import FileSystem  # private: torch
 from tuningfork.distributed.ranks import Ranks, answered
 from tuningfork.errors import RunFolderError, SaidElsewhere
 from tuningfork.files import Hashed, explained, seal, whole_folder
+from tuningfork.train.staging import StagedPlanner
 
 
-def write(path: Path, state: dict[str, Any], beside: tuple[str, str], ranks: Ranks) -> None:
+def write(
+    path: Path, state: dict[str, Any], beside: tuple[str, str], ranks: Ranks, staged: StagedPlanner | None = None
+) -> None:
     """Write a checkpoint as the folder `path`.
 
     Args:
         state: the tensors of this rank; one that is spread over ranks as a DTensor, whose shards they all write.
         beside: name and text of a file beside them.
+        staged: copies of these tensors, to be written in their place.
 
     Raises:
         RunFolderError: the disk refuses, on this rank. Nothing of the checkpoint stays.
@@ -49,7 +53,7 @@ def write(path: Path, state: dict[str, Any], beside: tuple[str, str], ranks: Ran
                     "folder that all machines of the run see, on a network file system, say."
                 )
         with explained(path):
-            _write_tensors(aside, files, state, ranks)
+            _write_tensors(aside, files, state, ranks, staged)
         checksums = {name: digest for of_rank in ranks.all(files.checksums) for name, digest in of_rank.items()}
         with ranks.agreeing():
             if ranks.first:
@@ -77,14 +81,18 @@ class HashedFiles(FileSystem):
         self.checksums[Path(new_path).name] = self.checksums.pop(Path(path).name)
 
 
-def _write_tensors(folder: Path, files: HashedFiles, state: dict[str, Any], ranks: Ranks) -> None:
+def _write_tensors(
+    folder: Path, files: HashedFiles, state: dict[str, Any], ranks: Ranks, staged: StagedPlanner | None
+) -> None:
     """Write this rank's share of the state. All ranks know then whether all have."""
     writer = dcp.FileSystemWriter(folder)
     writer.fs = files
+    if staged is not None:
+        writer.per_thread_copy_ahead = 0  # nothing is to be copied, and a thread has no stream of a GPU for it
     alone = ranks.size == 1
     try:
         with one_process() if alone else answered():
-            dcp.save(state, storage_writer=writer, process_group=ranks.host, no_dist=alone)
+            dcp.save(state, storage_writer=writer, planner=staged, process_group=ranks.host, no_dist=alone)
     except CheckpointException as error:
         failed = [failure for rank, (failure, _) in error.failures.items() if rank == ranks.rank]
         if not failed:

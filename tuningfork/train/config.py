@@ -99,6 +99,10 @@ class OutputConfig:
     """Steps between checkpoints; the last step is always saved."""
     keep_last: Annotated[int, Field(ge=1)] = 2
     """Checkpoints kept; older ones are removed once a newer one is whole. With train.eval_every the best one stays."""
+    save_async: bool | None = None
+    """Write checkpoints while training goes on, from a copy of weights and moments in host memory. null: where several
+    processes share a run, each of which copies its share; one process takes the time rather than the memory. The files
+    are the same to the bit."""
     log_every: Annotated[int, Field(ge=1)] = 1
     """Steps between lines in metrics.jsonl; a line covers all steps since the last one. A checkpoint writes one too,
     and so does an evaluation."""

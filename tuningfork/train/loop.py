@@ -44,12 +44,13 @@ class TrainingLoop:
         run, total_steps = self.run, self.run.total_steps
         interval, apart = Interval(self.totals.peak_flops), 0.0
         with (
+            self.checkpointer,
             stop_when_asked(run.console) as asked,
             run.console.phase("training", total_steps, "steps", done=self.progress.step) as phase,
         ):
 
             def stop_asked() -> bool:
-                return run.session.ranks.any(asked())
+                return run.session.ranks.any(asked() or self.checkpointer.failed)  # saving again says why it failed
 
             if self.held_out.due(self.progress.step) and self.progress.step < total_steps and not stop_asked():
                 self._evaluate(phase, stop_asked)
@@ -88,7 +89,6 @@ class TrainingLoop:
             found = self.run.score_held_out(f"evaluating after step {step}", stop_asked)
             if found is not None and self.held_out.enter(step, found):
                 self.checkpointer.save(self.progress)
-                self.checkpointer.prune()
         return time.perf_counter() - begun
 
 
