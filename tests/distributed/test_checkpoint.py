@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.distributed.worlds import ended, together
 from tests.tiny import limits_of, random_examples, scorer_of, tiny_model
@@ -33,8 +34,9 @@ from tuningfork.train.batch import StepBatch
 from tuningfork.train.checkpoint import Progress
 from tuningfork.train.checkpointer import Checkpointer
 from tuningfork.train.config import OutputConfig, TrainConfig
-from tuningfork.train.optimizer import build_optimizer
+from tuningfork.train.optimizer import build_optimizer, move_weights
 from tuningfork.train.plan import plan_step
+from tuningfork.train.staging import Staging
 from tuningfork.train.step import train_step
 
 EXAMPLES = random_examples([(n % 7 + 1, (2 * n % 11 + 1, 3 + n % 5)) for n in range(11)])
@@ -303,6 +305,39 @@ def test_one_process_may_write_beside_its_steps(tmp_path: Path, monkeypatch: pyt
         go_on.set()
     job.restore(tmp_path / "step-1")
     same(job.tensors(), expected)
+
+
+def in_8_bits(ranks: Ranks, folder: Path, restored: bool, steps: int) -> tuple[str, Tensor]:
+    """A matrix that is moved by moments in 8 bits: how these lie, and this process's rows in the end."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 128, bias=False)
+    layout = Layout.plan(ParallelConfig(), ranks)
+    mesh = layout.mesh("cpu")["shard"]
+    fully_shard(model, mesh=mesh)
+    optimizer = build_optimizer(model, TrainConfig(optimizer="adamw_8bit", learning_rate=1e-3))
+    if restored:
+        checkpoint.restore(folder / "step-1", model, optimizer, ranks)
+    weight: Any = model.weight
+    for step in range(1 + restored, 1 + steps):
+        torch.manual_seed(step)
+        weight.grad = distribute_tensor(torch.randn(128, 64), mesh)
+        move_weights(optimizer)
+        if step == 1:
+            weight.grad = None
+            progress = Progress(1, 1, "data", "model", "float32", "none", "held out", None, layout)
+            work = checkpoint.saving(folder, progress, model, optimizer, 2, None, ranks, Staging())
+        if step == 2 and not restored:
+            work()  # what was to be saved is the state before this step
+    return type(optimizer.state[weight]["exp_avg"].to_local()).__name__, weight.to_local().detach()
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_8_bit_moments_of_spread_weights_go_on_to_the_bit(tmp_path: Path) -> None:
+    for (kind, expected), (again, found) in zip(
+        together(2, in_8_bits, tmp_path, False, 3), together(2, in_8_bits, tmp_path, True, 3), strict=True
+    ):
+        assert kind == again == "OptimState8bit"
+        assert torch.equal(found, expected)
 
 
 def die_while_saving(ranks: Ranks, folder: Path, dying: int) -> None:
