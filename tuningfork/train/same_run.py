@@ -59,7 +59,8 @@ def check_same_run(path: Path, saved: Progress, begun: Progress, config: TrainCo
         raise RunFolderError(
             f"{path} has moments in 8 bits whose blocks were cut for {counted(shards, 'process', 'processes')} to a "
             f"copy of the model; now there are {now}, and cut for these they would be other numbers. Set "
-            f"parallel.shard to {saved.layout.shard} and parallel.tensor to {saved.layout.tensor}; parallel.replicate is free."
+            f"parallel.shard to {saved.layout.shard} and parallel.tensor to {saved.layout.tensor}; parallel.replicate "
+            "is free."
         )
     if not saved.step <= saved.examples <= saved.step * config.examples_per_step:
         raise RunFolderError(

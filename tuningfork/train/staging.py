@@ -102,6 +102,8 @@ def _tensors(state: Mapping[str, Any]) -> Iterator[Tensor]:
 
 def _on_host(tensor: Tensor) -> Tensor:
     """Memory for a copy of a tensor: page-locked for one of a GPU, which then copies at the full speed of its link."""
-    if type(tensor.detach()) is not Tensor:  # made of several, as moments in 8 bits are
-        return tensor.detach().to("cpu", copy=True)
+    if hasattr(tensor, "__tensor_flatten__"):  # made of several, as moments in 8 bits are
+        parts, rest = tensor.__tensor_flatten__()
+        copies = {part: getattr(tensor, part).detach().cpu().clone() for part in parts}
+        return type(tensor).__tensor_unflatten__(copies, rest, tensor.shape, tensor.stride())  # type: ignore[attr-defined,no-any-return]
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
