@@ -102,7 +102,8 @@ class Ranks:
                 self.barrier()
 
     def apart(self) -> Ranks:
-        """The same, who talk through a group of their own: in a thread, beside what they say here meanwhile."""
+        """The same, who talk through a group of their own: in a thread, beside what they say here meanwhile.
+        There they may wait for each other for torch's own 30 minutes, for disks differ more than steps do."""
         return self if self.size == 1 else replace(self, host=dist.new_group(backend="gloo"))
 
     @contextmanager

@@ -44,8 +44,8 @@ class TrainingLoop:
         run, total_steps = self.run, self.run.total_steps
         interval, apart = Interval(self.totals.peak_flops), 0.0
         with (
-            self.checkpointer,
             stop_when_asked(run.console) as asked,
+            self.checkpointer,
             run.console.phase("training", total_steps, "steps", done=self.progress.step) as phase,
         ):
 

@@ -89,19 +89,19 @@ def prepare(
     known = None if saved is None or saved.held_out_digest != begun.held_out_digest else saved.before
     start = known or _evaluate_start(session, data, reference, console, continued=saved is not None)
 
+    if session.policy.spread is not None:
+        session.policy.spread.release()  # what scoring gathered is not what is moved, saved and loaded
     optimizer = build_optimizer(session.policy.model, config.train)
     progress = replace(begun, before=start)
     if last is not None:
         with console.stage("checkpoint", f"reading {last}"):
-            if session.policy.spread is not None:
-                session.policy.spread.release()
             restored = checkpoint.restore(last, session.policy.model, optimizer, ranks)
         progress = replace(progress, step=restored.step, examples=restored.examples)
         console.print(f"continuing from {last}")
         if restored.layout != begun.layout:
             console.print(
-                f"! the checkpoint was written by {restored.layout}, now there are {begun.layout}: gradients are added "
-                "up in another order, so that the steps from here on equal those of an unbroken run up to rounding"
+                f"! the checkpoint is of another layout ({restored.layout}; now {begun.layout}): gradients are added up in "
+                "another order, so that the steps from here on equal those of an unbroken run up to rounding"
             )
     return PreparedRun(
         folder=folder,
