@@ -223,6 +223,8 @@ def _load(path: Path, state: dict[str, Any], ranks: Ranks, cure: str = _BEFORE_I
         return stood
     except (CheckpointException, OSError, ValueError, KeyError, TypeError) as error:
         cause = error.failures[0][0] if isinstance(error, CheckpointException) and error.failures else error
+        if isinstance(cause, KeyboardInterrupt):
+            raise cause from None
         raise _damaged(path, cause, cure) from error
 
 

@@ -100,8 +100,8 @@ def prepare(
         console.print(f"continuing from {last}")
         if restored.layout != begun.layout:
             console.print(
-                f"! the checkpoint is of another layout ({restored.layout}; now {begun.layout}): gradients are added up in "
-                "another order, so that the steps from here on equal those of an unbroken run up to rounding"
+                f"! the checkpoint is of another layout ({restored.layout}; now {begun.layout}): gradients are added up "
+                "in another order, so that the steps from here on equal those of an unbroken run up to rounding"
             )
     return PreparedRun(
         folder=folder,
