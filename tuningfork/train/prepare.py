@@ -100,7 +100,7 @@ def prepare(
         console.print(f"continuing from {last}")
         if restored.layout != begun.layout:
             console.print(
-                f"! the checkpoint is of another layout ({restored.layout}; now {begun.layout}): gradients are added up "
+                f"! the checkpoint is of another layout ({restored.layout}; now {begun.layout}): gradients add up "
                 "in another order, so that the steps from here on equal those of an unbroken run up to rounding"
             )
     return PreparedRun(
