@@ -55,7 +55,7 @@ def _train(config: RunConfig, resume: bool, folder: Path, console: Console, rank
             run_folder.check_settings(folder, before.differing(config), RunConfig().values())
         optimizer.check_optimizer(config.train)  # before minutes of reading and scoring
         sinks.check_installed(config.output.sinks)
-        last = checkpoint.newest(folder / run_folder.CHECKPOINTS)
+        last = checkpoint.newest(folder / run_folder.CHECKPOINTS, ranks)
         if before is not None and last is None:
             console.print(f"{folder}: the run had not come to its first checkpoint; it begins at its first step")
         changed = set() if before is None else before.differing(config).keys() - {"output.dir"}

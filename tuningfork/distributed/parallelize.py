@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from tuningfork.distributed.layout import Layout
+from tuningfork.distributed.layout import ONE, Layout
 from tuningfork.distributed.sharding import Sharding
 from tuningfork.errors import ConfigError
 from tuningfork.models.policy import Policy
-
-ONE = Layout()
 
 
 def parallelize(

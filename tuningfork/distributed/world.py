@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -67,6 +67,10 @@ def world(parallel: ParallelConfig, cuda: bool, always: bool = False) -> Iterato
     ranks = Ranks(rank, size, named["LOCAL_RANK"], named["LOCAL_WORLD_SIZE"], host)
     try:
         yield ranks
+    except SaidElsewhere:  # the one that fails counts first: the store may end with this one
+        with suppress(RuntimeError):
+            store.wait([FAILURES], timeout)
+        raise
     except BaseException as error:
         if not _first_to_fail(store):
             raise SaidElsewhere() from error

@@ -48,11 +48,12 @@ class TrainingLoop:
         interval, apart = Interval(self.totals.peak_flops), 0.0
         with (
             stop_when_asked(run.console) as asked,
+            self.checkpointer,
             run.console.phase("training", total_steps, "steps", done=self.progress.step) as phase,
         ):
 
             def stop_asked() -> bool:
-                return run.session.ranks.any(asked())
+                return run.session.ranks.any(asked() or self.checkpointer.failed)  # saving again says why it failed
 
             if self.held_out.due(self.progress.step) and self.progress.step < total_steps and not stop_asked():
                 self._evaluate(phase, stop_asked)
@@ -102,7 +103,6 @@ class TrainingLoop:
             found = self.run.score_held_out(f"evaluating after step {step}", stop_asked)
             if found is not None and self.held_out.enter(step, found):
                 self.checkpointer.save(self.progress)
-                self.checkpointer.prune()
         return time.perf_counter() - begun
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tuningfork.data.packing.layout import lay
 from tuningfork.data.packing.loader import packs_in_windows
 from tuningfork.data.packing.pack import PackLimits, pack_of
+from tuningfork.distributed.layout import ONE, Layout
 from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
 from tuningfork.models.hf.load import Loaded
 from tuningfork.models.policy import Policy
@@ -40,6 +41,7 @@ class Session:
     loaded: Loaded
     check: KernelCheck | None = None  # where blocks are compiled, or kernels are not the plain ones
     ranks: Ranks = ONE_PROCESS
+    layout: Layout = ONE
 
     @property
     def policy(self) -> Policy:
