@@ -11,7 +11,7 @@ from tuningfork.commands.resolve import as_before, located, run_in
 from tuningfork.commands.summary import summary
 from tuningfork.data.config import CHAT, NO_TEMPLATE
 from tuningfork.distributed.ranks import Ranks
-from tuningfork.distributed.world import world
+from tuningfork.distributed.world import restarted, world
 from tuningfork.files import exclusive
 from tuningfork.recipe.run_config import RunConfig
 from tuningfork.report import sinks
@@ -38,6 +38,8 @@ def train(config: RunConfig, resume: bool, console: Console | None = None) -> in
 
 def _train(config: RunConfig, resume: bool, folder: Path, console: Console, ranks: Ranks) -> int:
     """The main job in its folder, which is made and held meanwhile, by the first rank for all."""
+    if ranks.any(restarted()):
+        resume = resume or ranks.from_first(run_folder.has_begun(folder))
     with ExitStack() as held:
         if ranks.first:
             if resume and not os.path.exists(folder):

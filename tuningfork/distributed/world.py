@@ -93,6 +93,12 @@ def started_together() -> bool:
     return True
 
 
+def restarted() -> bool:
+    """Whether a launcher has started this process anew after one of them failed, which it does with the arguments of
+    the first start: a run that this first start began then goes on, as with --resume."""
+    return _number("TORCHELASTIC_RESTART_COUNT", absent=0) > 0
+
+
 def _number(name: str, absent: int | None = None) -> int:
     """A whole number in the environment. Raises ConfigError where it is none."""
     said = os.environ.get(name, "").strip()
