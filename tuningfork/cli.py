@@ -254,7 +254,8 @@ def _launch(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     from tuningfork.commands.launch import launch
 
-    return launch([own.what, *own.arguments], own.processes, config.train.device, own.max_restarts, own.grace)
+    same = ["-m", "tuningfork", own.what, *own.arguments]
+    return launch(same, own.processes, config.train.device, own.max_restarts, own.grace)
 
 
 def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str]) -> int:

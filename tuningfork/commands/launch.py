@@ -29,10 +29,11 @@ PASSED_ON = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signa
 LOOK = 0.1  # seconds between two looks at the processes
 
 
-def launch(command: Sequence[str], processes: int | None, device: str, max_restarts: int, grace: float) -> int:
-    """Run `tuningfork COMMAND...` as several processes that find each other, until all have ended.
+def launch(arguments: Sequence[str], processes: int | None, device: str, max_restarts: int, grace: float) -> int:
+    """Run Python several times, as processes that find each other, until all have ended.
 
     Args:
+        arguments: of each Python, such as -m tuningfork train recipe.yaml.
         processes: how many; None for one a GPU.
         device: the recipe's train.device.
         max_restarts: how often all of them are started again after one has failed.
@@ -52,7 +53,7 @@ def launch(command: Sequence[str], processes: int | None, device: str, max_resta
             local_world_size=count,
             rdzv_handler=get_rendezvous_handler(parameters),
             entrypoint=sys.executable,
-            args=("-m", "tuningfork", *command),
+            args=tuple(arguments),
             max_restarts=max_restarts,
             monitor_interval=LOOK,
         )
@@ -123,7 +124,8 @@ def _signals_passed_on(running: Callable[[], list[int]], grace: float) -> Iterat
 
 def _status(failures: dict[int, ProcessFailure]) -> int:
     """The exit status of the process that failed first. One that was killed had no last word, so it is named here."""
-    rank, first = min(failures.items(), key=lambda found: (found[1].timestamp, found[0]))
+    ended = (INTERRUPTED, -signal.SIGTERM)  # how those end that the agent stops because another has failed
+    rank, first = min(failures.items(), key=lambda found: (found[1].exitcode in ended, found[1].timestamp, found[0]))
     if first.exitcode >= 0:
         return first.exitcode
     name = first.signal_name()
