@@ -185,11 +185,15 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("recipe", nargs="?", type=Path)
         for option in _OWN[name]:
             command.add_argument(option, action="store" if option == "--policy" else "store_true")
-    text = "run another command on several processes of this machine, one a GPU"
+    text = "run another command on several processes, one a GPU"
     command = commands.add_parser(LAUNCH, help=text, description=text)
     command.add_argument(
-        "--processes", type=_whole, metavar="N", help="how many; as many as there are GPUs unless given"
+        "--processes", type=_whole, metavar="N", help="how many on this machine; one a GPU unless given"
     )
+    command.add_argument(
+        "--nodes", type=_whole, default=1, metavar="M", help="how many machines launch this (default 1)"
+    )
+    command.add_argument("--rendezvous", metavar="HOST:PORT", help="where they meet: a free port of one of them")
     command.add_argument(
         "--max-restarts",
         type=lambda text: _whole(text, least=0),
@@ -255,7 +259,8 @@ def _launch(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
     from tuningfork.commands.launch import launch
 
     same = ["-m", "tuningfork", own.what, *own.arguments]
-    return launch(same, own.processes, config.train.device, own.max_restarts, own.grace)
+    limits = (own.max_restarts, own.grace, own.nodes, own.rendezvous)
+    return launch(same, own.processes, config.train.device, *limits)
 
 
 def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str]) -> int:

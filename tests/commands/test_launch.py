@@ -8,11 +8,13 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
+from tests.distributed.worlds import free_port
 from tuningfork.commands.launch import launch
 from tuningfork.errors import ConfigError
 
@@ -74,6 +76,27 @@ def test_a_number_of_processes_is_asked_for_where_no_gpu_tells_it() -> None:
         launch([], None, "cpu", 0, SECONDS)
     with patch("torch.cuda.device_count", lambda: 0), pytest.raises(ConfigError, match="no GPU is seen here"):
         launch([], None, "auto", 0, SECONDS)
+
+
+def _as_node(script: str, port: int, pipe: Connection) -> None:
+    pipe.send(launch(["-S", "-c", RANK + script], 1, "cpu", 0, SECONDS, nodes=2, rendezvous=f"127.0.0.1:{port}"))
+
+
+def test_several_machines_meet(capfd: pytest.CaptureFixture[str]) -> None:
+    """Two launchers, which think that they are on two machines."""
+    script = "print(rank, os.environ['WORLD_SIZE'], os.environ['LOCAL_WORLD_SIZE'], flush=True)"
+    context, port, pipes = multiprocessing.get_context("fork"), free_port(), []
+    for _ in range(2):
+        ours, theirs = context.Pipe(duplex=False)
+        context.Process(target=_as_node, args=(script, port, theirs)).start()
+        pipes.append(ours)
+    assert all(pipe.poll(SECONDS) and pipe.recv() == 0 for pipe in pipes)
+    assert sorted(capfd.readouterr().out.splitlines()) == ["0 2 1", "1 2 1"]
+
+
+def test_machines_must_know_where_they_meet() -> None:
+    with pytest.raises(ConfigError, match=r"--nodes is 2.*--rendezvous host:port"):
+        launch([], 1, "cpu", 0, SECONDS, nodes=2)
 
 
 def launched(script: str, grace: float) -> None:

@@ -1,4 +1,4 @@
-"""`tuningfork launch`: a command on several processes of this machine, by the agent that torchrun runs on each."""
+"""`tuningfork launch`: a command on several processes, by the agent that torchrun, too, runs on each machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from tempfile import TemporaryDirectory
@@ -18,10 +17,11 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from tuningfork.errors import ConfigError
+from tuningfork.errors import ConfigError, RankError
+from tuningfork.wording import first_line
 
 INTERRUPTED = 130
 PASSED_ON = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
@@ -29,24 +29,39 @@ PASSED_ON = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signa
 LOOK = 0.1  # seconds between two looks at the processes
 
 
-def launch(arguments: Sequence[str], processes: int | None, device: str, max_restarts: int, grace: float) -> int:
+def launch(
+    arguments: Sequence[str],
+    processes: int | None,
+    device: str,
+    max_restarts: int,
+    grace: float,
+    nodes: int = 1,
+    rendezvous: str | None = None,
+) -> int:
     """Run Python several times, as processes that find each other, until all have ended.
 
     Args:
         arguments: of each Python, such as -m tuningfork train recipe.yaml.
-        processes: how many; None for one a GPU.
+        processes: how many on this machine; None for one a GPU.
         device: the recipe's train.device.
         max_restarts: how often all of them are started again after one has failed.
         grace: seconds that they have to save and end after a signal, before they are killed.
+        nodes: machines on which the same is launched.
+        rendezvous: host:port of one of them, where all meet; None for one machine, where any port will do.
 
     Returns the exit status: 0, that of the process that failed first, 128 + the number of the signal that killed it,
     or 130 where the launcher was told to stop. Raises ConfigError.
     """
+    if nodes > 1 and rendezvous is None:
+        raise ConfigError(
+            f"--nodes is {nodes}, and nothing says where they meet. Give all of them the same --rendezvous host:port, "
+            "a free port of one of them."
+        )
     count = processes or _gpus(device)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are ours: in 2.11 its patience ends in 30 s
     logging.disable(logging.CRITICAL)  # this process only starts others, and says itself how they ended
-    parameters = RendezvousParameters("c10d", "localhost:0", str(uuid.uuid4()), 1, 1)
+    parameters = RendezvousParameters("c10d", rendezvous or "localhost:0", "tuningfork", nodes, nodes)
     with TemporaryDirectory(prefix="tuningfork-launch-") as logs:  # for nothing but what the agent leaves
         spec = WorkerSpec(
             role="tuningfork",
@@ -63,6 +78,11 @@ def launch(arguments: Sequence[str], processes: int | None, device: str, max_res
                 result = agent.run()
         except SignalException:
             return INTERRUPTED
+        except RendezvousError as error:
+            raise RankError(
+                f"the {nodes} machines did not meet at {rendezvous or 'localhost'}: {first_line(error)}. Is that port "
+                "of that machine free, and reached from the others?"
+            ) from error
         finally:
             spec.rdzv_handler.shutdown()
     return _status(result.failures) if result.is_failed() else 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
 import shutil
 import socket
 import time
@@ -17,9 +16,8 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-import transformers
 
-from tuningfork import __version__
+from tuningfork.distributed.alike import versions
 from tuningfork.distributed.preflight import Folder, Report
 from tuningfork.distributed.ranks import Ranks
 
@@ -44,7 +42,7 @@ def measured(ranks: Ranks, device: torch.device, folders: Mapping[str, tuple[str
         host=socket.gethostname(),
         node=sum(firsts[: ranks.rank + 1]) - 1,  # a launcher numbers machine by machine
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        versions=versions(device, model),
+        versions=_versions(device, model),
         clock=_clock(ranks),
         folders={setting: _folder(ranks, Path(path), shared) for setting, (path, shared) in folders.items()},
         compute=_compute(ranks, device),
@@ -54,15 +52,9 @@ def measured(ranks: Ranks, device: torch.device, folders: Mapping[str, tuple[str
     return ranks.all(report)
 
 
-def versions(device: torch.device, model: str) -> dict[str, str]:
+def _versions(device: torch.device, model: str) -> dict[str, str]:
     """What decides numbers, and should be the same on all processes."""
-    found = {
-        "tuningfork": __version__,
-        "Python": platform.python_version(),
-        "PyTorch": str(torch.__version__),
-        "transformers": transformers.__version__,
-        "model.path": _files(Path(model)),
-    }
+    found = versions() | {"model.path": _files(Path(model))}
     if device.type == "cuda":
         import triton
 
