@@ -78,6 +78,36 @@ def test_a_number_of_processes_is_asked_for_where_no_gpu_tells_it() -> None:
         launch([], None, "auto", 0, SECONDS)
 
 
+MEETING = """
+from tuningfork.distributed.config import ParallelConfig
+from tuningfork.distributed.world import world
+from tuningfork.errors import ConfigError, SaidElsewhere
+try:
+    with world(ParallelConfig(timeout_minutes=1), cuda=False) as ranks:
+        ranks.barrier()
+        if rank == '1' and again == '0':
+            os.kill(os.getpid(), signal.SIGKILL)
+        if again == '1':
+            print(ranks.all(ranks.rank), flush=True)
+            raise ConfigError()
+        ranks.barrier()
+except ConfigError:
+    print('failed', flush=True)
+    sys.exit(2)
+except SaidElsewhere:
+    sys.exit(2)
+"""
+
+
+def test_processes_meet_again_after_a_failure(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At addresses of their own, not at those that the first start left behind; and count their failures anew."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    assert launch(["-c", f"{RANK}exec({MEETING!r})"], 2, "cpu", 1, SECONDS) == 2
+    assert sorted(capfd.readouterr().out.splitlines()) == ["[0, 1]", "[0, 1]", "failed"]
+
+
 def _as_node(script: str, port: int, pipe: Connection) -> None:
     pipe.send(launch(["-S", "-c", RANK + script], 1, "cpu", 0, SECONDS, nodes=2, rendezvous=f"127.0.0.1:{port}"))
 
