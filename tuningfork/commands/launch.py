@@ -60,9 +60,8 @@ def launch(
     count = processes or _gpus(device)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are ours: in 2.11 its patience ends in 30 s
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (
-        "1"  # else a start after a failure reads what the one before wrote
-    )
+    # One store for all starts would tell those after a failure the addresses of the start before.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     logging.disable(logging.CRITICAL)  # this process only starts others, and says itself how they ended
     here = None if nodes > 1 else "127.0.0.1"
     parameters = RendezvousParameters("c10d", rendezvous or f"{here}:0", "tuningfork", nodes, nodes, local_addr=here)
