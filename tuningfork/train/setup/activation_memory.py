@@ -223,8 +223,8 @@ def check_least(policy: Policy, limits: PackLimits, mode: str, states: int, usab
         f"can be used of this GPU: weights {_gib(weights)}, optimizer {_gib(states)}, and gradients {_gib(gradients)} "
         f"or, if more, what a pack keeps between blocks, {_gib(inputs)} ({rows:,} rows of pack.tokens "
         f"{limits.tokens:,} x {blocks} blocks x {width:,} numbers).",
-        "Where the pack is too large, lower pack.tokens and data.max_length, or set train.activation_memory: offload. A "
-        "single example is not spread over GPUs. Where the weights are, set train.optimizer: adamw_8bit and "
+        "Where the pack is too large, lower pack.tokens and data.max_length, or set train.activation_memory: offload. "
+        "A single example is not spread over GPUs. Where the weights are, set train.optimizer: adamw_8bit and "
         "model.weights: bfloat16, or spread them over more GPUs by parallel.shard.",
     )
 
