@@ -65,6 +65,8 @@ SUB_ROOMS = {
     "commands.resolve": set(),
     "commands.inputs": set(),
     "commands.summary": set(),
+    "commands.launch": set(),
+    "commands.check_cluster": set(),
     "commands.data": {"commands.inputs", "commands.resolve"},
     "commands.reference": {"commands.inputs", "commands.resolve"},
     "commands.evaluate": {"commands.inputs", "commands.resolve", "commands.summary"},

@@ -12,7 +12,7 @@ from tuningfork.commands.summary import summary
 from tuningfork.data.config import CHAT, NO_TEMPLATE
 from tuningfork.distributed.alike import check_alike, versions
 from tuningfork.distributed.ranks import Ranks
-from tuningfork.distributed.world import world
+from tuningfork.distributed.world import restarted, world
 from tuningfork.files import exclusive
 from tuningfork.recipe.run_config import RunConfig
 from tuningfork.report import sinks
@@ -41,6 +41,8 @@ def _train(config: RunConfig, resume: bool, folder: Path, console: Console, rank
     """The main job in its folder, which is made and held meanwhile, by the first rank for all."""
     same = "Give all of them the same command, in the same environment."
     check_alike(ranks, {**versions(), **config.values()}, same)
+    if ranks.any(restarted()):
+        resume = resume or ranks.from_first(run_folder.has_begun(folder))
     with ExitStack() as held:
         if ranks.first:
             if resume and not os.path.exists(folder):

@@ -22,6 +22,7 @@ OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_A
 # Variable that holds the number of processes -> who sets it, and nothing that says where the first process is.
 # SLURM_NTASKS is not among them: it is what was asked for, also where a batch script then starts one process.
 OTHER_LAUNCHERS = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun", "SLURM_STEP_NUM_TASKS": "srun"}
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # how often a launcher has started all anew, after one of them had failed
 FAILURES = "failures"  # how many processes have failed, in the store that all of them share
 
 
@@ -55,6 +56,7 @@ def world(parallel: ParallelConfig, cuda: bool, always: bool = False) -> Iterato
     backend = "cpu:gloo,cuda:gloo" if shared else "cpu:gloo,cuda:nccl" if cuda else "gloo"
     try:
         store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+        store = dist.PrefixStore(f"start {_number(RESTARTS, absent=0)}", store)  # a launcher may keep it from the last
         dist.init_process_group(
             backend, store=dist.PrefixStore("run", store), rank=rank, world_size=size, timeout=timeout
         )
@@ -100,6 +102,12 @@ def started_together() -> bool:
             "find the others. Start it with torchrun, or with tuningfork launch."
         )
     return True
+
+
+def restarted() -> bool:
+    """Whether a launcher has started this process anew after one of them failed, which it does with the arguments of
+    the first start: a run that this first start began then goes on, as with --resume."""
+    return _number(RESTARTS, absent=0) > 0
 
 
 def _number(name: str, absent: int | None = None) -> int:

@@ -26,7 +26,7 @@ from tuningfork.train.checks.self_check import check_packed_equals_alone, untrie
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.optimizer import check_spread, hold_gradients, optimizer_bytes
 from tuningfork.train.session import Session
-from tuningfork.train.setup.activation_memory import choose_activation_memory
+from tuningfork.train.setup.activation_memory import check_least, choose_activation_memory
 from tuningfork.train.setup.device import DTYPES, choose_compile, choose_dtype, device_name, dtype_name
 
 
@@ -95,16 +95,19 @@ def start_model(config: RunConfig, device: torch.device, console: Console, ranks
 def choose_activations(
     session: Session, train: TrainConfig, limits: PackLimits, last: Path | None, console: Console
 ) -> None:
-    """Carry out `train.activation_memory: auto` before anything is scored: the fastest mode that fits.
+    """Carry out `train.activation_memory: auto` before anything is scored: the fastest mode that fits. Another mode is
+    held against the GPU's memory, as far as that takes no trying.
 
     A run that goes on from its checkpoint `last` keeps the mode that it began with, whatever else is on the GPU now:
     gradients are rounded differently in another.
 
     Raises:
-        ConfigError: no mode fits.
+        ConfigError: no mode fits, or the one that is asked for cannot.
         ModelError: the blocks, compiled anew for that mode, are wrong on this device.
     """
     if train.activation_memory != "auto":
+        states = optimizer_bytes(session.policy.model, train)
+        check_least(session.policy, limits, train.activation_memory, states)
         return
     if last is not None:
         mode = checkpoint.progress(last).activation_memory
