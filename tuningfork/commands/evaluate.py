@@ -47,7 +47,7 @@ def _evaluate(config: RunConfig, policy: str | None, console: Console, ranks: Ra
     with ranks.first_of_each_node():
         config, _ = located(dated_as_its_run(config), console)
     data, session = data_and_model(config, console, ranks, train_too=False)
-    weights = starting_weights(session.policy, console)
+    weights = starting_weights(session.policy, console, session.ranks)
     starting, store = model_digest(session.policy, weights), None
     if session.objective.needs_reference:
         store = open_reference(config, session, data.held_out, data.limits, console, weights=weights)
@@ -60,7 +60,7 @@ def _evaluate(config: RunConfig, policy: str | None, console: Console, ranks: Ra
         ).split("\n")
     )
     facts = {
-        "policy": model_digest(session.policy, starting_weights(session.policy, console)),
+        "policy": model_digest(session.policy, starting_weights(session.policy, console, session.ranks)),
         "reference": None if store is None else starting,
         "data": dataset_digest(data.held_out),
         "objective": asdict(config.objective),

@@ -73,7 +73,7 @@ def prepare(
         clear_abandoned(folder, held=True)
     last = checkpoint.newest(folder / CHECKPOINTS)
     saved = None if last is None else checkpoint.progress(last)
-    weights = starting_weights(session.policy, console)
+    weights = starting_weights(session.policy, console, session.ranks)
     begun = at_its_beginning(session, data, weights)
     if last is not None and saved is not None:
         check_same_run(last, saved, begun, config.train)  # another model has another reference: not worth scoring
