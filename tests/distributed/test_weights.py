@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from tests.distributed.worlds import together
+from tests.models.hf.folders import folder_of, plain_load
 from tests.tiny import tiny_model
+from tuningfork.distributed import export
 from tuningfork.distributed.config import ParallelConfig
+from tuningfork.distributed.export import save
 from tuningfork.distributed.layout import Layout
 from tuningfork.distributed.parallelize import parallelize
 from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
+from tuningfork.errors import RunFolderError
+from tuningfork.models.hf import attention, digests
+from tuningfork.models.hf.load import Loaded, load
 from tuningfork.models.policy import Policy
 from tuningfork.reference.code import model_code_digest
 from tuningfork.report.run.console import Console
@@ -27,7 +38,7 @@ def spread(ranks: Ranks, model: Any, parallel: dict[str, Any]) -> Policy:
     return policy
 
 
-def digests(ranks: Ranks, family: str, parallel: dict[str, Any]) -> list[str]:
+def digests_of(ranks: Ranks, family: str, parallel: dict[str, Any]) -> list[str]:
     """Before and after a matrix, and then a norm, has changed; and of the model's code."""
     policy = spread(ranks, tiny_model(family, torch.float32), parallel)
     found = [starting_weights(policy, Console(), ranks)]
@@ -44,7 +55,104 @@ def digests(ranks: Ranks, family: str, parallel: dict[str, Any]) -> list[str]:
 def test_a_model_has_one_digest_however_it_is_spread(size: int, layout: str, family: str) -> None:
     if size == 3 and layout != "FSDP":  # whose rows do not come out even
         pytest.skip("two copies need an even number")
-    expected = digests(ONE_PROCESS, family, {})
+    expected = digests_of(ONE_PROCESS, family, {})
     assert len({*expected}) == 5
-    for found in together(size, digests, family, LAYOUTS[layout]):
+    for found in together(size, digests_of, family, LAYOUTS[layout]):
         assert found == expected
+
+
+# --- export -----------------------------------------------------------------------------------------------------------
+
+
+def exports(ranks: Ranks, path: Path, original: Path, parallel: dict[str, Any], dtype: torch.dtype | None) -> None:
+    loaded = load(str(original))
+    with torch.no_grad():
+        for weight in loaded.model.parameters():
+            weight.mul_(1.25)
+    policy = spread(ranks, loaded.model, parallel)
+    save(replace(loaded, model=policy.model), ranks, path, dtype)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", ["llama", "granite", "gemma3"])  # untied, tied, tied and with other norms
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_an_export_of_four_processes_is_that_of_one_to_the_byte(tmp_path, layout, family, dtype) -> None:
+    original = folder_of(tmp_path / "original", family)
+    exports(ONE_PROCESS, tmp_path / "one", original, {}, dtype)
+    together(4, exports, tmp_path / "four", original, LAYOUTS[layout], dtype)
+    assert contents(tmp_path / "four") == contents(tmp_path / "one")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["four", "one", "original"]
+
+
+def in_small_files(ranks: Ranks, *args: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export, "FILE", 20_000)
+        exports(ranks, *args)
+
+
+def test_files_are_shared_out_among_processes_and_any_reader_reads_them(tmp_path) -> None:
+    original = folder_of(tmp_path / "original")
+    exports(ONE_PROCESS, tmp_path / "one", original, {}, None)
+    together(2, in_small_files, tmp_path / "two", original, {}, None)
+    files = [file for file in contents(tmp_path / "two") if file.endswith(".safetensors")]
+    assert len(files) > 5
+    digests.check_export(str(tmp_path / "two"), weights=True)
+    digests.check_export(str(tmp_path / "two"), weights=False)
+    one, two = (plain_load(tmp_path / name).state_dict() for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def without_room(ranks: Ranks, path: Path, original: Path) -> str:
+    """The second rank's disk is full when its first tensor comes; what each of them says of it."""
+
+    def full(of: Path, forms: Any) -> Any:
+        yield
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.MonkeyPatch.context() as patch:
+        if ranks.rank == 1:
+            patch.setattr(export, "written", full)
+        try:
+            in_small_files(ranks, path, original, {}, None)
+        except RunFolderError as error:
+            return str(error)
+    return "no error"
+
+
+def test_where_one_cannot_write_all_are_told_and_nothing_is_left(tmp_path) -> None:
+    original = folder_of(tmp_path / "original")
+    [said, *others] = together(3, without_room, tmp_path / "model", original)
+    assert "model cannot be written: No space left on device." in said and others == [said, said]
+    assert [path.name for path in tmp_path.iterdir()] == ["original"]
+
+
+def memory_of_an_export(ranks: Ranks, path: Path) -> tuple[int, int]:
+    """Bytes that the process has at the peak of an export beyond those before, and of the largest tensor."""
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=1024, intermediate_size=10240, num_hidden_layers=2, num_attention_heads=8
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    model._weight_conversions = []  # as of one that was loaded
+    policy = spread(ranks, model, {})
+    loaded = Loaded(policy.model, torch.float32)
+    save(loaded, ranks, path / "first")  # whatever is allocated once
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is that of now
+    before = resident("VmHWM")
+    save(loaded, ranks, path / "second")
+    return resident("VmHWM") - before, max(weight.nbytes for weight in model.parameters())
+
+
+def resident(which: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith(which)))
+
+
+def test_an_export_takes_less_than_two_tensors_of_memory(tmp_path) -> None:
+    for taken, largest in together(2, memory_of_an_export, tmp_path):
+        print(taken, largest)
+        assert taken < 2 * largest

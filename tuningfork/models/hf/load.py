@@ -262,13 +262,18 @@ def _draft(config: Any, path: str, stored: dict[str, Stored]) -> _Draft | None:
     unread = {name: (weight, stored[name]) for name, weight in traced.values()}
     dtypes = {own: stored[name].dtype for own, (name, _) in traced.items()}
     # A conversion may leave a stand-in's shape and place as they are, such as a permuted rotation: only its name tells.
-    conversions = getattr(model, "_weight_conversions", None)  # private: transformers._weight_conversions
-    if conversions is None or not all(isinstance(conversion, WeightRenaming) for conversion in conversions):
+    if not only_renamed(model):
         return None
     refused = {*info["unexpected_keys"], *(str(key[0]) for key in info["mismatched_keys"])}
     if len(unread) + len(refused | _computed(model, stored.keys() - unread.keys())) != len(stored):
         return None
     return _Draft(model, info, list(unread.values()), dtypes)
+
+
+def only_renamed(model: PreTrainedModel) -> bool:
+    """Whether the library does no more to the tensors of a loaded model, between disk and memory, than to name them."""
+    conversions = getattr(model, "_weight_conversions", None)  # private: transformers._weight_conversions
+    return conversions is not None and all(isinstance(conversion, WeightRenaming) for conversion in conversions)
 
 
 def _whole(config: Any, path: str, found: Found | None, progress: Callable[[int, int], None]) -> _Draft:

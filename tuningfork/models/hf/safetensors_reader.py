@@ -37,6 +37,8 @@ _DTYPES = {
     **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "BOOL": torch.bool, "C64": torch.complex64},
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu},
 }
+NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+"""What the format calls each dtype."""
 
 
 @dataclass(frozen=True)
