@@ -19,10 +19,10 @@ from tuningfork.errors import ConfigError, RankError
 
 
 def test_one_process_is_all_there_is() -> None:
-    values, items = torch.tensor([1.5], dtype=torch.float64), [3, 4]
-    assert ONE_PROCESS.first and ONE_PROCESS.dealt(items) is items
+    values = torch.tensor([1.5], dtype=torch.float64)
+    assert ONE_PROCESS.first and [places.tolist() for places in ONE_PROCESS.dealt(3)] == [[0, 1, 2]]
     assert ONE_PROCESS.any(True) and not ONE_PROCESS.any(False)
-    assert ONE_PROCESS.gather(values, [1]) == [values] and ONE_PROCESS.all("x") == ["x"]
+    assert ONE_PROCESS.gather(values, [1])[0] is values and ONE_PROCESS.all("x") == ["x"]
     assert ONE_PROCESS.from_first(7) == 7
     assert list(ONE_PROCESS.in_step([1, 2], lambda: pytest.fail("nobody has more"))) == [1, 2]
     ONE_PROCESS.barrier()
@@ -42,7 +42,7 @@ def _talk(ranks: Ranks) -> object:
         ranks.all(f"rank {ranks.rank}"),
         ranks.from_first(f"rank {ranks.rank}"),
         [part.tolist() for part in ranks.gather(own, [*range(ranks.size)])],
-        list(ranks.dealt([*range(7)])),
+        [places.tolist() for places in ranks.dealt(7)],
         list(ranks.in_step([ranks.rank] * ranks.rank, lambda: -1)),
     )
 
@@ -54,7 +54,7 @@ def test_several_tell_each_other_what_they_have() -> None:
         assert some and not none
         assert all_have == ["rank 0", "rank 1", "rank 2"] and from_first == "rank 0"
         assert gathered == [[], [10.0], [20.0, 21.0]]
-        assert dealt == [*range(rank, 7, 3)]
+        assert dealt == [[0, 1, 2], [3, 4, 5], [6]]
         assert in_step == [rank] * rank + [-1] * (2 - rank)
 
 
@@ -75,6 +75,7 @@ def test_a_rank_that_has_died_is_no_hang() -> None:
     ("asked", "size", "per_node", "layout"),
     [
         ({}, 1, 1, Layout(1, 1, 1)),
+        ({"shard": 8}, 1, 1, Layout(1, 1, 1)),
         ({}, 8, 8, Layout(1, 8, 1)),
         ({}, 32, 8, Layout(4, 8, 1)),
         ({"tensor": 2}, 32, 8, Layout(4, 4, 2)),

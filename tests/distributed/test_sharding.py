@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from tests.distributed.worlds import together
 from tests.tiny import limits_of, random_examples, scorer_of, tiny_model
 from tuningfork.data.packing.layout import lay
-from tuningfork.data.packing.pack import portions_of
+from tuningfork.data.packing.pack import empty_bin, portions_of
 from tuningfork.distributed.config import ParallelConfig
 from tuningfork.distributed.layout import Layout
 from tuningfork.distributed.parallelize import parallelize
@@ -33,13 +33,18 @@ def steps_of(ranks: Ranks, family: str, parallel: dict[str, Any], examples: list
     policy = Policy.plain(tiny_model(family, torch.float32), torch.float32)
     layout = Layout.plan(ParallelConfig(**parallel), ranks)
     parallelize(policy, "none", compiled=False, layout=layout)
-    scorer, limits = scorer_of(policy, 64), limits_of(512, "tree")
+    scorer, limits = scorer_of(policy, 64), limits_of(64, "tree")
     objective = ObjectiveConfig(**settings).build()
-    optimizer = build_optimizer(policy.model, TrainConfig(learning_rate=1e-3))
     reference = -torch.arange(sum(len(e.answers) for e in examples), dtype=torch.float64).numpy() / 7 - 20
     if not objective.needs_reference:
         reference = None
     found = []
+    empty = empty_bin(limits)
+    scorer.score(lay(empty.examples, empty.forest, empty.slots))  # as before a run, without a backward pass
+    if policy.spread is not None:
+        policy.spread.release()
+    # Where a gradient is next to nothing, AdamW makes a whole step of its rounding; a larger eps makes none of it.
+    optimizer = build_optimizer(policy.model, TrainConfig(learning_rate=1e-3, adam_eps=1e-4))
     for _ in range(STEPS):
         plan = plan_step(portions_of(examples, limits), limits, ranks.size, lambda p: p.rows)
         packs = [lay(b.examples, b.forest, b.slots) for b in plan.bins[ranks.rank]]
@@ -66,4 +71,4 @@ def test_steps_are_those_of_one_process(size: int, layout: str, family: str) -> 
             assert norm == pytest.approx(norm_alone, rel=1e-5)
             torch.testing.assert_close(logps, logps_alone, rtol=1e-6, atol=0)
         for name, weight in weights.items():
-            torch.testing.assert_close(theirs[name], weight, rtol=1e-5, atol=1e-6, msg=name)
+            assert (theirs[name] - weight).norm() <= 1e-6 * weight.norm(), name

@@ -32,6 +32,11 @@ def test_a_small_tree_has_its_error_and_its_bits(case, fork):
     check_paths_decide_bits(fork, [laid(examples, share) for share in ("tree", "none")], case, torch.float32)
 
 
+def test_a_window_as_wide_as_numbers_go_is_none(fork):
+    batch = laid(random_forest(1, depth=3, longest=110)[:4], "tree")
+    check_error_and_repeat(fork, batch, Case(1, 1, 16, window=2**31 - 1), torch.float32)
+
+
 @pytest.mark.parametrize("case", [Case(2, 1, 16), Case(1, 1, 16, window=50)])
 def test_parts_are_added_up(case, fork, monkeypatch):
     monkeypatch.setattr("tuningfork.kernels.attention.fork.SMALLEST_PART", 64)

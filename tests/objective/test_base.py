@@ -147,11 +147,11 @@ def test_an_evaluation_couples_all_held_out_examples(tokens: int) -> None:
     examples = random_examples([(n + 1, (9 - n,)) for n in range(7)])
     policy = tiny_policy()
     session = Session(scorer_of(policy), Coupled(), Loaded(policy.model, torch.float64))
-    packs = build_packs(examples, PackLimits.plan(tokens, True, compiled=False))
-    assert (len(packs) == 1) == (tokens == 512)
+    limits = PackLimits.plan(tokens, "prompt", compiled=False)
+    assert (len(build_packs(examples, limits)) == 1) == (tokens == 512)
     means = torch.stack([score_alone(policy.model, e)[0].detach() / e.answer_tokens(0) for e in examples])
     above = (means > means.mean()).double() * 2 - 1
-    assert evaluate(session, packs, None).loss == pytest.approx(-float((above * means).mean()), rel=1e-7)
+    assert evaluate(session, examples, limits, None).loss == pytest.approx(-float((above * means).mean()), rel=1e-7)
 
 
 def test_refusals_are_counted_by_what_they_say() -> None:

@@ -177,7 +177,7 @@ def test_an_evaluation_is_a_mean_over_all_held_out_examples_and_not_over_packs(
 ) -> None:
     policy = tiny_gpt2()
     session = Session(scorer_of(policy), SFT(mean_over), Loaded(policy.model, torch.float64))
-    found = evaluate(session, build_packs(BATCH, limits_of(tokens)), None).as_dict()
+    found = evaluate(session, BATCH, limits_of(tokens), None).as_dict()
     assert found["loss"] == pytest.approx(truth(mean_over)[0], rel=1e-10)
     plain = [plain_losses(policy.model, example).detach() for example in BATCH]
     assert found["examples"] == len(BATCH)

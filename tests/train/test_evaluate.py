@@ -66,7 +66,7 @@ def test_what_a_step_needs_from_the_host_is_looked_up_in_the_loaders_thread(tmp_
     examples = pairs(8)
     session = session_of(Policy.plain(copy.deepcopy(tiny_policy("llama", torch.float32).model), torch.float32))
     store = reference_of(session, build_packs(examples, limits_of()), tmp_path)
-    threads, lookup, of = [], ReferenceStore.lookup, StepBatch.of
+    threads, lookup, of = [], ReferenceStore.lookup, StepBatch.shared_out
 
     def noting(function):
         def noted(*args):
@@ -76,7 +76,7 @@ def test_what_a_step_needs_from_the_host_is_looked_up_in_the_loaders_thread(tmp_
         return noted
 
     monkeypatch.setattr(ReferenceStore, "lookup", noting(lookup))
-    monkeypatch.setattr(StepBatch, "of", noting(of))
+    monkeypatch.setattr(StepBatch, "shared_out", noting(of))
     loader = PackLoader(examples, EpochOrder.plan(8, 4, 0, 1, None), limits_of())
     config = TrainConfig()
     steps = list(training_steps(loader, session, build_optimizer(session.policy.model, config), store, config, 0))
@@ -138,7 +138,7 @@ def test_a_reference_built_in_any_other_way_has_the_same_bits(tmp_path, dtype, h
     ours = build_packs(examples, limits_of(256))
     assert check_start(session, ours, store) == 12
     assert (margins(session, ours, store) == 0).all()
-    evaluation = evaluate(session, ours, store)
+    evaluation = evaluate(session, examples, limits_of(256), store)
     assert evaluation.loss == math.log(2)
     assert evaluation.as_dict()["rewards/margin"] == 0.0
     assert evaluation.as_dict()["rewards/accuracy"] == 0.5
@@ -272,9 +272,9 @@ def test_a_hole_in_the_reference_is_counted_not_filled(tmp_path):
     session = session_of(_policy("llama", torch.float32))
     packs = build_packs(examples, limits_of())
     store = reference_of(session, build_packs(examples[:3], limits_of()), tmp_path)
-    for call in (check_start, evaluate):
+    for call in (lambda: check_start(session, packs, store), lambda: evaluate(session, examples, limits_of(), store)):
         with pytest.raises(ReferenceMismatch, match="1 of 4 examples are not in the cache, first random:4"):
-            call(session, packs, store)
+            call()
 
 
 def test_a_reference_with_shared_prompts_is_that_of_a_run_without(tmp_path):
@@ -414,7 +414,8 @@ def test_evaluation_equals_plain_scores_and_the_papers_formula(tmp_path, name):
     store = ReferenceStore(tmp_path, {"any": "facts"})
     store.add(examples, [x for e in examples for x in known[e.id]])
     told: list[int] = []
-    result = evaluate(session, build_packs(examples, limits_of(96)), store if name != "simpo" else None, told.append)
+    cached = store if name != "simpo" else None
+    result = evaluate(session, examples, limits_of(96), cached, told.append)
 
     losses, rewards, correct = [], [], []
     for example in examples:
@@ -448,7 +449,7 @@ def test_evaluation_trains_nothing_and_keeps_no_graph(tmp_path):
     packs = build_packs(examples, limits_of())
     store = reference_of(session, packs, tmp_path)
     before = {key: t.clone() for key, t in session.policy.model.state_dict().items()}
-    evaluate(session, packs, store)
+    evaluate(session, examples, limits_of(), store)
     check_start(session, packs, store)
     assert all(torch.equal(t, before[key]) for key, t in session.policy.model.state_dict().items())
     assert all(p.grad is None for p in session.policy.model.parameters())

@@ -416,12 +416,13 @@ def test_rows_that_the_objective_refuses_have_no_loss(answers):
     """Four answers are no two pairs, and two single answers are not one: neither trains, nor is it evaluated."""
     policy = fresh_policy(dtype=torch.float32)
     objective = ObjectiveConfig().build()
-    packs = build_packs(random_examples([(5, answers), (7, answers)]), limits_of())
+    examples = random_examples([(5, answers), (7, answers)])
+    packs = build_packs(examples, limits_of())
     with pytest.raises(DataError, match=r"random:1: has \d answers?, objective dpo compares two"):
         StepBatch.of(packs, objective, np.full(2 * len(answers), -20.0))
     session = Session(scorer_of(policy), objective, Loaded(policy.model, torch.float32))
     with pytest.raises(DataError, match="random:1: has"):
-        evaluate(session, packs, None)
+        evaluate(session, examples, limits_of(), None)
 
 
 def test_a_log_prob_above_zero_is_refused():

@@ -10,6 +10,7 @@ from tuningfork.commands.inputs import data_of
 from tuningfork.commands.resolve import as_before, located, run_in
 from tuningfork.commands.summary import summary
 from tuningfork.data.config import CHAT, NO_TEMPLATE
+from tuningfork.distributed.alike import check_alike, versions
 from tuningfork.distributed.ranks import Ranks
 from tuningfork.distributed.world import world
 from tuningfork.files import exclusive
@@ -38,6 +39,8 @@ def train(config: RunConfig, resume: bool, console: Console | None = None) -> in
 
 def _train(config: RunConfig, resume: bool, folder: Path, console: Console, ranks: Ranks) -> int:
     """The main job in its folder, which is made and held meanwhile, by the first rank for all."""
+    same = "Give all of them the same command, in the same environment."
+    check_alike(ranks, {**versions(), **config.values()}, same)
     with ExitStack() as held:
         if ranks.first:
             if resume and not os.path.exists(folder):

@@ -31,6 +31,8 @@ class Layout:
         Raises:
             ConfigError: the numbers do not multiply to that of the processes.
         """
+        if ranks.size == 1:  # there is nothing to share out, whatever a recipe for many asks for
+            return cls()
         size, tensor = ranks.size, config.tensor
         replicate, shard = config.replicate, config.shard
         if size % tensor == 0:

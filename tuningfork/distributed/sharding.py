@@ -91,7 +91,7 @@ class Sharding:
         return torch.stack(parts).sum() + all_have
 
     def release(self) -> None:
-        """Let go of gathered weights: the spread ones are about to be replaced."""
+        """Let go of gathered weights, see models/policy.py."""
         for module in self._groups():
             module.reshard()
 

@@ -41,7 +41,10 @@ class Spread(Protocol):
         raise NotImplementedError
 
     def release(self) -> None:
-        """Before the weights are replaced: what was gathered of them is let go."""
+        """Behind passes without a backward pass: what was gathered is let go, and parameters are the spread ones again.
+
+        Until then an optimizer, a checkpoint or a digest would meet gathered copies in their place.
+        """
 
 
 class Policy:

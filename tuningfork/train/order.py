@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from tuningfork.data.packing.groups import Groups
 from tuningfork.data.packing.loader import EpochOrder
 from tuningfork.records import TokenExample, column
@@ -41,5 +39,4 @@ def compared_with(examples: Sequence[TokenExample], config: TrainConfig) -> dict
         return {"shuffled": replace(order_of(examples, config), groups=None)}
     grouped = order_of(examples, replace(config, order="grouped", group_by=PROMPT))
     assert grouped.groups is not None
-    alone = np.array_equal(grouped.groups.first, np.arange(len(examples)))
-    return {} if alone else {"grouped by prompt": grouped}
+    return {} if grouped.groups.alone else {"grouped by prompt": grouped}

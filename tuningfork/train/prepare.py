@@ -10,8 +10,10 @@ import torch
 
 from tuningfork.data.packing.loader import EpochOrder, PackLoader
 from tuningfork.data.token_table import Subset
+from tuningfork.distributed.alike import check_alike
 from tuningfork.files import clear_abandoned
 from tuningfork.recipe.run_config import RunConfig
+from tuningfork.reference.code import scoring_digest
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.run.console import Console
 from tuningfork.report.run.metrics import Evaluation
@@ -75,6 +77,9 @@ def prepare(
     saved = None if last is None else checkpoint.progress(last)
     weights = starting_weights(session.policy, console, session.ranks)
     begun = at_its_beginning(session, data, weights)
+    alike = {"examples of data.train": begun.data_digest, "examples of data.eval": begun.held_out_digest}
+    model = {"starting model": begun.start_model, "dtype": begun.dtype, "code": scoring_digest()}
+    check_alike(ranks, {**alike, **model}, "Give every machine the same files; those of the first are the run's.")
     if last is not None and saved is not None:
         check_same_run(last, saved, begun, config.train)  # another model has another reference: not worth scoring
     order = _order(config, data, saved, before, console)

@@ -35,7 +35,7 @@ FOLDERS = (CHECKPOINTS, "model", eval_files.FOLDER, *sinks.NAMES)
 FREE_TO_CHANGE = (
     *("output.", "train.device", "train.activation_memory", "train.gradient_dtype"),
     *("reference.cache", "objective.head_chunk_rows", "train.eval_every"),
-    *("data.cache", "data.workers"),
+    *("data.cache", "data.workers", "parallel."),
     *("model.path", "model.dtype"),
 )
 

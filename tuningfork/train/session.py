@@ -65,7 +65,12 @@ class Session:
 
     def packs(self, examples: Sequence[TokenExample], limits: PackLimits) -> Iterator[PackedBatch]:
         """This rank's of the examples in packs, for scoring: each is built, and pinned for a GPU, while the one before
-        is scored. Packs of padding alone follow, until all ranks are done."""
+        is scored. Packs of padding alone follow, until all ranks are done. What was gathered of weights that are spread
+        over ranks is let go in the end."""
         mine = packs_in_windows(self.mine(examples), limits, pin_memory=self.pin_memory)
         empty = empty_bin(limits)
-        return self.ranks.in_step(mine, lambda: lay(empty.examples, empty.forest, empty.slots))
+        try:
+            yield from self.ranks.in_step(mine, lambda: lay(empty.examples, empty.forest, empty.slots))
+        finally:
+            if self.policy.spread is not None:
+                self.policy.spread.release()

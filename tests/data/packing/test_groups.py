@@ -135,3 +135,11 @@ def test_the_shuffled_order_is_that_of_numpy_to_the_bit(examples):
 def test_the_shuffled_order_by_numbers():
     """They are those of earlier versions: a run of theirs goes on with them."""
     assert stream(EpochOrder.plan(10, 4, 3, 1, None)) == [9, 6, 0, 2, 1, 4, 7, 5, 3, 8]
+
+
+def test_an_order_in_which_no_two_examples_belong_together_says_that_it_is_a_shuffle() -> None:
+    assert (
+        str(groups_of([0, 3, 0, 4], most=2))
+        == "grouped by prompt, but no two examples belong together: it is a shuffle"
+    )
+    assert str(groups_of([0, 3, 0, 3], most=2)) == "grouped by prompt: 3 groups, at most 2 of one together"

@@ -421,7 +421,7 @@ def test_masks_at_the_ends_of_an_answer():
 
 def test_a_pack_of_nothing_is_padding():
     batch = build_pack([], 3, "tree")
-    assert table_of(batch) == [(0, 1, ROOT, 0, 1), (1, 2, ROOT, 0, 2), (2, 3, ROOT, 0, 3)]
+    assert table_of(batch) == [(0, 3, ROOT, 0, 3)]
     assert (batch.used_slots, batch.groups, batch.answer_lengths) == (0, [], [])
 
 

@@ -13,9 +13,11 @@ from tests.data.tiny_tokenizers import REWRITING, byte_bpe
 from tests.real_tokenizers import Unavailable, real_tokenizer
 from tests.tiny import random_examples
 from tuningfork.data.config import DataConfig
+from tuningfork.data.packing.pack import PackLimits
 from tuningfork.data.prepare import prepare_examples
 from tuningfork.data.summary import history
-from tuningfork.data.summary.history import ANSWERS, FEWEST, NEAR, rewritten
+from tuningfork.data.summary.cost import FirstSteps
+from tuningfork.data.summary.history import ANSWERS, FEWEST, NEAR, find_parted, rewritten
 from tuningfork.records import Source, TokenAnswer, TokenExample
 
 ADDING = (
@@ -198,3 +200,15 @@ def test_of_very_many_alike_conversations_each_is_found_by_its_own_question() ->
     assert {place: one.example for place, one in rewritten(rows).items()} == {
         place + 1: place for place in range(0, 2 * count, 2)
     }
+
+
+def test_what_costs_nothing_in_one_of_the_orders_is_no_negative_cost_there() -> None:
+    """A prompt has the end of an answer which other rows, in another step, go on from as it is."""
+    steps: list[list[TokenExample]] = [[], []]
+    for rules, end in ([1] * 50, [3] * 40), ([2] * 50, [3] * 20):  # more and fewer tokens than a cut must save
+        answer = [*range(100, 140), *end]
+        steps[0] += [example(1, [*rules, 4], answer), example(2, [*rules, *end, 5], [6])]
+        steps[1] += [example(row, [*rules, 4], [*answer, row]) for row in (7, 8)]
+    limits = PackLimits.plan(1024, "tree", compiled=False)
+    parted = find_parted(FirstSteps(steps), 8, limits, byte_bpe())
+    assert parted is not None and (parted.count, parted.tokens, parted.tokens_together) == (2, 40, 0)

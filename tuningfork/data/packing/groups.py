@@ -27,7 +27,14 @@ class Groups:
         _, first, key = np.unique(keys, return_index=True, return_inverse=True)
         return cls(by, most, np.where(keys == 0, np.arange(len(keys)), first[key]))
 
+    @property
+    def alone(self) -> bool:
+        """Whether no two examples belong together, so that the order is a shuffle."""
+        return np.array_equal(self.first, np.arange(len(self.first)))
+
     def __str__(self) -> str:
+        if self.alone:
+            return f"grouped by {self.by}, but no two examples belong together: it is a shuffle"
         groups = int((self.first == np.arange(len(self.first))).sum())
         return f"grouped by {self.by}: {counted(groups, 'group')}, at most {self.most:,} of one together"
 

@@ -56,7 +56,7 @@ def find_parted(
     if trees are no larger for them.
 
     The tokens are counted by packing the examples once more, with each such answer as history has it, and what history
-    leaves out beside it, so that no token is gone.
+    leaves out beside it, so that no token is gone. Where these take more, as the answer shared more, it is 0.
     """
     examples = steps.examples
     found = rewritten(examples)
@@ -78,8 +78,8 @@ def find_parted(
         rows=rows[:SHOWN],
         left_out=str(tokenizer.decode(list(left_out))),
         added=str(tokenizer.decode(list(added))),
-        tokens=of_epoch(tokens),
-        tokens_together=of_epoch(together),
+        tokens=of_epoch(max(tokens, 0)),
+        tokens_together=of_epoch(max(together, 0)),
     )
 
 

@@ -32,6 +32,7 @@ from tuningfork.kernels.attention import _fork_kernels as kernels
 from tuningfork.records import ForkLayout
 
 WIDEST_HEAD = 512
+WIDEST_WINDOW = 1 << 30  # wider than any pack, and a row's number and a window still add up in int32
 TYPICALLY_SEEN = 512  # rows that a row attends to
 LOG2_E = 1.4426950408889634
 TABLE_TILE = 64  # rows of a tile in the table; programs whose registers hold fewer take a part of one
@@ -122,7 +123,7 @@ class ForkAttention(NamedTuple):
             query, key = (pad(t, (0, value_width - width)) for t in (query, key))
         elif value_width < width:
             value = pad(value, (0, width - value_width))
-        out, _ = _attend(*self, query, key, value, sinks, scale, window or 0, softcap or 0.0)
+        out, _ = _attend(*self, query, key, value, sinks, scale, min(window or 0, WIDEST_WINDOW), softcap or 0.0)
         return out[..., :value_width]
 
 

@@ -27,7 +27,7 @@ _LARGEST_METRICS = 1 << 30  # bytes, of more than a million lines
 
 
 class Records:
-    """What a run keeps in mind of its running records. This one writes none: it is that of the ranks that print nothing.
+    """What a run keeps in mind of its running records. This one writes none: ranks that print nothing have it.
 
     `evaluations` has the numbers of all evaluations: step -> numbers. `ends` has the first and the last line of
     training steps, as far as there are any. `last_step` is that of the last line which a resumed run keeps, 0 if there
