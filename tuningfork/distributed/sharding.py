@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tuningfork.distributed.layout import REPLICATE, SHARD, Layout
+from tuningfork.distributed.pace import Pace, Seconds
 from tuningfork.models.policy import Policy
 
 
@@ -40,6 +41,7 @@ class Sharding:
             "mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False),
             "ignored_params": set(self._whole),
         }
+        self.pace = Pace(policy.blocks, policy.device)
         for block in policy.blocks:
             fully_shard(block, **same)
         ends: list[nn.Module] = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[list-item]
@@ -89,6 +91,10 @@ class Sharding:
         parts = [torch.zeros_like(own) for _ in range(self._layout.shard)]
         dist.all_gather(parts, own, group=self._shards)
         return torch.stack(parts).sum() + all_have
+
+    def forward_seconds(self) -> Seconds:
+        """Those of all forward passes since the last call, see pace.py. The device must be done with them."""
+        return self.pace.take()
 
     def release(self) -> None:
         """Let go of gathered weights, see models/policy.py."""

@@ -25,8 +25,12 @@ OTHER_LAUNCHERS = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun", "SLUR
 FAILURES = "failures"  # how many processes have failed, in the store that all of them share
 
 
+ALONE = dict(zip(OF_TORCHRUN, ("0", "1", "0", "1", "127.0.0.1", "0"), strict=True))
+"""The environment of a world of one."""
+
+
 @contextmanager
-def world(parallel: ParallelConfig, cuda: bool) -> Iterator[Ranks]:
+def world(parallel: ParallelConfig, cuda: bool, always: bool = False) -> Iterator[Ranks]:
     """All processes of a run, which have found each other, as one of them sees them.
 
     Of several that fail, the first keeps its error and the others get `SaidElsewhere`, so that a console that shows the
@@ -34,12 +38,13 @@ def world(parallel: ParallelConfig, cuda: bool) -> Iterator[Ranks]:
 
     Args:
         cuda: whether the run computes on GPUs, one a process.
+        always: find the others also where there are none, so that what one process does can be seen as one of several.
 
     Raises:
         ConfigError: the launcher is none that says where the others are, or its variables are incomplete.
         RankError: the others did not come in time.
     """
-    if not started_together():
+    if not started_together() and not always:
         yield ONE_PROCESS
         return
     named = {name: _number(name) for name in OF_TORCHRUN[:4]}

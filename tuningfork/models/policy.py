@@ -40,6 +40,10 @@ class Spread(Protocol):
         """The squared 2-norm of all gradients of the model, float64, on every process."""
         raise NotImplementedError
 
+    def forward_seconds(self) -> tuple[float, float]:
+        """Of all forward passes since the last call: in which blocks computed, and in which they waited for weights."""
+        raise NotImplementedError
+
     def release(self) -> None:
         """Behind passes without a backward pass: what was gathered is let go, and parameters are the spread ones again.
 

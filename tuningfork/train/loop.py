@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
+from tuningfork.distributed.pace import PaceWatch
 from tuningfork.objective.base import Objective
 from tuningfork.recipe.run_config import RunConfig
 from tuningfork.report.run.console import Phase
@@ -38,6 +40,7 @@ class TrainingLoop:
         self.run, self.held_out, self.checkpointer, self.writer = run, held_out, checkpointer, writer
         self.progress = run.progress
         self.totals = RunTotals(_peak_flops(run.session))
+        self._pace, self._hosts = PaceWatch(), run.session.ranks.all(socket.gethostname())
 
     def train(self) -> bool:
         """Train to the last step. False where the user asked to stop; the last step done is saved then."""
@@ -62,6 +65,7 @@ class TrainingLoop:
                 self.progress = replace(self.progress, step=step.step, examples=self.progress.examples + step.examples)
                 interval.add(step)
                 self.totals.add(step)
+                self._watch(step)
                 stopping = stop_asked()
                 phase.advance(1, _headline(step, run.session.objective))
                 ending = step.step == total_steps
@@ -80,6 +84,16 @@ class TrainingLoop:
                 if stopping:
                     break
         return not stop_asked()  # it may have been asked while the last checkpoint was written
+
+    def _watch(self, step: StepResult) -> None:
+        """Name a rank that is slower than the others, step after step."""
+        slow = None if step.ranks is None else self._pace.add(step.ranks.paces)
+        if slow is not None:
+            host = self._hosts[slow.rank]
+            self.run.console.print(
+                f"! rank {slow.rank} ({host}) takes {slow.times:.1f} times as long as the others for the same work, so "
+                "all wait for it: look for another program on its device, or heat; tuningfork check-cluster measures it"
+            )
 
     def _evaluate(self, phase: Phase, stop_asked: Callable[[], bool]) -> float:
         """Score the held-out examples, and keep the weights if they are the best; the seconds that it took."""

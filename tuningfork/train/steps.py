@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from tuningfork.distributed.ranks import Ranks
 from tuningfork.errors import NonFiniteError, enough_memory
 from tuningfork.models.policy import graphs_compiled
 from tuningfork.reference.store import ReferenceStore
-from tuningfork.report.run.metrics import Means, StepResult
+from tuningfork.report.run.metrics import Means, RanksResult, StepResult
 from tuningfork.train.batch import StepBatch
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.optimizer import learning_rate, set_learning_rate
@@ -28,11 +29,22 @@ class OfRank(NamedTuple):
     model_flops: float
     peak_memory_bytes: float
     data_seconds: float
+    computing: float  # seconds of its blocks' forward passes, as the next
+    waiting: float  # for weights
 
     def of_all(self, ranks: Ranks) -> list[OfRank]:
         """That of every rank, on each of them."""
         own = torch.tensor(self, dtype=torch.float64)
         return [OfRank(*found.tolist()) for found in ranks.gather(own, [len(own)] * ranks.size)]
+
+
+def _ranks(of_ranks: list[OfRank]) -> RanksResult:
+    """How alike the ranks of a step were."""
+    flops = [one.model_flops for one in of_ranks]
+    paces = [one.computing / one.model_flops if one.model_flops else math.nan for one in of_ranks]
+    passes = [one.waiting / (one.computing + one.waiting) for one in of_ranks if one.computing]
+    mean = sum(flops) / len(flops)
+    return RanksResult(len(of_ranks), max(flops) / mean if mean else 1.0, sum(passes) / max(len(passes), 1), paces)
 
 
 def training_steps(
@@ -87,8 +99,10 @@ def training_steps(
             ) from None
         # The device may still be moving the weights; it goes on from there to the next step without a pause.
         now = time.perf_counter()
-        of_rank = OfRank(model_flops, torch.cuda.max_memory_allocated() if cuda else 0, data_seconds)
-        of_ranks = of_rank.of_all(ranks)
+        memory = torch.cuda.max_memory_allocated() if cuda else 0
+        spread = session.policy.spread
+        forward = (0.0, 0.0) if spread is None else spread.forward_seconds()
+        of_ranks = OfRank(model_flops, memory, data_seconds, *forward).of_all(ranks)
         yield StepResult(
             step=step + 1,
             epoch=loader.order.epoch_after(step),
@@ -108,6 +122,7 @@ def training_steps(
             statistics=Means.of(outcome.statistics),
             peak_memory_bytes=max(int(one.peak_memory_bytes) for one in of_ranks) if cuda else None,
             compiled=session.compiled and graphs != graphs_compiled(),
+            ranks=None if ranks.size == 1 else _ranks(of_ranks),
         )
         graphs = graphs_compiled()
         begun, waiting = now, time.perf_counter()
