@@ -15,11 +15,13 @@ import transformers
 
 from tests.distributed.worlds import together
 from tests.models.hf.folders import folder_of, plain_load
-from tests.tiny import tiny_model
+from tests.tiny import random_examples, tiny_model
+from tuningfork.data.packing.layout import build_pack
 from tuningfork.distributed import export
 from tuningfork.distributed.config import ParallelConfig
 from tuningfork.distributed.export import save
 from tuningfork.distributed.layout import Layout
+from tuningfork.distributed.load import load_spread
 from tuningfork.distributed.parallelize import parallelize
 from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
 from tuningfork.errors import RunFolderError
@@ -158,3 +160,48 @@ def test_an_export_takes_less_than_two_tensors_of_memory(tmp_path) -> None:
     """Beside the buffers of Gloo, which has up to a tensor of its own while it gathers one."""
     for taken, largest in together(2, memory_of_an_export, tmp_path):
         assert taken < 3 * largest  # of 14 such
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def read_by_each(ranks: Ranks, path: Path, parallel: dict[str, Any], dtype: torch.dtype) -> Any:
+    """A spread model's digest, its whole weights, and the bytes that this process read."""
+    count: list[int] = []
+    layout = Layout.plan(ParallelConfig(**parallel), ranks)
+    device = torch.device("cpu")
+    loaded, sharding = load_spread(
+        str(path), device, dtype, layout, torch.float32, lambda done, total: count.append(total)
+    )
+    policy = Policy.plain(loaded.model, torch.float32, sharding)
+    batch = a_pack()
+    with torch.no_grad():
+        hidden = policy.hidden_rows(batch)
+    digest = starting_weights(policy, Console(), ranks)
+    tied = policy.head_weight is policy.model.get_input_embeddings().weight
+    return digest, hidden, tied, loaded.dtypes, loaded.notes, count[-1] if count else 0
+
+
+def a_pack() -> Any:
+    examples = random_examples([(5, (3, 4)), (2, (6,))])
+    return build_pack(examples, 64, "tree")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("family", ["llama", "granite", "gemma3", "phi"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_process_reads_its_own_rows_and_all_have_the_model_of_one(tmp_path, size, family, dtype) -> None:
+    path = folder_of(tmp_path / "original", family)
+    alone = Policy.plain(load(str(path), dtype=dtype).model, torch.float32)
+    with torch.no_grad():
+        hidden = alone.hidden_rows(a_pack())
+    expected = starting_weights(alone, Console())
+    matrices = sum(w.numel() * 4 for w in alone.model.parameters() if w.ndim > 1)
+    others = sum(w.numel() * 4 for w in alone.model.parameters() if w.ndim < 2)
+    found = together(size, read_by_each, path, {}, dtype)
+    for digest, numbers, tied, dtypes, notes, _ in found:
+        assert digest == expected
+        assert torch.equal(numbers, hidden)
+        assert tied == (alone.head_weight is alone.model.get_input_embeddings().weight)
+        assert dtypes.keys() and not notes
+    assert sum(one[-1] for one in found) == matrices + size * others

@@ -71,16 +71,17 @@ class Policy:
         self._watched = watch(model, self._precision())
 
     @classmethod
-    def fast(cls, model: PreTrainedModel, dtype: torch.dtype) -> Policy:
+    def fast(cls, model: PreTrainedModel, dtype: torch.dtype, spread: Spread | None = None) -> Policy:
         """A policy with the best kernels for the device that the model is on."""
-        policy = cls.plain(model, dtype)
+        policy = cls.plain(model, dtype, spread)
         policy.kernels = select(policy.ops, policy.device, dtype)
         return policy
 
     @classmethod
-    def plain(cls, model: PreTrainedModel, dtype: torch.dtype) -> Policy:
-        """A policy with plain kernels, which every other is measured against."""
+    def plain(cls, model: PreTrainedModel, dtype: torch.dtype, spread: Spread | None = None) -> Policy:
+        """A policy with plain kernels, which every other is measured against. `spread`: how the model is spread."""
         policy = cls(model, plain(), dtype)
+        policy.spread = spread
         policy.kernels = plain(policy.ops)
         return policy
 

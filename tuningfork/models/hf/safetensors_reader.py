@@ -54,6 +54,12 @@ class Stored:
     def bytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
 
+    def rows(self, start: int, count: int) -> Stored:
+        """Some of its rows, which lie together."""
+        shape = torch.Size((count, *self.shape[1:]))
+        width = shape[1:].numel() * self.dtype.itemsize
+        return Stored(self.path, self.offset + start * width, self.dtype, shape)
+
 
 @dataclass(frozen=True)
 class Found:
