@@ -12,26 +12,32 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 
 from tests.distributed.worlds import together
-from tests.models.hf.folders import folder_of, plain_load
+from tests.models.hf.folders import folder_of, plain_load, rewrite
 from tests.tiny import random_examples, tiny_model
 from tuningfork.data.packing.layout import build_pack
 from tuningfork.distributed import export
 from tuningfork.distributed.config import ParallelConfig
 from tuningfork.distributed.export import save
 from tuningfork.distributed.layout import Layout
-from tuningfork.distributed.load import load_spread
+from tuningfork.distributed.load import WHOLE, load_spread, replace_spread
 from tuningfork.distributed.parallelize import parallelize
 from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
-from tuningfork.errors import RunFolderError
-from tuningfork.models.hf import attention, digests
+from tuningfork.errors import ModelError, RunFolderError
+from tuningfork.models.hf import attention, digests, safetensors_reader
 from tuningfork.models.hf.load import Loaded, load
 from tuningfork.models.policy import Policy
+from tuningfork.recipe.run_config import RunConfig
 from tuningfork.reference.code import model_code_digest
 from tuningfork.report.run.console import Console
+from tuningfork.train.setup.model import start_model
 from tuningfork.train.setup.reference import starting_weights
 
+# Bytes: what each thread that reads has for it, and whatever is allocated once.
+READERS = safetensors_reader._THREADS * safetensors_reader._PIECE + (32 << 20)
 LAYOUTS = {"FSDP": {"shard": None}, "HSDP": {"replicate": 2}, "DDP": {"shard": 1}}
 
 
@@ -205,3 +211,114 @@ def test_each_process_reads_its_own_rows_and_all_have_the_model_of_one(tmp_path,
         assert tied == (alone.head_weight is alone.model.get_input_embeddings().weight)
         assert dtypes.keys() and not notes
     assert sum(one[-1] for one in found) == matrices + size * others
+
+
+def started(ranks: Ranks, path: Path, weights: str, share: str) -> Any:
+    """A session as a run starts it, its blocks compiled as far as their check goes."""
+    config = RunConfig()
+    config.model.path, config.model.weights, config.pack.share = str(path), weights, share
+    config.train.device, config.train.activation_memory = "cpu", "none"
+    config.train.optimizer = "adamw_8bit" if weights == "bfloat16" else "adamw"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Policy, "has_plain_kernels", False)  # so that they are checked
+        session = start_model(config, torch.device("cpu"), Console(), ranks)
+    digest = starting_weights(session.policy, Console(), ranks)
+    sizes = {n: tuple(s.shape) for n, s in session.check.exact.d_weights.items()}
+    return digest, {n: w.dtype for n, w in session.policy.model.named_parameters()}, sizes
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "granite"])
+def test_a_run_starts_with_the_weights_of_one_process_and_every_check(tmp_path, family, weights) -> None:
+    path = folder_of(tmp_path / "original", family)
+    digest, dtypes, sizes = started(ONE_PROCESS, path, weights, "tree")
+    for found in together(2, started, path, weights, "tree"):
+        assert found[:2] == (digest, dtypes)
+        assert found[2].keys() == sizes.keys()  # a gradient has reached every weight
+
+
+def replaced(ranks: Ranks, path: Path, other: Path) -> str:
+    """The digest of a model that has taken the weights of another."""
+    layout = Layout.plan(ParallelConfig(), ranks)
+    loaded, sharding = load_spread(str(path), torch.device("cpu"), torch.float32, layout, torch.float32)
+    policy = Policy.plain(loaded.model, torch.float32, sharding)
+    with torch.no_grad():
+        policy.hidden_rows(a_pack())
+    sharding.release()
+    replace_spread(loaded.model, str(other))
+    with torch.no_grad():
+        policy.hidden_rows(a_pack())
+    return starting_weights(policy, Console(), ranks)
+
+
+@pytest.mark.parametrize("family", ["llama", "granite"])
+@pytest.mark.parametrize("pickled", [False, True])
+def test_weights_of_another_folder_take_their_place(tmp_path, family, pickled) -> None:
+    path, other = folder_of(tmp_path / "original", family), folder_of(tmp_path / "other", family)
+    rewrite(other, lambda tensors: [tensor.mul_(1.25) for tensor in tensors.values()])
+    alone = Policy.plain(load(str(other)).model, torch.float32)
+    if pickled:
+        as_pickle(other)
+    assert together(3, replaced, path, other) == [starting_weights(alone, Console())] * 3
+
+
+def as_pickle(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize("family", ["llama", "granite"])
+def test_older_files_are_read_whole_by_each_process_with_a_word_on_it(tmp_path, family) -> None:
+    path = folder_of(tmp_path / "original", family)
+    expected = starting_weights(Policy.plain(load(str(path)).model, torch.float32), Console())
+    as_pickle(path)
+    for digest, *_, notes, _ in together(2, read_by_each, path, {}, torch.float32):
+        assert digest == expected and notes == (WHOLE,)
+
+
+def spoilt(ranks: Ranks, path: Path) -> str:
+    layout = Layout.plan(ParallelConfig(), ranks)
+    try:
+        load_spread(str(path), torch.device("cpu"), torch.float32, layout, torch.float32)
+    except ModelError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_weight_that_is_no_number_is_found_by_the_process_that_has_it(tmp_path) -> None:
+    path = folder_of(tmp_path / "original")
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.2.mlp.up_proj.weight"][-1, 3] = torch.nan
+
+    rewrite(path, spoil)
+    first, second = together(2, spoilt, path)
+    assert first == "no error" and "NaN or infinite weights in 1 tensors, first model.layers.2.mlp.up_proj" in second
+
+
+def memory_of_loading(ranks: Ranks, path: Path) -> tuple[int, int]:
+    """Bytes that a process takes at the peak of loading, beyond the ones that it keeps; and those that it keeps."""
+    layout = Layout.plan(ParallelConfig(), ranks)
+    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: what is let go of is the system's again
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is that of now
+    before = resident("VmHWM")
+    loaded, _ = load_spread(str(path), torch.device("cpu"), torch.float32, layout, torch.float32)
+    kept = sum(w.to_local().nbytes if isinstance(w, DTensor) else w.nbytes for w in loaded.model.parameters())
+    return resident("VmHWM") - before - kept, kept
+
+
+def write_model(ranks: Ranks, path: Path) -> int:
+    """A model with large matrices in a folder; its bytes."""
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=512, intermediate_size=8192, num_hidden_layers=8, num_attention_heads=8
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(path)
+    return sum(weight.nbytes for weight in model.parameters())
+
+
+def test_no_process_ever_has_the_whole_model(tmp_path) -> None:
+    [size] = together(1, write_model, tmp_path)  # by a process that keeps what it has let go of to itself
+    for beyond, kept in together(4, memory_of_loading, tmp_path):
+        assert size / 4 <= kept < size / 4 * 1.01
+        assert beyond < READERS < size / 2  # and is the same for a model of any size

@@ -11,6 +11,7 @@ from tuningfork.commands.inputs import data_and_model
 from tuningfork.commands.resolve import dated_as_its_run, fetched, located
 from tuningfork.commands.summary import evaluation_rows
 from tuningfork.data.prepare import dataset_digest
+from tuningfork.distributed.load import replace_spread
 from tuningfork.distributed.ranks import Ranks
 from tuningfork.distributed.world import world
 from tuningfork.errors import ModelError
@@ -94,5 +95,8 @@ def _take_weights(session: Session, path: str, starting: ModelConfig, console: C
             f"{path} is not a model of the same architecture as {starting.path}: their config.json differ in "
             f"{', '.join(other)}."
         )
-    for note in replace_weights(session.policy.model, path):
+    model, spread = session.policy.model, session.policy.spread
+    if spread is not None:
+        spread.release()
+    for note in replace_weights(model, path) if spread is None else replace_spread(model, path):
         console.print(f"{path}: {note}")

@@ -80,8 +80,8 @@ def load_spread(
             checks.check_room(sum(weight.to_local().nbytes for weight in spread))
         for weight in spread:
             own = torch.empty_like(weight.to_local(), device=device)
-            how = {"shape": weight.shape, "stride": weight.stride(), "run_check": False}
-            _put(model, weight, DTensor.from_local(own, weight.device_mesh, weight.placements, **how))
+            mesh, how = weight.device_mesh, weight.placements
+            _put(model, weight, DTensor.from_local(own, mesh, how, shape=weight.shape, stride=weight.stride()))
         read(_own(model, stored, draft), path, progress)
     model.train()
     return loaded, sharding

@@ -333,7 +333,7 @@ def _traced(
 def _from_state(config: Any, path: str, state: dict[str, Tensor]) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The library's model with these tensors as its weights, and what it says of them."""
     model = without_memory(config)
-    kind = type(model)
+    kind: Any = type(model)
     checks.check_size(model, state)
     # private: transformers.from_pretrained by state_dict
     model, info = kind.from_pretrained(None, config=config, state_dict=state, trust_remote_code=False, **_AS_WE_NEED_IT)
