@@ -37,7 +37,7 @@ ROOMS = {
     "models": {"kernels"},
     "objective": set(),
     "reference": set(),
-    "distributed": {"models"},
+    "distributed": {"data", "models"},
     "train": {"data", "distributed", "models", "objective", "reference", "report"},
     "lab": {"train", "data", "distributed", "kernels", "models", "objective", "reference", "report"},
 }

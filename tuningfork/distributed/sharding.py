@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -25,9 +25,10 @@ from tuningfork.distributed.pace import Pace, Seconds
 class Sharding:
     """A model's weights, spread over the processes of a mesh.
 
-    Embedding and head lie in one group, for they may be one weight, which stays gathered from the embedding to the end
-    of the backward pass: the head runs behind the model, where no hook of FSDP's knows of it. Blocks are gathered one
-    by one. What is in neither belongs to the backbone.
+    Blocks are gathered one by one. All that is in none, embedding and head among it, which may be one weight, is one
+    group, that of the whole model. It stays gathered from the embedding to the end of the backward pass: the head runs
+    behind the backbone, where no hook of FSDP's knows of it. So the model's own forward is the backbone's from now on,
+    for the whole must be called to be gathered.
     """
 
     def __init__(
@@ -51,9 +52,9 @@ class Sharding:
         self.pace = Pace(blocks, torch.device(mesh.device_type))
         for block in blocks:
             fully_shard(block, **same)
-        ends: list[nn.Module] = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[list-item]
-        self._ends: Any = fully_shard(ends, reshard_after_forward=False, **same)[0]
-        self._root: Any = fully_shard(model.base_model, **same)
+        backbone = model.base_model
+        model.forward = lambda **inputs: backbone(**inputs)  # type: ignore[method-assign]
+        self._root: Any = fully_shard(model, reshard_after_forward=False, **same)
         for module in self._groups():
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # Gloo knows no sum that divides on its way
@@ -61,14 +62,16 @@ class Sharding:
         self._shards = mesh[SHARD].get_group()
 
     def _groups(self) -> Iterable[Any]:
-        return [self._ends, *(module for module in self._root.modules() if isinstance(module, FSDPModule))]
+        return [module for module in self._root.modules() if isinstance(module, FSDPModule)]
 
     def begin(self, last: bool) -> None:
-        """Before a pack's forward pass: gather what the head will need. `last`: its backward pass, if it has one, is
-        the last one of the step, with which gradients travel."""
-        for module in self._groups():
-            module.set_requires_gradient_sync(last, recurse=False)
-        self._ends.unshard()
+        """Before a pack's forward pass. `last`: its backward pass, if it has one, is the last one of the step, with
+        which gradients travel."""
+        self._root.set_requires_gradient_sync(last)
+
+    def run(self, **inputs: Any) -> Any:
+        """The backbone's forward pass, from gathered weights."""
+        return self._root(**inputs)
 
     def exchange(self) -> None:
         """Behind the last pack: add up the gradients of what every process has whole."""

@@ -33,6 +33,9 @@ class Spread(Protocol):
     def begin(self, last: bool) -> None:
         """Before a pack's forward pass. `last`: gradients travel with its backward pass, if it has one."""
 
+    def run(self, **inputs: Any) -> Any:
+        """What the backbone gives for these inputs."""
+
     def exchange(self) -> None:
         """Behind the last backward pass of a step: gradients that have not travelled with it do so."""
 
@@ -137,11 +140,13 @@ class Policy:
         Where weights are spread over processes, all of them must ask together. `last`: gradients travel with the
         backward pass that follows.
         """
+        backbone: Any = self.model.base_model
         if self.spread is not None:
             self.spread.begin(last)
+            backbone = self.spread.run
         prepared = {mixer.keyword: mixer.prepare(batch.layout, self.kernels) for mixer in self.mixers}
         with self._precision():
-            hidden = self.model.base_model(
+            hidden = backbone(
                 input_ids=batch.input_ids[None],
                 position_ids=batch.layout.position_of_row[None],
                 use_cache=False,
