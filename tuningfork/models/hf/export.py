@@ -15,6 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, PreTrainedModel
 
 from tuningfork.errors import SAVING, ModelError, enough_memory
@@ -82,7 +83,8 @@ def exported_config(start: Mapping[str, Any], model: PreTrainedModel, dtype: tor
     """
     loaded: Any = model.config
     config = _of_this_model(start, loaded)
-    config["architectures"] = [type(model).__name__]
+    own = (kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))  # not that of a spread model
+    config["architectures"] = [next(own).__name__]
     config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
     for key, value in _known_to_older_readers(config, model):
         if (key not in config or config[key] != value) and _reads_the_same(type(loaded), config, {key: value}):

@@ -113,6 +113,8 @@ def _check(what: str, quantity: str, found: Tensor, usual: Tensor, exact: Tensor
 
 
 def _through(policy: Policy, batch: PackedBatch) -> _Numbers:
+    if policy.spread is not None:
+        policy.spread.release()  # gradients are those of the spread weights
     with torch.enable_grad(), _embedded(policy) as embedded, _weight_gradients(policy.model) as d_weights:
         hidden = policy.hidden_rows(batch, last=True)  # so that gradients reach the weights, where these are spread
         hidden.backward(_noise(hidden, seed=0))

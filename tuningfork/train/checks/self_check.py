@@ -170,6 +170,7 @@ def _score_packed(policy: Policy, batch: PackedBatch) -> torch.Tensor:
 def _score_alone(model: PreTrainedModel, example: TokenExample) -> list[torch.Tensor]:
     """Log-probs of each answer's tokens by the model's own forward and its own eager attention."""
     model.set_attn_implementation("eager")
+    of_backbone = vars(model).pop("forward", None)  # of a spread model: its class's own gives the logits
     try:
         scores = []
         for answer in example.answers:
@@ -180,3 +181,5 @@ def _score_alone(model: PreTrainedModel, example: TokenExample) -> list[torch.Te
         return scores
     finally:
         model.set_attn_implementation(attention.NAME)
+        if of_backbone is not None:
+            model.forward = of_backbone  # type: ignore[method-assign]
