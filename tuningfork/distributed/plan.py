@@ -15,6 +15,7 @@ from tuningfork.data.packing.bin_packing import best_fit, members_of
 from tuningfork.data.packing.pack import Bin, PackLimits, pack_of, shared_evenly
 from tuningfork.data.packing.portions import Portion, part
 from tuningfork.distributed.balance import Shares, balance_within, exchanged
+from tuningfork.records import TokenExample
 
 ALIKE = 1.03
 """Slowest rank / mean. Ranks as alike as this have no tree parted for them: its stem would be computed twice."""
@@ -36,6 +37,11 @@ class StepPlan:
         """Slowest rank / mean of all: 1 is perfect."""
         whole = sum(self.costs)
         return max(self.costs) * len(self.costs) / whole if whole else 1.0
+
+    @property
+    def examples(self) -> list[list[TokenExample]]:
+        """Those of each rank, in no order to be relied on."""
+        return [[example for pack in packs for portion in pack for example in portion.examples] for packs in self.packs]
 
     @property
     def bins(self) -> list[list[Bin]]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from tuningfork.data.packing.loader import PackLoader, ahead
+from tuningfork.distributed.plan import plan_step
 from tuningfork.distributed.ranks import Ranks
 from tuningfork.errors import NonFiniteError, enough_memory
 from tuningfork.models.policy import graphs_compiled
@@ -18,13 +19,15 @@ from tuningfork.report.run.metrics import Means, RanksResult, StepResult
 from tuningfork.train.batch import StepBatch
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.optimizer import learning_rate, set_learning_rate
-from tuningfork.train.plan import plan_step
 from tuningfork.train.session import Session
 from tuningfork.train.step import train_step
 
 
 class OfRank(NamedTuple):
     """What a step was on one rank."""
+
+    unique_tokens: float
+    rows: float
 
     model_flops: float
     peak_memory_bytes: float
@@ -65,10 +68,10 @@ def training_steps(
             examples = loader.examples_of(step)
             cost = lambda portion: flops.training(portion.spans, portion.logit_rows)  # noqa: E731
             plan = plan_step(loader.portions(examples), loader.limits, ranks.size, cost)
-            packs = loader.packs(plan.bins[ranks.rank])
+            packs = loader.packs(plan.bins_of(ranks.rank))
             cached = None if reference is None else reference.lookup(examples)
             batch = StepBatch.shared_out(
-                examples, plan.bins, packs, session.objective, cached, ranks, session.pin_memory
+                examples, plan.examples, packs, session.objective, cached, ranks, session.pin_memory
             )
             yield step, batch, sum(flops.training(pack.spans, len(pack.logit_rows)) for pack in packs)
 
@@ -102,7 +105,9 @@ def training_steps(
         memory = torch.cuda.max_memory_allocated() if cuda else 0
         spread = session.policy.spread
         forward = (0.0, 0.0) if spread is None else spread.forward_seconds()
-        of_ranks = OfRank(model_flops, memory, data_seconds, *forward).of_all(ranks)
+        own = OfRank(batch.unique_tokens, batch.rows, model_flops, memory, data_seconds, *forward)
+        of_ranks = own.of_all(ranks)
+        unique_tokens, rows = (int(sum(counts)) for counts in list(zip(*of_ranks, strict=True))[:2])
         yield StepResult(
             step=step + 1,
             epoch=loader.order.epoch_after(step),
@@ -112,10 +117,10 @@ def training_steps(
             loss=outcome.loss,
             loss_size=session.objective.loss_size(batch.totals),
             tokens=batch.tokens,
-            unique_tokens=batch.unique_tokens,
+            unique_tokens=unique_tokens,
             answer_tokens=batch.answer_tokens,
-            rows=batch.rows,
-            pad_rows=batch.rows - batch.unique_tokens,
+            rows=rows,
+            pad_rows=rows - unique_tokens,
             seconds=now - begun,
             data_seconds=max(one.data_seconds for one in of_ranks),
             model_flops=sum(one.model_flops for one in of_ranks),

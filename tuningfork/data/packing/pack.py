@@ -34,11 +34,6 @@ class Bin(NamedTuple):
     forest: Forest  # their trees
 
 
-def empty_bin(limits: PackLimits) -> Bin:
-    """A pack of padding alone, for a rank that takes part in a pass with no example of its own."""
-    return Bin(limits.smallest, [], Forest.joined([]))
-
-
 @dataclass(frozen=True, slots=True)
 class PackLimits:
     """How large packs are, in token slots, and what of them is laid once."""
