@@ -23,7 +23,8 @@ def parallelize(
     1. Tensor parallelism splits the matrices of each block: nothing is split on one rank.
     2. Activation memory decides what of a block is kept for its backward pass, and
     3. the compiler compiles each block, whole with what 2. has put around its matrices: `Policy.keep_activations`.
-    4. Sharding spreads each compiled block over the ranks: nothing is spread on one rank.
+    4. Sharding spreads each compiled block over the ranks: nothing is spread on one rank, and a policy that was spread
+       when its weights were read (load.py) is so already.
 
     Args:
         activation_memory: a mode of models/activations.py.
@@ -39,5 +40,6 @@ def parallelize(
     if compiled:
         policy.compile()
     policy.keep_activations(activation_memory)
-    if layout.spread > 1 or always:
-        policy.spread = Sharding(policy, layout.mesh(policy.device.type), layout, reduce_dtype)
+    if policy.spread is None and (layout.spread > 1 or always):
+        mesh = layout.mesh(policy.device.type)
+        policy.spread = Sharding(policy.model, policy.blocks, mesh, layout, reduce_dtype)

@@ -7,23 +7,23 @@ known before its first pack runs. Gradients travel once a step, with the last pa
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from tuningfork.distributed.layout import REPLICATE, SHARD, Layout
 from tuningfork.distributed.pace import Pace, Seconds
-from tuningfork.models.policy import Policy
 
 
 class Sharding:
-    """A policy's weights, spread over the processes of a mesh.
+    """A model's weights, spread over the processes of a mesh.
 
     Blocks are gathered one by one. All that is in none, embedding and head among it, which may be one weight, is one
     group, that of the whole model. It stays gathered from the embedding to the end of the backward pass: the head runs
@@ -31,8 +31,15 @@ class Sharding:
     for the whole must be called to be gathered.
     """
 
-    def __init__(self, policy: Policy, mesh: DeviceMesh, layout: Layout, reduce_dtype: torch.dtype) -> None:
-        model = policy.model
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        blocks: Sequence[nn.Module],
+        mesh: DeviceMesh,
+        layout: Layout,
+        reduce_dtype: torch.dtype,
+    ) -> None:
+        """`model` may be one without memory as far as its matrices go, which then get some before it first runs."""
         self._mesh = mesh
         self._layout = layout
         self.copies = layout.spread
@@ -43,8 +50,8 @@ class Sharding:
             "mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False),
             "ignored_params": set(self._whole),
         }
-        self.pace = Pace(policy.blocks, policy.device)
-        for block in policy.blocks:
+        self.pace = Pace(blocks, torch.device(mesh.device_type))
+        for block in blocks:
             fully_shard(block, **same)
         backbone = model.base_model
         model.forward = lambda **inputs: backbone(**inputs)  # type: ignore[method-assign]
