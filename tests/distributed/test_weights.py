@@ -218,7 +218,6 @@ def started(ranks: Ranks, path: Path, weights: str, share: str) -> Any:
     config = RunConfig()
     config.model.path, config.model.weights, config.pack.share = str(path), weights, share
     config.train.device, config.train.activation_memory = "cpu", "none"
-    config.train.optimizer = "adamw_8bit" if weights == "bfloat16" else "adamw"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Policy, "has_plain_kernels", False)  # so that they are checked
         session = start_model(config, torch.device("cpu"), Console(), ranks)

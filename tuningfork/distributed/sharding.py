@@ -59,8 +59,7 @@ class Sharding:
         for module in self._groups():
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # Gloo knows no sum that divides on its way
-        self._group = over._flatten().get_group() if layout.replicate > 1 else over.get_group()
-        self._shards = mesh[SHARD].get_group()
+        self._shards, self._copies = mesh[SHARD].get_group(), mesh[REPLICATE].get_group()
 
     def _groups(self) -> Iterable[Any]:
         return [module for module in self._root.modules() if isinstance(module, FSDPModule)]
@@ -88,7 +87,8 @@ class Sharding:
             for weight in whole
         ]
         together = torch.cat(pieces)
-        dist.all_reduce(together, group=self._group)
+        for group in (self._shards, self._copies):
+            dist.all_reduce(together, group=group)
         for weight, dtype, piece in zip(whole, dtypes, together.split([p.numel() for p in pieces]), strict=True):
             weight.grad = piece.view_as(weight).to(dtype)
 
