@@ -571,6 +571,19 @@ def test_the_source_of_a_models_classes_can_be_read():
     assert f"class {type(model).__name__}" in inspect.getsource(inspect.getmodule(type(model)))
 
 
+@lean("torch.Tensor.__tensor_flatten__")
+def test_moments_in_8_bits_come_apart_and_together():
+    pytest.importorskip("torchao")
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    moments = OptimState8bit.zeros((64, 64))
+    moments.copy_(torch.linspace(0, 1, 64 * 64).view(64, 64))
+    parts, rest = moments.__tensor_flatten__()
+    copies = {part: getattr(moments, part).clone() for part in parts}
+    again = OptimState8bit.__tensor_unflatten__(copies, rest, moments.shape, moments.stride())
+    assert torch.equal(again.dequantize(), moments.dequantize())
+
+
 @lean("torchao.optim.AdamW8bit")
 def test_which_moments_are_kept_in_8_bits(uncompiled):
     from torchao.optim import AdamW8bit

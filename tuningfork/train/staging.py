@@ -102,6 +102,7 @@ def _tensors(state: Mapping[str, Any]) -> Iterator[Tensor]:
 
 def _on_host(tensor: Tensor) -> Tensor:
     """Memory for a copy of a tensor: page-locked for one of a GPU, which then copies at the full speed of its link."""
+    # private: torch.Tensor.__tensor_flatten__
     if hasattr(tensor, "__tensor_flatten__"):  # made of several, as moments in 8 bits are
         parts, rest = tensor.__tensor_flatten__()
         copies = {part: getattr(tensor, part).detach().cpu().clone() for part in parts}
