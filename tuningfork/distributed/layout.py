@@ -53,6 +53,11 @@ class Layout:
         return cls(replicate, shard, tensor)
 
     @property
+    def size(self) -> int:
+        """All processes."""
+        return self.spread * self.tensor
+
+    @property
     def spread(self) -> int:
         """Processes that train on different examples."""
         return self.replicate * self.shard

@@ -8,6 +8,7 @@ known before its first pack runs. Gradients travel once a step, with the last pa
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from tuningfork.distributed.layout import REPLICATE, SHARD, Layout
+from tuningfork.distributed.layout import REPLICATE, SHARD, TENSOR, Layout
+from tuningfork.distributed.sums import Group
+from tuningfork.distributed.tensor import local
 from tuningfork.models.policy import Policy
 
 
@@ -26,15 +29,36 @@ class Sharding:
 
     Embedding and head lie in one group, for they may be one weight, which stays gathered from the embedding to the end
     of the backward pass: the head runs behind the model, where no hook of FSDP's knows of it. Blocks are gathered one
-    by one. What is in neither belongs to the backbone.
+    by one. What is in neither belongs to the backbone. Weights that tensor parallelism has split already are spread
+    part by part.
+
+    Args:
+        partly: weights that are whole and get a part of their gradient on each process of a tensor group.
+        always: spread also over one process.
     """
 
-    def __init__(self, policy: Policy, mesh: DeviceMesh, layout: Layout, reduce_dtype: torch.dtype) -> None:
-        model = policy.model
-        self._mesh = mesh
+    def __init__(
+        self,
+        policy: Policy,
+        mesh: DeviceMesh,
+        layout: Layout,
+        reduce_dtype: torch.dtype,
+        partly: Iterable[nn.Parameter] = (),
+        always: bool = False,
+    ) -> None:
         self._layout = layout
-        self._whole = [weight for weight in model.parameters() if weight.ndim < 2]
-        over = mesh[REPLICATE, SHARD] if layout.replicate > 1 else mesh[SHARD]
+        self._whole = [weight for weight in policy.model.parameters() if weight.ndim < 2]
+        self._partly = {*partly}
+        self._over = [mesh.get_group(name) for name in (REPLICATE, SHARD) if getattr(layout, name) > 1]
+        self._shards, self._tensor = Group.of(mesh[SHARD]), Group.of(mesh[TENSOR])
+        self._ends: Any = None
+        self._groups: list[Any] = []
+        if layout.spread > 1 or always:
+            self._spread(policy, mesh, reduce_dtype)
+
+    def _spread(self, policy: Policy, mesh: DeviceMesh, reduce_dtype: torch.dtype) -> None:
+        model = policy.model
+        over = mesh[REPLICATE, SHARD] if self._layout.replicate > 1 else mesh[SHARD]
         same: dict[str, Any] = {
             "mesh": over,
             "mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False),
@@ -43,61 +67,79 @@ class Sharding:
         for block in policy.blocks:
             fully_shard(block, **same)
         ends: list[nn.Module] = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[list-item]
-        self._ends: Any = fully_shard(ends, reshard_after_forward=False, **same)[0]
-        self._root: Any = fully_shard(model.base_model, **same)
-        for module in self._groups():
+        self._ends = fully_shard(ends, reshard_after_forward=False, **same)[0]
+        root: Any = fully_shard(model.base_model, **same)
+        self._groups = [self._ends, *(module for module in root.modules() if isinstance(module, FSDPModule))]
+        for module in self._groups:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # Gloo knows no sum that divides on its way
-        self._group = over._flatten().get_group() if layout.replicate > 1 else over.get_group()
-        self._shards = mesh[SHARD].get_group()
-
-    def _groups(self) -> Iterable[Any]:
-        return [self._ends, *(module for module in self._root.modules() if isinstance(module, FSDPModule))]
 
     def begin(self, last: bool) -> None:
         """Before a pack's forward pass: gather what the head will need. `last`: its backward pass, if it has one, is
         the last one of the step, with which gradients travel."""
-        for module in self._groups():
+        for module in self._groups:
             module.set_requires_gradient_sync(last, recurse=False)
-        self._ends.unshard()
+        if self._ends is not None:
+            self._ends.unshard()
 
     def exchange(self) -> None:
-        """Behind the last pack: add up the gradients of what every process has whole."""
+        """Behind the last pack: add up the gradients of what every process has whole.
+
+        In a tensor group they are the same on every process already, but for those of `partly`, which are added up.
+        """
         whole = [weight for weight in self._whole if weight.requires_grad]
-        if not whole:
-            return
-        dtypes = [weight.grad_dtype or weight.dtype for weight in whole]
+        for same, weights in groupby(sorted(whole, key=self._is_same), key=self._is_same):
+            self._add_up([*weights], same)
+
+    def _is_same(self, weight: Tensor) -> bool:
+        return weight not in self._partly
+
+    def _add_up(self, weights: list[Tensor], same: bool) -> None:
+        dtypes = [weight.grad_dtype or weight.dtype for weight in weights]
         widest = max(dtypes, key=lambda dtype: dtype.itemsize)
         pieces = [
-            torch.zeros(weight.numel(), dtype=widest, device=weight.device)
+            torch.zeros(local(weight).numel(), dtype=widest, device=weight.device)
             if weight.grad is None
-            else weight.grad.reshape(-1).to(widest)
-            for weight in whole
+            else local(weight.grad).reshape(-1).to(widest)
+            for weight in weights
         ]
         together = torch.cat(pieces)
-        dist.all_reduce(together, group=self._group)
-        for weight, dtype, piece in zip(whole, dtypes, together.split([p.numel() for p in pieces]), strict=True):
-            weight.grad = piece.view_as(weight).to(dtype)
+        for group in self._over:
+            dist.all_reduce(together, group=group)
+        if not same:
+            together = self._tensor.sum(together)
+        for weight, dtype, piece in zip(weights, dtypes, together.split([p.numel() for p in pieces]), strict=True):
+            own = piece.view_as(local(weight)).to(dtype)
+            weight.grad = (
+                own
+                if not isinstance(weight, DTensor)
+                else DTensor.from_local(own, weight.device_mesh, weight.placements, run_check=False)
+            )
 
     def squared_norm(self, gradients: Iterable[Tensor]) -> Tensor:
         """The squared 2-norm of all gradients of the model, float64, the same bits on every process."""
-        gradients = list(gradients)
-        spread = [_local(g) for g in gradients if isinstance(g, DTensor)]
-        whole = [g for g in gradients if not isinstance(g, DTensor)]
-        device = (spread or whole)[0].device
-        own, all_have = (_squares(part, device) for part in (spread, whole))
-        parts = [torch.zeros_like(own) for _ in range(self._layout.shard)]
-        dist.all_gather(parts, own, group=self._shards)
-        return torch.stack(parts).sum() + all_have
+        kinds: dict[tuple[bool, bool], list[Tensor]] = {(s, t): [] for s in (False, True) for t in (False, True)}
+        for gradient in gradients:
+            dimensions = _dimensions(gradient)
+            kinds[SHARD in dimensions, TENSOR in dimensions].append(local(gradient))
+        device = next(part.device for parts in kinds.values() for part in parts)
+        own = torch.stack([_squares(parts, device) for parts in kinds.values()])
+        found = self._shards.all(self._tensor.all(own))
+        whole, by_tensor, by_shard, by_both = found.unbind(-1)
+        return whole[0, 0] + by_tensor[0].sum() + by_shard[:, 0].sum() + by_both.sum()
 
     def release(self) -> None:
         """Let go of gathered weights, see models/policy.py."""
-        for module in self._groups():
+        for module in self._groups:
             module.reshard()
 
 
-def _local(tensor: DTensor) -> Tensor:
-    return tensor.to_local()
+def _dimensions(tensor: Tensor) -> set[str]:
+    """The dimensions of the mesh over which a tensor lies in parts."""
+    if not isinstance(tensor, DTensor):
+        return set()
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return {name for name, lies in zip(names, tensor.placements, strict=True) if not lies.is_replicate()}
 
 
 def _squares(tensors: list[Tensor], device: torch.device) -> Tensor:

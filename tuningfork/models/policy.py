@@ -187,6 +187,11 @@ class Policy:
             block.forward = forward
         self.activation_memory = mode
 
+    def check_runs(self) -> None:
+        """Run two rows through the backbone, as when it was loaded. Raises ModelError where it does not run any more,
+        for what its matrices were given."""
+        watch(self.model, self._precision())
+
     def flops(self) -> FlopCounter:
         """What a token costs in this model."""
         seen = self._watched

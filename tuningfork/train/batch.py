@@ -25,7 +25,7 @@ class StepBatch:
     examples: Sequence[TokenExample]  # of all ranks, in the order of the step
     answers: Answers  # all of theirs, on the host
     own: Answers  # those of the packs, in the order of the packs
-    places: list[Tensor]  # of each rank: where the answers of its packs lie among all, int64
+    places: list[Tensor]  # of each worker: where the answers of its packs lie among all, int64
     totals: BatchTotals
     tokens: int  # as a plain trainer counts them: the prompt once per answer
     unique_tokens: int  # as the packs of all ranks have them: what several answers begin with once, where it is shared
@@ -69,7 +69,7 @@ class StepBatch:
         """The batch of these examples, which some ranks share.
 
         Args:
-            bins: those of each rank, which together have the examples, each once.
+            bins: those of each worker, which together have the examples, each once.
             packs: this rank's bins, laid; pinned already where `pin_memory` is set.
             reference: cached log-probs of all answers in the order of the examples, float64; None without a reference.
 
@@ -79,7 +79,7 @@ class StepBatch:
         rows = sum(found.slots for of_rank in bins for found in of_rank)
         used = sum(found.forest.rows for of_rank in bins for found in of_rank)
         places = _places(examples, bins)
-        return cls._of(examples, packs, places, ranks.rank, objective, reference, rows, used, pin_memory)
+        return cls._of(examples, packs, places, ranks.worker, objective, reference, rows, used, pin_memory)
 
     @classmethod
     def _of(
@@ -87,7 +87,7 @@ class StepBatch:
         examples: Sequence[TokenExample],
         packs: Sequence[PackedBatch],
         places: list[Tensor],
-        rank: int,
+        worker: int,
         objective: Objective,
         reference: np.ndarray | None,
         rows: int,
@@ -99,7 +99,7 @@ class StepBatch:
         own = Answers.of(
             [example for pack in packs for example in pack.examples],
             [length for pack in packs for length in pack.answer_lengths],
-            None if reference is None else reference[places[rank].numpy()],
+            None if reference is None else reference[places[worker].numpy()],
         )
         return cls(
             packs=packs,
@@ -128,16 +128,16 @@ class StepBatch:
             first = last
 
     def together(self, logps: Tensor, ranks: Ranks) -> Tensor:
-        """The log-probs of all answers in the order of the examples, float64 on the host, from those of each rank's
-        packs."""
+        """The log-probs of all answers in the order of the examples, float64 on the host, from those of each
+        worker's packs."""
         found = torch.empty(len(self.answers.lengths), dtype=torch.float64)
-        for places, own in zip(self.places, ranks.gather(logps, [*map(len, self.places)]), strict=True):
+        for places, own in zip(self.places, ranks.of_workers(logps, [*map(len, self.places)]), strict=True):
             found[places] = own
         return found
 
 
 def _places(examples: Sequence[TokenExample], bins: Sequence[Sequence[Bin]]) -> list[Tensor]:
-    """Of each rank: where the answers of its bins lie among those of all examples."""
+    """Of each worker: where the answers of its bins lie among those of all examples."""
     first, waiting = 0, dict[int, list[range]]()
     for example in examples:  # one may be there several times, where a step goes round the data
         waiting.setdefault(id(example), []).append(range(first, first + len(example.answers)))

@@ -52,8 +52,8 @@ def training_steps(
         for step in range(first, loader.order.total_steps):
             examples = loader.examples_of(step)
             cost = lambda portion: flops.training(portion.spans, portion.logit_rows)  # noqa: E731
-            plan = plan_step(loader.portions(examples), loader.limits, ranks.size, cost)
-            packs = loader.packs(plan.bins[ranks.rank])
+            plan = plan_step(loader.portions(examples), loader.limits, ranks.workers, cost)
+            packs = loader.packs(plan.bins[ranks.worker])
             cached = None if reference is None else reference.lookup(examples)
             batch = StepBatch.shared_out(
                 examples, plan.bins, packs, session.objective, cached, ranks, session.pin_memory
@@ -87,7 +87,7 @@ def training_steps(
             ) from None
         # The device may still be moving the weights; it goes on from there to the next step without a pause.
         now = time.perf_counter()
-        of_rank = OfRank(model_flops, torch.cuda.max_memory_allocated() if cuda else 0, data_seconds)
+        of_rank = OfRank(model_flops / ranks.tensor, torch.cuda.max_memory_allocated() if cuda else 0, data_seconds)
         of_ranks = of_rank.of_all(ranks)
         yield StepResult(
             step=step + 1,
