@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.tensor import DTensor
 
 from tests.distributed.test_sharding import steps_of
 from tests.distributed.worlds import together
@@ -19,6 +22,8 @@ from tuningfork.distributed.tensor import split_blocks
 from tuningfork.errors import ConfigError
 from tuningfork.models.policy import Policy
 from tuningfork.records import TokenExample
+from tuningfork.train.config import TrainConfig
+from tuningfork.train.optimizer import build_optimizer
 
 
 def of(answers: int, count: int = 7) -> list[TokenExample]:
@@ -92,6 +97,56 @@ def test_scores_have_the_same_bits_in_any_pack() -> None:
     for first, again, alone in together(4, scores_of, "olmo2", examples):
         assert torch.equal(first, again) and torch.equal(first, alone)
         torch.testing.assert_close(first, expected, rtol=1e-6, atol=0)
+
+
+def state_of(ranks: Ranks, family: str, layout: Layout) -> dict[str, torch.Tensor]:
+    """Weights and first moments as a checkpoint has them, whole, after a step on one example for each worker."""
+    ranks = replace(ranks, tensor=layout.tensor)
+    policy = Policy.plain(tiny_model(family, torch.float32), torch.float32)
+    if ranks.size > 1:
+        parallelize(policy, "none", compiled=False, layout=layout)
+    optimizer = build_optimizer(policy.model, TrainConfig(adam_eps=1e-4))
+    scorer, examples = scorer_of(policy, 8), of(2, 2)
+    scorer.backward(one_pack(examples[ranks.worker :: ranks.workers], "tree"), lambda first, last, logps: logps.sum())
+    optimizer.step()
+    weights, moments = get_state_dict(policy.model, optimizer, options=StateDictOptions(full_state_dict=True))
+    return {**weights, **{f"moment of {name}": of_one["exp_avg"] for name, of_one in moments["state"].items()}}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "granite"])  # untied, with biases; tied
+def test_checkpoints_have_whole_weights_and_moments(family: str) -> None:
+    expected = state_of(ONE_PROCESS, family, Layout())
+    for found in together(4, state_of, family, Layout(shard=2, tensor=2)):
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert (found[name] - tensor).norm() <= 1e-5 * tensor.norm(), name
+
+
+def head_gradient(ranks: Ranks, dtype: torch.dtype, layout: Layout) -> torch.Tensor:
+    """The gradient of an output weight of this dtype over several packs, with the same weights in any."""
+    model = tiny_model("llama", torch.float32)
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):  # which are spread together
+        module.weight = torch.nn.Parameter(module.weight.detach().bfloat16().to(dtype))
+    model.get_input_embeddings().register_forward_hook(lambda module, ids, found: found.float())
+    policy = Policy.plain(model, torch.float32)
+    if ranks.size > 1:
+        parallelize(policy, "none", compiled=False, layout=layout)
+    packs = [one_pack([example], "tree") for example in of(2, 6)]
+    mine = packs[ranks.rank // layout.tensor :: layout.spread]
+    for number, pack in enumerate(mine, start=1):
+        scorer_of(policy, 8).backward(pack, lambda first, last, logps: logps.sum(), last=number == len(mine))
+    gradient = policy.head_weight.grad
+    assert gradient is not None
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+@pytest.mark.parametrize("layout", [Layout(shard=2), Layout(tensor=2)], ids=str)
+def test_a_bfloat16_heads_gradient_is_rounded_once_a_step(layout: Layout) -> None:
+    exact = head_gradient(ONE_PROCESS, torch.float32, Layout())
+    half = torch.finfo(torch.bfloat16).eps / 2
+    for found in together(2, head_gradient, torch.bfloat16, layout):
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found.float(), exact, rtol=half * 1.001, atol=1e-6 * float(exact.abs().max()))
 
 
 @pytest.mark.parametrize(

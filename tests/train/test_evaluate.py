@@ -325,9 +325,9 @@ class _Counting(Head):
 
     scored: ClassVar[list[str]] = []
 
-    def score(self, hidden, weight, batch, bias=None):
+    def score(self, hidden, weight, batch, *output):
         self.scored.extend(example.id for example in batch.examples)
-        return super().score(hidden, weight, batch, bias)
+        return super().score(hidden, weight, batch, *output)
 
 
 def counting(session: Session) -> Session:

@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from tuningfork.distributed.layout import REPLICATE, SHARD, TENSOR, Layout
 from tuningfork.distributed.sums import Group
-from tuningfork.distributed.tensor import local
+from tuningfork.distributed.tensor import local, own_tokens
 from tuningfork.models.policy import Policy
+from tuningfork.models.sink import WHOLE, Output, StepGradient, Vocabulary
 
 
 class Sharding:
@@ -51,6 +52,11 @@ class Sharding:
         self._partly = {*partly}
         self._over = [mesh.get_group(name) for name in (REPLICATE, SHARD) if getattr(layout, name) > 1]
         self._shards, self._tensor = Group.of(mesh[SHARD]), Group.of(mesh[TENSOR])
+        self._policy, self._mesh = policy, mesh
+        self._vocabulary: Vocabulary = WHOLE
+        if layout.tensor > 1:
+            self._vocabulary = own_tokens(len(policy.head_weight), self._tensor)
+        self._gradients: tuple[StepGradient, StepGradient | None] | None = None
         self._ends: Any = None
         self._groups: list[Any] = []
         if layout.spread > 1 or always:
@@ -82,14 +88,51 @@ class Sharding:
         if self._ends is not None:
             self._ends.unshard()
 
+    def output(self) -> Output:
+        """This process's part of the output projection, whose gradients are kept over the packs of a step."""
+        weight, bias = self._policy.head_weight, self._policy.head_bias
+        own, own_bias = local(weight.detach()), None if bias is None else local(bias.detach())
+        if self._gradients is None:
+            of_bias = None if bias is None or own_bias is None else StepGradient(own_bias, bias.requires_grad)
+            self._gradients = StepGradient(own, weight.requires_grad), of_bias
+        return Output(own, own_bias, self._vocabulary, self._gradients)
+
     def exchange(self) -> None:
-        """Behind the last pack: add up the gradients of what every process has whole.
+        """Behind the last pack: add up the gradients of the output projection, and of what every process has whole.
 
         In a tensor group they are the same on every process already, but for those of `partly`, which are added up.
         """
+        self.release()  # weights are the spread ones again
+        self._take_output()
         whole = [weight for weight in self._whole if weight.requires_grad]
         for same, weights in groupby(sorted(whole, key=self._is_same), key=self._is_same):
             self._add_up([*weights], same)
+
+    def _take_output(self) -> None:
+        """Add the gradient of the output projection to that of its weights; where these are spread it travels here,
+        once a step, in float32, and is rounded behind that."""
+        if self._gradients is None:
+            return
+        (of_weight, of_bias), self._gradients = self._gradients, None
+        weight, bias = self._policy.head_weight, self._policy.head_bias
+        total = of_weight.take()
+        if total is not None:
+            _add(weight, self._scattered(total))
+        total = None if of_bias is None else of_bias.take()
+        if bias is not None and total is not None:
+            _add(bias, total)
+
+    def _scattered(self, total: Tensor) -> Tensor:
+        """This process's rows of the sum over all processes that have examples of their own."""
+        if not self._groups:
+            return total
+        to: list[Placement]
+        if self._layout.replicate > 1:
+            mesh, to = self._mesh[REPLICATE, SHARD], [Replicate(), Shard(0)]
+        else:
+            mesh, to = self._mesh[SHARD], [Shard(0)]
+        parts = DTensor.from_local(total, mesh, [Partial()] * len(to), run_check=False)
+        return parts.redistribute(placements=to).to_local()
 
     def _is_same(self, weight: Tensor) -> bool:
         return weight not in self._partly
@@ -109,12 +152,7 @@ class Sharding:
         if not same:
             together = self._tensor.sum(together)
         for weight, dtype, piece in zip(weights, dtypes, together.split([p.numel() for p in pieces]), strict=True):
-            own = piece.view_as(local(weight)).to(dtype)
-            weight.grad = (
-                own
-                if not isinstance(weight, DTensor)
-                else DTensor.from_local(own, weight.device_mesh, weight.placements, run_check=False)
-            )
+            weight.grad = _like(weight, piece.view_as(local(weight)).to(dtype))
 
     def squared_norm(self, gradients: Iterable[Tensor]) -> Tensor:
         """The squared 2-norm of all gradients of the model, float64, the same bits on every process."""
@@ -132,6 +170,23 @@ class Sharding:
         """Let go of gathered weights, see models/policy.py."""
         for module in self._groups:
             module.reshard()
+
+
+def _add(weight: Tensor, gradient: Tensor) -> None:
+    """Add this process's part of a gradient to that of a weight."""
+    if weight.grad is not None:
+        local(weight.grad).add_(gradient)
+    else:
+        weight.grad = _like(weight, gradient.to(weight.grad_dtype or weight.dtype))
+
+
+def _like(weight: Tensor, own: Tensor) -> Tensor:
+    """This process's part of a tensor, as one that lies where a weight lies."""
+    if not isinstance(weight, DTensor):
+        return own
+    return DTensor.from_local(
+        own, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
 
 
 def _dimensions(tensor: Tensor) -> set[str]:

@@ -25,6 +25,7 @@ from torch.nn.functional import linear
 from tuningfork.distributed.sums import Group
 from tuningfork.errors import ConfigError
 from tuningfork.models.policy import Policy
+from tuningfork.models.sink import SharedVocabulary
 
 PARTLY = "replicated_with_grad_allreduce"  # whole on every process, of which each computes a part of its gradient
 
@@ -59,8 +60,58 @@ def split_blocks(policy: Policy, mesh: DeviceMesh) -> list[nn.Parameter]:
     group = Group.of(mesh)
     for one in split:
         _STYLES[one.style](one.module, mesh, group)
+    split_vocabulary(policy, mesh)
     policy.check_runs()
     return [weight for one in planned if one.style == PARTLY for weight in one.module.parameters(recurse=False)]
+
+
+def split_vocabulary(policy: Policy, mesh: DeviceMesh) -> None:
+    """Split embedding and head, one weight or two, by the tokens: neighbours of the vocabulary lie on one process.
+
+    Raises:
+        ConfigError: there are too few tokens.
+    """
+    model: Any = policy.model
+    group = Group.of(mesh)
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    tied = embedding.weight is head.weight
+    tokens = own_tokens(len(head.weight), group)
+    if not isinstance(embedding, nn.Embedding) or len(embedding.weight) != len(head.weight) or tokens.size < 1:
+        raise _refused(
+            group.size,
+            f"the vocabulary of {type(model).__name__} cannot be shared out: its embedding is a "
+            f"{type(embedding).__name__} of {len(embedding.weight):,} tokens, and its head has {len(head.weight):,}",
+        )
+    _distribute(embedding, mesh, weight=Shard(0))
+    if tied:
+        head.weight = embedding.weight
+    _distribute(head, mesh, **({} if tied else {"weight": Shard(0)}), bias=Shard(0))
+    if embedding.padding_idx is not None:  # whose row gets no gradient
+        padding = embedding.padding_idx - tokens.first
+        embedding.padding_idx = padding if 0 <= padding < tokens.size else None
+    vars(embedding)["forward"] = partial(_looked_up, embedding, embedding.forward, tokens, group)
+
+
+def own_tokens(count: int, group: Group) -> SharedVocabulary:
+    """The tokens of a vocabulary that this process of a group has: as many as each, or the rest."""
+    each = -(-count // group.size)
+    first = min(group.rank * each, count)
+    return SharedVocabulary(first, min(each, count - first), group)
+
+
+def _looked_up(
+    embedding: Any, look_up: Callable[[Tensor], Tensor], tokens: SharedVocabulary, group: Group, ids: Tensor
+) -> Tensor:
+    """The embedding of tokens, each from the process that has it; the others add zeros, so its bits stay."""
+    own = tokens.own(ids)
+    there = vars(embedding)
+    there["weight"] = local(embedding.weight)  # before the module's weight, for the model's own way to look up
+    try:
+        found = look_up(own.clamp(min=0))
+    finally:
+        del there["weight"]
+    return group.summed(found.masked_fill((own < 0)[..., None], 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +180,15 @@ def local(weight: Tensor) -> Tensor:
 def _distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:
     """Put a DTensor, which knows where it lies, in the place of each of a module's weights."""
     for name, placement in placements.items():
-        weight = getattr(module, name)
+        weight = getattr(module, name, None)
         if weight is None or isinstance(placement, Replicate):
             continue
         # Every process has loaded the whole weight, so nothing travels.
         split = distribute_tensor(weight.detach(), mesh, [placement], src_data_rank=None)
-        own = nn.Parameter(DTensor.from_local(split.to_local().clone(), mesh, [placement], run_check=False))
+        whole = DTensor.from_local(
+            split.to_local().clone(), mesh, [placement], run_check=False, shape=weight.shape, stride=weight.stride()
+        )
+        own = nn.Parameter(whole)
         own.requires_grad_(weight.requires_grad)
         if weight.requires_grad:
             own.grad_dtype = weight.grad_dtype

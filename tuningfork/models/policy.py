@@ -22,6 +22,7 @@ from tuningfork.models.hf.load import comparable
 from tuningfork.models.hf.support import positions
 from tuningfork.models.hf.watch import watch
 from tuningfork.models.mixers.mixer import Mixer
+from tuningfork.models.sink import Output
 from tuningfork.records import LogitTransform, PackedBatch
 
 _HEAD_OPS: Mapping[str, Sizes] = {"row_logps": {}}
@@ -32,6 +33,10 @@ class Spread(Protocol):
 
     def begin(self, last: bool) -> None:
         """Before a pack's forward pass. `last`: gradients travel with its backward pass, if it has one."""
+
+    def output(self) -> Output:
+        """This process's part of the output projection, between `begin` and the backward pass."""
+        raise NotImplementedError
 
     def exchange(self) -> None:
         """Behind the last backward pass of a step: gradients that have not travelled with it do so."""
@@ -102,6 +107,11 @@ class Policy:
     def head_bias(self) -> nn.Parameter | None:
         """What the model adds to its raw logits, [V]; most add nothing."""
         return getattr(self.model.get_output_embeddings(), "bias", None)
+
+    @property
+    def output(self) -> Output:
+        """The output projection as this process has it; to be asked for anew with every pack."""
+        return Output(self.head_weight, self.head_bias) if self.spread is None else self.spread.output()
 
     @property
     def blocks(self) -> list[nn.Module]:
