@@ -8,11 +8,12 @@ Rates divide the work of all steps after the first epoch, which compiles everyth
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +28,11 @@ from bench.timing import free_memory
 from tuningfork.data.packing.loader import EpochOrder, PackLoader, build_packs
 from tuningfork.data.packing.pack import PackLimits
 from tuningfork.data.packing.tree import Share
+from tuningfork.distributed.config import ParallelConfig
+from tuningfork.distributed.layout import Layout
+from tuningfork.distributed.parallelize import parallelize
+from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
+from tuningfork.distributed.world import ALONE, started_together, world
 from tuningfork.models.config import ACTIVATION_MEMORY_FORMS
 from tuningfork.models.flops import FlopCounter, by_itself
 from tuningfork.models.hf.load import Loaded, hold_weights
@@ -82,6 +88,9 @@ def measure(
     learning_rate: float = 1e-6,
     seed: int = 0,
     profile: Path | None = None,
+    sharded: bool = False,
+    parallel: ParallelConfig | None = None,
+    ranks: Ranks = ONE_PROCESS,
 ) -> dict[str, Any]:
     """Train a random model of a named shape (shapes.py) on the yardstick, and return the result line.
 
@@ -109,8 +118,11 @@ def measure(
     Args:
         epochs: the first one warms up; at least 2.
         profile: profile three more steps behind the timed ones, and write their device time to this file.
+        sharded: spread the weights by FSDP2 over this one process, to see what that costs.
+        ranks: the processes that share the steps, all of which must come here; `parallel` says how.
     """
-    settings = {**locals(), "profile": None if profile is None else str(profile)}
+    settings = {**locals(), "profile": None if profile is None else str(profile), "ranks": ranks.size}
+    settings["parallel"] = None if parallel is None else asdict(parallel)
     if epochs < 2 or pairs < examples_per_step:
         raise ValueError("the first epoch warms up, so at least 2 epochs of at least one step each are needed.")
     torch._dynamo.reset()
@@ -129,7 +141,8 @@ def measure(
     begun = time.perf_counter()
     limits = PackLimits.plan(pack_tokens, share, compiled=device().type == "cuda")
     longest = max(example.longest for example in examples)
-    session = _start(model, longest, train, head_chunk_rows, limits, DTYPES[weights])
+    over = None if not sharded and ranks.size == 1 else Layout.plan(parallel or ParallelConfig(), ranks)
+    session = _start(model, longest, train, head_chunk_rows, limits, DTYPES[weights], ranks, over)
     build_s = time.perf_counter() - begun
     print(f"{model}: weights made in {build_s:.1f} s; scoring the reference", file=sys.stderr, flush=True)
 
@@ -142,10 +155,12 @@ def measure(
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as cache:
         store = ReferenceStore(Path(cache), {"bench": "step"})
-        fill(store, build_packs(examples, limits), session.scorer.score)
+        fill(store, build_packs(examples, limits), session.scorer.score)  # each rank all: the checks are its own
     reference_s = time.perf_counter() - begun
     begun = time.perf_counter()
     checked = check_start(session, loader.step(0), store)
+    if session.policy.spread is not None:
+        session.policy.spread.release()
     check_s = time.perf_counter() - begun
     print(f"scored in {reference_s:.1f} s, checked in {check_s:.1f} s; training", file=sys.stderr, flush=True)
 
@@ -243,6 +258,7 @@ class _Timed:
             "data_share": round(everything.data_seconds / everything.seconds, 4),
             "warmup_steps_left_out": rates["warmup_steps"],
             "peak_gib": rounded(rates["peak_memory_gib"], 1),
+            **{key: rounded(value, 4) for key, value in everything.of_ranks().items()},
             "first_loss": self.losses[0],
             "last_loss": self.losses[-1],
             "epoch_losses": [float(np.mean(part)) for part in np.array_split(self.losses, self.epochs)],
@@ -250,7 +266,14 @@ class _Timed:
 
 
 def _start(
-    model: str, positions: int, train: TrainConfig, head_chunk_rows: int, limits: PackLimits, weights: torch.dtype
+    model: str,
+    positions: int,
+    train: TrainConfig,
+    head_chunk_rows: int,
+    limits: PackLimits,
+    weights: torch.dtype,
+    ranks: Ranks,
+    over: Layout | None,
 ) -> Session:
     """The starting model as a run has it: on a GPU bfloat16 over float32 weights, compiled; on a CPU plain float32."""
     where = device()
@@ -258,12 +281,12 @@ def _start(
     built = shapes.build(model, where, train.seed, positions)
     hold_weights(built, weights)
     policy = Policy.fast(built, torch.bfloat16 if compiled else torch.float32)
+    parallelize(policy, "none", compiled, over or Layout(), always=over is not None)
     if compiled:
-        policy.compile()
         torch.cuda.synchronize()
     scorer = Scorer.of(policy, head_chunk_rows)
     objective, loaded = ObjectiveConfig().build(), Loaded(built, torch.float32)
-    session = Session(scorer, objective, loaded)
+    session = Session(scorer, objective, loaded, ranks=ranks)
     if train.activation_memory != "auto":
         policy.keep_activations(train.activation_memory)
     choose_activations(session, train, limits, None, Console())
@@ -285,12 +308,21 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--optimizer", default="adamw", choices=("adamw", "adamw_8bit"))
     options.add_argument("--learning_rate", type=float, default=1e-6)
     options.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the pairs")
+    options.add_argument("--sharded", action="store_true", help="by FSDP2 over one process; several always do")
+    options.add_argument("--replicate", type=int, help="parallel.replicate, under torchrun")
+    options.add_argument("--shard", type=int, help="parallel.shard")
+    options.add_argument("--reduce_dtype", default="float32", choices=DTYPES, help="parallel.reduce_dtype")
     options.add_argument("--profile", type=Path, help="write where the device time of three more steps goes")
     settings = vars(options.parse_args(argv))
     out = settings.pop("out")
-    line = measure(**settings)
-    emit(line, out)
-    print(table([line], COLUMNS))
+    parallel = ParallelConfig(**{name: settings.pop(name) for name in ("replicate", "shard", "reduce_dtype")})
+    if settings["sharded"] and not started_together():
+        os.environ.update(ALONE)
+    with world(parallel, device().type == "cuda", always=settings["sharded"]) as ranks:
+        line = measure(**settings, parallel=parallel, ranks=ranks)
+        if ranks.first:
+            emit(line, out)
+            print(table([line], COLUMNS))
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ ROOMS = {
     "models": {"kernels"},
     "objective": set(),
     "reference": set(),
-    "distributed": {"models"},
+    "distributed": {"data", "models"},
     "train": {"data", "distributed", "models", "objective", "reference", "report"},
     "lab": {"train", "data", "distributed", "kernels", "models", "objective", "reference", "report"},
 }
@@ -65,6 +65,8 @@ SUB_ROOMS = {
     "commands.resolve": set(),
     "commands.inputs": set(),
     "commands.summary": set(),
+    "commands.launch": set(),
+    "commands.check_cluster": set(),
     "commands.data": {"commands.inputs", "commands.resolve"},
     "commands.reference": {"commands.inputs", "commands.resolve"},
     "commands.evaluate": {"commands.inputs", "commands.resolve", "commands.summary"},

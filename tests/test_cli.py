@@ -12,7 +12,7 @@ import pytest
 from rich.cells import cell_len
 
 import tuningfork
-from tuningfork.cli import main
+from tuningfork.cli import PATIENCE, main
 
 ROOT = Path(tuningfork.__file__).parents[1]
 
@@ -97,7 +97,14 @@ def printed_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> li
 
 
 @pytest.mark.parametrize(
-    ("command", "own"), [("data", ["--strict"]), ("train", ["--resume"]), ("reference", []), ("eval", ["--policy"])]
+    ("command", "own"),
+    [
+        ("data", ["--strict"]),
+        ("train", ["--resume"]),
+        ("reference", []),
+        ("eval", ["--policy"]),
+        ("check-cluster", []),
+    ],
 )
 def test_help_of_a_command_shows_all_that_it_takes(command, own, capsys):
     lines = printed_help([command], capsys)
@@ -107,7 +114,7 @@ def test_help_of_a_command_shows_all_that_it_takes(command, own, capsys):
     assert named == ["recipe", *own]
 
 
-@pytest.mark.parametrize("command", [[], ["data"], ["train"], ["reference"], ["eval"]])
+@pytest.mark.parametrize("command", [[], ["data"], ["train"], ["reference"], ["eval"], ["check-cluster"]])
 def test_help_fits_80_columns(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     lines = printed_help(command, capsys)
@@ -130,6 +137,34 @@ def test_the_package_runs_as_a_module():
     command = [sys.executable, "-m", "tuningfork", "--version"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == f"tuningfork {tuningfork.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("met", "launcher", "said"), [(False, True, ""), (False, False, "none.yaml"), (True, False, "none.yaml")]
+)
+def test_of_processes_that_fail_alike_the_first_says_why(met, launcher, said, capsys, monkeypatch):
+    """The second waits for the launcher to end it, and speaks where none does, or where they had met."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: met)
+
+    def wait(seconds: float) -> None:
+        assert seconds == PATIENCE and not met
+        if launcher:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", wait)
+    assert main(["train", "none.yaml"]) == 2
+    found = capsys.readouterr().err
+    assert said in found and bool(said) == bool(found)
+
+
+def test_the_first_of_a_machine_does_not_wait(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("nobody else says it"))
+    assert main(["train", "none.yaml"]) == 2
+    assert "none.yaml: there is no such recipe." in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -161,6 +196,12 @@ def without_libraries(tmp_path):
         (["train", "none.yaml"], 2, "there is no such recipe"),
         (["train", "--model.path", "m", "--data.train", "d", "--train.sede", "1"], 2, "did you mean --train.seed?"),
         (["train", "--model.path", "m", "--data.train", "d", "--pack.tokens", "64"], 2, "Raise pack.tokens"),
+        (["launch", "--help"], 0, "--max-restarts R"),
+        (["launch", "train", "--help"], 0, "--train.learning_rate"),
+        (["launch", "--processes", "0", "train", "r.yaml"], 2, "'0' is no whole number from 1 on"),
+        (["launch", "--max-restarts", "-1", "train", "r.yaml"], 2, "'-1' is no whole number from 0 on"),
+        (["launch", "data", "r.yaml"], 2, "invalid choice: 'data'"),
+        (["launch", "train", "none.yaml"], 2, "there is no such recipe"),
     ],
 )
 def test_help_and_mistakes_in_a_recipe_wait_for_no_heavy_library(without_libraries, arguments, status, said):
@@ -169,7 +210,7 @@ def test_help_and_mistakes_in_a_recipe_wait_for_no_heavy_library(without_librari
     assert said in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("command", ["data", "train", "reference", "eval"])
+@pytest.mark.parametrize("command", ["data", "train", "reference", "eval", "check-cluster"])
 def test_a_command_says_that_it_loads_libraries_before_it_does(without_libraries, command):
     done = without_libraries(command, "--model.path", "m", "--data.train", "d", "--data.eval", "e")
     assert done.stdout == "loading PyTorch and transformers\n"

@@ -57,7 +57,7 @@ from tuningfork.models.hf.load import bears_8_bits, comparable
 from tuningfork.models.hf.trust import take_no_kernels
 from tuningfork.recipe.validate import allowed
 from tuningfork.report.sinks.tensorboard import open_sink
-from tuningfork.train import checkpoint
+from tuningfork.train import checkpoint, checkpoint_writer
 from tuningfork.train.checkpoint_reader import _FILLED, _KNOWN, _STEPS, METADATA
 from tuningfork.wording import of_pickle
 
@@ -358,7 +358,7 @@ def called_for(content: bytes) -> set[tuple[str, str]]:
 @lean("torch.distributed.checkpoint.filesystem")
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_all_files_of_a_checkpoint_go_through_our_file_system(saved):
-    hashed = checkpoint._HashedFiles()
+    hashed = checkpoint_writer.HashedFiles()
     writer = torch.distributed.checkpoint.FileSystemWriter(saved.parent / "again")
     writer.fs = hashed
     torch.distributed.checkpoint.save({"a": torch.zeros(2)}, storage_writer=writer, no_dist=True)

@@ -1,4 +1,4 @@
-"""The command line: tuningfork data | train | reference | eval."""
+"""The command line: tuningfork data | train | reference | eval | check-cluster, and launch for several processes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from contextlib import suppress
 from difflib import get_close_matches
 from io import TextIOWrapper
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from tuningfork import __version__
 from tuningfork.errors import READING, SCORING, TRAINING, ConfigError, SaidElsewhere, TuningforkError, enough_memory
 from tuningfork.library_words import show_library_words
 from tuningfork.report.run.console import Console
 from tuningfork.wording import visible
+
+if TYPE_CHECKING:
+    from tuningfork.recipe.run_config import RunConfig
 
 _INTRODUCTION = """\
 Train language models on preference pairs, or on answers to imitate.
@@ -40,6 +43,7 @@ examples:
   tuningfork reference recipe.yaml              score the reference, no more
   tuningfork eval recipe.yaml                   the trained model on data.eval
   tuningfork eval recipe.yaml --policy ./model  another one, same reference
+  tuningfork launch train recipe.yaml           on all GPUs of this machine
   tuningfork train --help                       every setting and its default
 """
 # What a command takes beside a recipe and settings: option -> meaning.
@@ -57,8 +61,11 @@ _OWN: dict[str, dict[str, str]] = {
         "model.path is, the recipe is the config.yaml of the run that exported that model, all but the folders to "
         "write to: output.dir, data.cache and reference.cache"
     },
+    "check-cluster": {},
 }
-
+LAUNCH = "launch"
+PATIENCE = 30.0  # seconds that one process of several waits for another to fail likewise
+_LAUNCHABLE = ("train", "reference", "eval", "check-cluster")
 
 # What a machine says no with, to any program.
 _REFUSED = {
@@ -70,8 +77,8 @@ _REFUSED = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
-    Returns the exit status: 0 done, 1 `data` found something, 2 the user can mend it, 130 stopped by Ctrl-C
-    or SIGTERM, 141 nobody reads on.
+    Returns the exit status: 0 done, 1 `data` or `check-cluster` found something, 2 the user can mend it, 130 stopped
+    by Ctrl-C or SIGTERM, 141 nobody reads on.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if sys.stdout is None or sys.stderr is None:  # closed, as `>&-` does
@@ -82,8 +89,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     try:
         try:
+            if arguments[:1] == [LAUNCH]:
+                return _launch(parser, arguments[1:])
             if not arguments or arguments[0] not in _OWN:
-                if near := get_close_matches("".join(arguments[:1]), _OWN, n=1):
+                if near := get_close_matches("".join(arguments[:1]), [*_OWN, LAUNCH], n=1):
                     raise ConfigError(f"{arguments[0]} is no command; did you mean tuningfork {near[0]}?")
                 parser.parse_args(arguments or ["--help"])
             return _command(parser, arguments[0], arguments[1:])
@@ -92,9 +101,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SaidElsewhere:
         return 2
     except TuningforkError as error:
-        print(f"tuningfork: {error}", file=sys.stderr)
+        if not _left_to_first(wait=True):
+            print(f"tuningfork: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:  # a command may say how to go on
+        if not interrupt.args and _left_to_first():
+            return 130
         print(visible("; ".join(["tuningfork: interrupted", *map(str, interrupt.args)])), file=sys.stderr)
         return 130
     except BrokenPipeError:  # whoever read our output has left, as `head` does
@@ -109,6 +121,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"tuningfork: {visible(str(error.filename))} cannot be used: {error.strerror}.", file=sys.stderr)
         return 2
+
+
+def _left_to_first(wait: bool = False) -> bool:
+    """Whether what this process has to say is left to another: processes of one machine that have not met yet fail
+    alike, and the first of them says why. With `wait`, this one lives on until the launcher ends it for that reason;
+    where that does not happen, it speaks itself."""
+    torch = sys.modules.get("torch.distributed")
+    met = torch is not None and torch.is_available() and torch.is_initialized()
+    if met or os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("LOCAL_RANK", "0") == "0":
+        return False
+    try:
+        time.sleep(PATIENCE if wait else 0)
+    except KeyboardInterrupt:
+        return True
+    return not wait
 
 
 def _unheard() -> int:
@@ -150,17 +177,54 @@ def _parser() -> argparse.ArgumentParser:
         "train": "train a model, or go on with --resume",
         "reference": "score the starting model's log-probs into the reference cache",
         "eval": "score a model on data.eval against the reference",
+        "check-cluster": "what this machine, or several, can do before a run of this recipe begins on them: versions, "
+        "clocks, folders, links and GPUs",
     }
     for name, text in texts.items():
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("recipe", nargs="?", type=Path)
         for option in _OWN[name]:
             command.add_argument(option, action="store" if option == "--policy" else "store_true")
+    text = "run another command on several processes, one a GPU"
+    command = commands.add_parser(LAUNCH, help=text, description=text)
+    command.add_argument(
+        "--processes", type=_whole, metavar="N", help="how many on this machine; one a GPU unless given"
+    )
+    command.add_argument(
+        "--nodes", type=_whole, default=1, metavar="M", help="how many machines launch this (default 1)"
+    )
+    command.add_argument("--rendezvous", metavar="HOST:PORT", help="where they meet: a free port of one of them")
+    command.add_argument(
+        "--max-restarts",
+        type=lambda text: _whole(text, least=0),
+        default=0,
+        metavar="R",
+        help="how often all are started again after one has failed; a run that has begun then goes on (default 0)",
+    )
+    command.add_argument(
+        "--grace",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="how long they may save and end after Ctrl-C or SIGTERM before they are killed (default 120)",
+    )
+    command.add_argument("what", choices=_LAUNCHABLE, help="the command")
+    command.add_argument("arguments", nargs=argparse.REMAINDER, help="its recipe, options and settings")
     return parser
 
 
-def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str]) -> int:
-    begun = time.monotonic()
+def _whole(text: str, least: int = 1) -> int:
+    """A number of processes, or of times."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{visible(repr(text))} is no whole number from {least} on")
+    return int(text)
+
+
+def _read(
+    parser: argparse.ArgumentParser, name: str, arguments: Sequence[str], aloud: bool = True
+) -> tuple[argparse.Namespace, RunConfig, Path | None]:
+    """What a command's own options are, its checked settings, and the recipe that was found where none was given, which
+    is said `aloud`."""
     from tuningfork.recipe.check import REQUIRED, TO_EVALUATE, WRITTEN
     from tuningfork.recipe.load import load_run_config
     from tuningfork.recipe.parse import split_flags
@@ -173,6 +237,8 @@ def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str
         raise ConfigError(f"{own.recipe} is no recipe. Settings are given as {setting}")
     recipe, required = own.recipe and own.recipe.expanduser(), TO_EVALUATE if name == "eval" else REQUIRED
     of_its_run = _recipe_of_its_run(own.policy, flags) if name == "eval" and recipe is None else None
+    if of_its_run and aloud:
+        print(f"recipe: {visible(str(of_its_run))}, of the run that the model is from")
     config = load_run_config(
         recipe or of_its_run,
         flags,
@@ -181,6 +247,25 @@ def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str
         required=required,
         without=WRITTEN if of_its_run else (),  # whoever has made that model does not say where we write
     )
+    return own, config, of_its_run
+
+
+def _launch(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
+    """`tuningfork launch`: another command on several processes, once its recipe is known to be one."""
+    own = parser.parse_args([LAUNCH, *arguments])
+    _, config, _ = _read(parser, own.what, own.arguments, aloud=False)
+    with suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    from tuningfork.commands.launch import launch
+
+    same = ["-m", "tuningfork", own.what, *own.arguments]
+    limits = (own.max_restarts, own.grace, own.nodes, own.rendezvous)
+    return launch(same, own.processes, config.train.device, *limits)
+
+
+def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str]) -> int:
+    begun = time.monotonic()
+    own, config, of_its_run = _read(parser, name, arguments)
     if of_its_run:
         read = [
             ("model.path", config.model.path),
@@ -209,6 +294,7 @@ def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str
     console = Console(_stream())
     console.startup.add("imports", time.monotonic() - begun)
     with console.stage("imports", "loading PyTorch and transformers"):
+        from tuningfork.commands.check_cluster import check_cluster
         from tuningfork.commands.data import data
         from tuningfork.commands.evaluate import evaluate
         from tuningfork.commands.reference import reference
@@ -220,6 +306,8 @@ def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str
             return train(config, own.resume, console)
         if name == "data":
             return data(config, own.strict, console)
+        if name == "check-cluster":
+            return check_cluster(config, console)
         if name == "reference":
             return reference(config, console)
         return evaluate(config, own.policy and os.path.expanduser(own.policy), console)
@@ -266,7 +354,6 @@ def _recipe_of_its_run(policy: str | None, flags: Sequence[str]) -> Path | None:
     recipe = None if policy is None else Path(policy).parent / "config.yaml"
     if recipe is None or any(flag.startswith("--model.path") for flag in flags) or not recipe.is_file():
         return None
-    print(f"recipe: {visible(str(recipe))}, of the run that the model is from")
     return recipe
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bench.lengths import QUANTILES, draw
 from tests.data.rows import read_examples
 from tests.data.test_real_files import DPO_EN, HH
-from tuningfork.distributed.balance import balance_examples
+from tuningfork.distributed.balance import balance_examples, balance_within, exchanged
 
 RANKS = [2**n for n in range(1, 11)]
 COSTS = st.lists(st.integers(0, 50) | st.integers(0, 10**15), max_size=60)
@@ -58,6 +58,23 @@ def test_exchanges_by_hand():
     shares = balance_examples(costs, 3)
     assert shares.costs == (9, 9, 9)
     assert sorted(sorted(costs[i] for i in own) for own in shares.ranks) == [[3, 3, 3], [4, 5], [4, 5]]
+
+
+def test_an_example_is_given_for_nothing_where_that_helps():
+    # Dealt out as they came: 4 3 2 | 5 and nothing. The first gives the 4 for nothing, and then 5 | 5 is as good as 5.
+    shares = exchanged([4, 3, 2, 5], [[0, 1, 2], [3], []], lambda _: True)
+    assert shares.costs == (5, 5, 4) and shares.ranks == ((1, 2), (3,), (0,))
+
+
+def test_ranks_get_only_what_they_have_room_for():
+    # 6 | 5, then 4 to the 5 and 2 to the 6, if no rank holds more than two; the 1 finds no room.
+    assert balance_within([6, 5, 4, 2], 2, lambda own: len(own) <= 2).ranks == ((0, 3), (1, 2))
+    assert balance_within([6, 5, 4, 2, 1], 2, lambda own: len(own) <= 2) is None
+    # 4 2 2 | 3 1: a 2 for nothing leaves 6 | 6, unless the 2s have no room beside the others' examples.
+    costs, dealt = [4, 2, 2, 3, 1], [[0, 1, 2], [3, 4]]
+    assert exchanged(costs, dealt, lambda _: True).ranks == ((0, 2), (1, 3, 4))
+    apart = lambda own: {1, 2}.isdisjoint(own) or {3, 4}.isdisjoint(own)  # noqa: E731
+    assert exchanged(costs, dealt, apart).ranks == ((0, 1, 2), (3, 4))
 
 
 def test_an_exchange_that_does_not_help_is_not_made():

@@ -12,17 +12,17 @@ from torch.distributed.tensor import DTensor
 from tests.distributed.worlds import together
 from tests.tiny import limits_of, random_examples, scorer_of, tiny_model
 from tuningfork.data.packing.layout import lay
-from tuningfork.data.packing.pack import empty_bin, portions_of
+from tuningfork.data.packing.pack import pack_of, portions_of
 from tuningfork.distributed.config import ParallelConfig
 from tuningfork.distributed.layout import Layout
 from tuningfork.distributed.parallelize import parallelize
+from tuningfork.distributed.plan import plan_step
 from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
 from tuningfork.models.policy import Policy
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.train.batch import StepBatch
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.optimizer import build_optimizer
-from tuningfork.train.plan import plan_step
 from tuningfork.train.step import train_step
 
 STEPS = 3
@@ -41,7 +41,7 @@ def steps_of(ranks: Ranks, family: str, parallel: dict[str, Any], examples: list
     if not objective.needs_reference:
         reference = None
     found = []
-    empty = empty_bin(limits)
+    empty = pack_of([], limits)
     scorer.score(lay(empty.examples, empty.forest, empty.slots))  # as before a run, without a backward pass
     if policy.spread is not None:
         policy.spread.release()
@@ -49,8 +49,8 @@ def steps_of(ranks: Ranks, family: str, parallel: dict[str, Any], examples: list
     optimizer = build_optimizer(policy.model, TrainConfig(learning_rate=1e-3, adam_eps=1e-4))
     for _ in range(STEPS):
         plan = plan_step(portions_of(examples, limits), limits, ranks.workers, lambda p: p.rows)
-        packs = [lay(b.examples, b.forest, b.slots) for b in plan.bins[ranks.worker]]
-        batch = StepBatch.shared_out(examples, plan.bins, packs, objective, reference, ranks)
+        packs = [lay(b.examples, b.forest, b.slots) for b in plan.bins_of(ranks.worker)]
+        batch = StepBatch.shared_out(examples, plan.examples, packs, objective, reference, ranks)
         found.append(train_step(scorer, objective, optimizer, batch, 1.0, ranks=ranks))
     weights = {
         name: weight.detach().full_tensor() if isinstance(weight, DTensor) else weight.detach()

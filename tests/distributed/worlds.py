@@ -25,6 +25,12 @@ SECONDS = 120.0
 def together(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """What `function(ranks, *args)` returns on each of `size` processes, which are forked from this one: they find
     everything imported. Raises AssertionError, with its traceback, where one fails."""
+    return [found for _, found in ended(size, function, *args, failing=False)]
+
+
+def ended(size: int, function: Callable[..., Any], *args: Any, failing: bool = True) -> list[tuple[bool, Any]]:
+    """How `function(ranks, *args)` ends on each of `size` processes: True and what it returns, or False and why not.
+    Unless some may be `failing`, raises AssertionError once one does."""
     port, context = free_port(), multiprocessing.get_context("fork")
     pipes, processes = [], []
     for rank in range(size):
@@ -48,9 +54,9 @@ def together(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
                     found[rank] = pickle.loads(pipes[rank].recv_bytes())
                 except EOFError:
                     found[rank] = (False, f"rank {rank} died")
-                if not found[rank][0]:
+                if not found[rank][0] and not failing:
                     raise AssertionError(f"rank {rank}: {found[rank][1]}")
-        return [found[rank][1] for rank in range(size)]
+        return [found[rank] for rank in range(size)]
     finally:
         for process in processes:
             process.join(10)

@@ -642,3 +642,13 @@ def test_throughput_of_a_resumed_run_counts_its_own_steps_only(stopped: Job) -> 
     assert (summary["first_step"], summary["last_step"], summary["steps"]) == (7, STEPS, STEPS - 6)
     assert summary["tokens"] == sum(line["tokens"] for line in stopped.metrics()[6:])
     assert summary["tokens_per_s"] == pytest.approx(summary["tokens"] / summary["seconds"])
+
+
+def test_a_start_that_follows_a_failure_goes_on_by_itself(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher starts processes again with the arguments of the first start, which said nothing of a run."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert job.but({"train.max_steps": 2}).done().status == 0, "nothing had begun, so it begins"
+    outcome = job.but({"train.max_steps": 3}).done()
+    assert f"continuing from {job.run}/checkpoints/step-2" in outcome.out
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert "exists. Add --resume" in job.but({"train.max_steps": 4}).refused()

@@ -116,6 +116,11 @@ def test_a_program_in_place_of_a_plain_value(saved, ran):
     assert not ran.exists()
 
 
+def rows(first: int, count: int) -> ChunkStorageMetadata:
+    """Some rows of a matrix."""
+    return ChunkStorageMetadata(torch.Size([first, 0]), torch.Size([count, 40]))
+
+
 WHOLE = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([40, 40]))
 
 
@@ -126,6 +131,13 @@ WHOLE = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([40, 40]))
         [WHOLE, WHOLE],
         [WHOLE] * 300_000,
         [replace(WHOLE, sizes=torch.Size([1, 1]))],
+        [rows(0, 20)],
+        [rows(0, 20), rows(21, 19)],
+        [rows(0, 20), rows(19, 20)],
+        [rows(0, 20), rows(0, 20)],
+        [rows(0, 20), rows(20, 30)],
+        [rows(0, 50), rows(50, -10)],
+        [rows(0, 20), ChunkStorageMetadata(torch.Size([20, 0]), torch.Size([20, 20]))],
         [replace(WHOLE, sizes=torch.Size([10**12, 10**12]))],
         [replace(WHOLE, offsets=torch.Size([-5, 0]))],
         [replace(WHOLE, offsets=torch.Size([1, 0]))],

@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from tests.tiny import tiny_model
+from tuningfork.distributed.layout import Layout
 from tuningfork.errors import ConfigError
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.optimizer import (
     build_optimizer,
+    check_spread,
     gradient_norm,
     hold_gradients,
     learning_rate,
@@ -225,6 +227,15 @@ def test_8_bit_adamw_moves_float32_weights_as_adamw_does(uncompiled):
         steps[kind] = model[0].detach() - start
     # A moment of 8 bits is off by a few percent where it is far below the largest of its block.
     assert (steps["adamw_8bit"] - steps["adamw"]).norm() < 0.1 * steps["adamw"].norm()
+
+
+def test_8_bit_adamw_takes_no_bfloat16_weights_that_are_spread():
+    config = TrainConfig(optimizer="adamw_8bit")
+    check_spread(config, "bfloat16", Layout())
+    check_spread(config, "float32", Layout(2, 2, 1))
+    check_spread(TrainConfig(), "bfloat16", Layout(2, 2, 1))
+    with pytest.raises(ConfigError, match=r"of which there are 4\. Set model\.weights: float32"):
+        check_spread(config, "bfloat16", Layout(2, 2, 1))
 
 
 def test_without_torchao_8_bit_adamw_says_how_to_get_it(monkeypatch):

@@ -12,7 +12,7 @@ from tuningfork.commands.summary import summary
 from tuningfork.data.config import CHAT, NO_TEMPLATE
 from tuningfork.distributed.alike import check_alike, versions
 from tuningfork.distributed.ranks import Ranks
-from tuningfork.distributed.world import world
+from tuningfork.distributed.world import restarted, world
 from tuningfork.files import exclusive
 from tuningfork.recipe.run_config import RunConfig
 from tuningfork.report import sinks
@@ -41,6 +41,8 @@ def _train(config: RunConfig, resume: bool, folder: Path, console: Console, rank
     """The main job in its folder, which is made and held meanwhile, by the first rank for all."""
     same = "Give all of them the same command, in the same environment."
     check_alike(ranks, {**versions(), **config.values()}, same)
+    if ranks.any(restarted()):
+        resume = resume or ranks.from_first(run_folder.has_begun(folder))
     with ExitStack() as held:
         if ranks.first:
             if resume and not os.path.exists(folder):
@@ -55,7 +57,7 @@ def _train(config: RunConfig, resume: bool, folder: Path, console: Console, rank
             run_folder.check_settings(folder, before.differing(config), RunConfig().values())
         optimizer.check_optimizer(config.train)  # before minutes of reading and scoring
         sinks.check_installed(config.output.sinks)
-        last = checkpoint.newest(folder / run_folder.CHECKPOINTS)
+        last = checkpoint.newest(folder / run_folder.CHECKPOINTS, ranks)
         if before is not None and last is None:
             console.print(f"{folder}: the run had not come to its first checkpoint; it begins at its first step")
         changed = set() if before is None else before.differing(config).keys() - {"output.dir"}

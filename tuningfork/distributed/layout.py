@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
+from pydantic import Field
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tuningfork.distributed.config import ParallelConfig
@@ -19,9 +21,9 @@ class Layout:
     """replicate x shard x tensor processes. Neighbours are in one tensor group, then in one shard group: what
     travels most travels least far."""
 
-    replicate: int = 1
-    shard: int = 1
-    tensor: int = 1
+    replicate: Annotated[int, Field(ge=1)] = 1
+    shard: Annotated[int, Field(ge=1)] = 1
+    tensor: Annotated[int, Field(ge=1)] = 1
 
     @classmethod
     def plan(cls, config: ParallelConfig, ranks: Ranks) -> Layout:
@@ -54,7 +56,7 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """All processes."""
+        """Processes in all."""
         return self.spread * self.tensor
 
     @property
@@ -75,3 +77,7 @@ class Layout:
             (self.tensor, "processes that compute each product together"),
         ]
         return ", ".join(f"{count} {what}" for count, what in parts if count > 1) or "one process"
+
+
+ONE = Layout()
+"""Of a run in one process."""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from tuningfork.distributed.layout import TENSOR, Layout
+from tuningfork.distributed.layout import ONE, TENSOR, Layout
 from tuningfork.distributed.sharding import Sharding
 from tuningfork.distributed.tensor import split_blocks
 from tuningfork.models.policy import Policy
-
-ONE = Layout()
 
 
 def parallelize(

@@ -7,8 +7,8 @@ know: who prints and writes, which of a step's work is whose, what the others fo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tuningfork.errors import RankError
+from tuningfork.errors import RankError, SaidElsewhere
 
 Item = TypeVar("Item")
 
@@ -77,7 +77,7 @@ class Ranks:
         if self.size == 1:
             return [item]
         found: list[Any] = [None] * self.size
-        with _answered():
+        with answered():
             dist.all_gather_object(found, item, group=self.host)
         return found
 
@@ -90,7 +90,7 @@ class Ranks:
         if self.size == 1:
             return item
         there = [item]
-        with _answered():
+        with answered():
             dist.broadcast_object_list(there, src=0, group=self.host)
         return there[0]
 
@@ -102,7 +102,7 @@ class Ranks:
         own = torch.zeros(longest, dtype=torch.float64)
         own[: len(values)] = values
         found = [torch.empty_like(own) for _ in range(self.size)]
-        with _answered():
+        with answered():
             dist.all_gather(found, own, group=self.host)
         return [values[:count] for values, count in zip(found, counts, strict=True)]
 
@@ -113,7 +113,7 @@ class Ranks:
     def barrier(self) -> None:
         """Wait until all ranks have come here."""
         if self.size > 1:
-            with _answered():
+            with answered():
                 dist.barrier(group=self.host)
 
     @contextmanager
@@ -127,6 +127,29 @@ class Ranks:
         finally:
             if not self.on_node:
                 self.barrier()
+
+    def apart(self) -> Ranks:
+        """The same, who talk through a group of their own: in a thread, beside what they say here meanwhile.
+        There they may wait for each other for torch's own 30 minutes, for disks differ more than steps do."""
+        return self if self.size == 1 else replace(self, host=dist.new_group(backend="gloo"))
+
+    @contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """Around what each rank does for itself: where it fails on one, it ends on all. That one keeps its error, and
+        the others get `SaidElsewhere`. Within, nobody may ask the others."""
+        if self.size == 1:
+            yield
+            return
+        try:
+            yield
+        except (RankError, SaidElsewhere):
+            raise
+        except BaseException:
+            with suppress(RankError):
+                self.any(True)
+            raise
+        if self.any(False):
+            raise SaidElsewhere()
 
     def in_step(self, items: Iterable[Item], rest: Callable[[], Item]) -> Iterator[Item]:
         """The items of this rank, then as many of `rest` as the rank with most items has more: where a model is spread
@@ -148,8 +171,8 @@ ONE_PROCESS = Ranks()
 
 
 @contextmanager
-def _answered() -> Iterator[None]:
-    """Turn the failure of a collective into a RankError."""
+def answered() -> Iterator[None]:
+    """Turn the failure of a collective, which is within, into a RankError."""
     try:
         yield
     except RuntimeError as error:  # which those of torch.distributed are

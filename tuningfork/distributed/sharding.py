@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from tuningfork.distributed.layout import REPLICATE, SHARD, TENSOR, Layout
+from tuningfork.distributed.pace import Pace, Seconds
 from tuningfork.distributed.sums import Group
 from tuningfork.distributed.tensor import local, own_tokens
 from tuningfork.models.policy import Policy
@@ -28,10 +29,11 @@ from tuningfork.models.sink import WHOLE, Output, StepGradient, Vocabulary
 class Sharding:
     """A policy's weights, spread over the processes of a mesh.
 
-    Embedding and head lie in one group, for they may be one weight, which stays gathered from the embedding to the end
-    of the backward pass: the head runs behind the model, where no hook of FSDP's knows of it. Blocks are gathered one
-    by one. What is in neither belongs to the backbone. Weights that tensor parallelism has split already are spread
-    part by part.
+    Blocks are gathered one by one. All that is in none, embedding and head among it, which may be one weight, is one
+    group, that of the whole model. It stays gathered from the embedding to the end of the backward pass: the head runs
+    behind the backbone, where no hook of FSDP's knows of it. So the model's own forward is the backbone's from now on,
+    for the whole must be called to be gathered. Weights that tensor parallelism has split already are spread part by
+    part.
 
     Args:
         partly: weights that are whole and get a part of their gradient on each process of a tensor group.
@@ -48,6 +50,8 @@ class Sharding:
         always: bool = False,
     ) -> None:
         self._layout = layout
+        self.copies = layout.spread
+        self.pace = Pace(policy.blocks, policy.device)
         self._whole = [weight for weight in policy.model.parameters() if weight.ndim < 2]
         self._partly = {*partly}
         self._over = [mesh.get_group(name) for name in (REPLICATE, SHARD) if getattr(layout, name) > 1]
@@ -57,7 +61,7 @@ class Sharding:
         if layout.tensor > 1:
             self._vocabulary = own_tokens(len(policy.head_weight), self._tensor)
         self._gradients: tuple[StepGradient, StepGradient | None] | None = None
-        self._ends: Any = None
+        self._root: Any = policy.model.base_model
         self._groups: list[Any] = []
         if layout.spread > 1 or always:
             self._spread(policy, mesh, reduce_dtype)
@@ -72,21 +76,23 @@ class Sharding:
         }
         for block in policy.blocks:
             fully_shard(block, **same)
-        ends: list[nn.Module] = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[list-item]
-        self._ends = fully_shard(ends, reshard_after_forward=False, **same)[0]
-        root: Any = fully_shard(model.base_model, **same)
-        self._groups = [self._ends, *(module for module in root.modules() if isinstance(module, FSDPModule))]
+        backbone = model.base_model
+        model.forward = lambda **inputs: backbone(**inputs)  # type: ignore[method-assign]
+        self._root = fully_shard(model, reshard_after_forward=False, **same)
+        self._groups = [module for module in self._root.modules() if isinstance(module, FSDPModule)]
         for module in self._groups:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # Gloo knows no sum that divides on its way
 
     def begin(self, last: bool) -> None:
-        """Before a pack's forward pass: gather what the head will need. `last`: its backward pass, if it has one, is
-        the last one of the step, with which gradients travel."""
-        for module in self._groups:
-            module.set_requires_gradient_sync(last, recurse=False)
-        if self._ends is not None:
-            self._ends.unshard()
+        """Before a pack's forward pass. `last`: its backward pass, if it has one, is the last one of the step, with
+        which gradients travel."""
+        if self._groups:
+            self._root.set_requires_gradient_sync(last)
+
+    def run(self, **inputs: Any) -> Any:
+        """The backbone's forward pass, from gathered weights."""
+        return self._root(**inputs)
 
     def output(self) -> Output:
         """This process's part of the output projection, whose gradients are kept over the packs of a step."""
@@ -102,7 +108,7 @@ class Sharding:
 
         In a tensor group they are the same on every process already, but for those of `partly`, which are added up.
         """
-        self.release()  # weights are the spread ones again
+        self._reshard()
         self._take_output()
         whole = [weight for weight in self._whole if weight.requires_grad]
         for same, weights in groupby(sorted(whole, key=self._is_same), key=self._is_same):
@@ -166,8 +172,16 @@ class Sharding:
         whole, by_tensor, by_shard, by_both = found.unbind(-1)
         return whole[0, 0] + by_tensor[0].sum() + by_shard[:, 0].sum() + by_both.sum()
 
+    def forward_seconds(self) -> Seconds:
+        """Those of all forward passes since the last call, see pace.py. The device must be done with them."""
+        return self.pace.take()
+
     def release(self) -> None:
-        """Let go of gathered weights, see models/policy.py."""
+        """Let go of gathered weights, see models/policy.py; and of what a step that has failed leaves."""
+        self._gradients = None
+        self._reshard()
+
+    def _reshard(self) -> None:
         for module in self._groups:
             module.reshard()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 
@@ -24,11 +24,16 @@ OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_A
 # Variable that holds the number of processes -> who sets it, and nothing that says where the first process is.
 # SLURM_NTASKS is not among them: it is what was asked for, also where a batch script then starts one process.
 OTHER_LAUNCHERS = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun", "SLURM_STEP_NUM_TASKS": "srun"}
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # how often a launcher has started all anew, after one of them had failed
 FAILURES = "failures"  # how many processes have failed, in the store that all of them share
 
 
+ALONE = dict(zip(OF_TORCHRUN, ("0", "1", "0", "1", "127.0.0.1", "0"), strict=True))
+"""The environment of a world of one."""
+
+
 @contextmanager
-def world(parallel: ParallelConfig, cuda: bool) -> Iterator[Ranks]:
+def world(parallel: ParallelConfig, cuda: bool, always: bool = False) -> Iterator[Ranks]:
     """All processes of a run, which have found each other, as one of them sees them.
 
     Of several that fail, the first keeps its error and the others get `SaidElsewhere`, so that a console that shows the
@@ -36,13 +41,14 @@ def world(parallel: ParallelConfig, cuda: bool) -> Iterator[Ranks]:
 
     Args:
         cuda: whether the run computes on GPUs, one a process.
+        always: find the others also where there are none, so that what one process does can be seen as one of several.
 
     Raises:
         ConfigError: the launcher is none that says where the others are, or its variables are incomplete; or the
             settings do not share out the processes.
         RankError: the others did not come in time.
     """
-    if not started_together():
+    if not started_together() and not always:
         yield ONE_PROCESS
         return
     named = {name: _number(name) for name in OF_TORCHRUN[:4]}
@@ -53,6 +59,7 @@ def world(parallel: ParallelConfig, cuda: bool) -> Iterator[Ranks]:
     backend = "cpu:gloo,cuda:gloo" if shared else "cpu:gloo,cuda:nccl" if cuda else "gloo"
     try:
         store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+        store = dist.PrefixStore(f"start {_number(RESTARTS, absent=0)}", store)  # a launcher may keep it from the last
         dist.init_process_group(
             backend, store=dist.PrefixStore("run", store), rank=rank, world_size=size, timeout=timeout
         )
@@ -66,6 +73,10 @@ def world(parallel: ParallelConfig, cuda: bool) -> Iterator[Ranks]:
     try:
         ranks = replace(ranks, tensor=Layout.plan(parallel, ranks).tensor)
         yield ranks
+    except SaidElsewhere:  # the one that fails counts first: the store may end with this one
+        with suppress(RuntimeError):
+            store.wait([FAILURES], timeout)
+        raise
     except BaseException as error:
         if not _first_to_fail(store):
             raise SaidElsewhere() from error
@@ -95,6 +106,12 @@ def started_together() -> bool:
             "find the others. Start it with torchrun, or with tuningfork launch."
         )
     return True
+
+
+def restarted() -> bool:
+    """Whether a launcher has started this process anew after one of them failed, which it does with the arguments of
+    the first start: a run that this first start began then goes on, as with --resume."""
+    return _number(RESTARTS, absent=0) > 0
 
 
 def _number(name: str, absent: int | None = None) -> int:

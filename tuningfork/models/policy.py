@@ -31,8 +31,14 @@ _HEAD_OPS: Mapping[str, Sizes] = {"row_logps": {}}
 class Spread(Protocol):
     """How a policy's weights lie on several processes (distributed/sharding.py), and what it asks of that."""
 
+    copies: int
+    """Processes with packs of their own, whose gradients are added up."""
+
     def begin(self, last: bool) -> None:
         """Before a pack's forward pass. `last`: gradients travel with its backward pass, if it has one."""
+
+    def run(self, **inputs: Any) -> Any:
+        """What the backbone gives for these inputs."""
 
     def output(self) -> Output:
         """This process's part of the output projection, between `begin` and the backward pass."""
@@ -43,6 +49,10 @@ class Spread(Protocol):
 
     def squared_norm(self, gradients: Iterable[Tensor]) -> Tensor:
         """The squared 2-norm of all gradients of the model, float64, on every process."""
+        raise NotImplementedError
+
+    def forward_seconds(self) -> tuple[float, float]:
+        """Of all forward passes since the last call: in which blocks computed, and in which they waited for weights."""
         raise NotImplementedError
 
     def release(self) -> None:
@@ -142,11 +152,13 @@ class Policy:
         Where weights are spread over processes, all of them must ask together. `last`: gradients travel with the
         backward pass that follows.
         """
+        backbone: Any = self.model.base_model
         if self.spread is not None:
             self.spread.begin(last)
+            backbone = self.spread.run
         prepared = {mixer.keyword: mixer.prepare(batch.layout, self.kernels) for mixer in self.mixers}
         with self._precision():
-            hidden = self.model.base_model(
+            hidden = backbone(
                 input_ids=batch.input_ids[None],
                 position_ids=batch.layout.position_of_row[None],
                 use_cache=False,

@@ -3,14 +3,13 @@ host work stands between one step's numbers and the next step's first kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tuningfork.data.packing.pack import Bin
 from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
 from tuningfork.objective.base import Answers, BatchTotals, Objective
 from tuningfork.records import PackedBatch, TokenExample, column
@@ -25,12 +24,11 @@ class StepBatch:
     examples: Sequence[TokenExample]  # of all ranks, in the order of the step
     answers: Answers  # all of theirs, on the host
     own: Answers  # those of the packs, in the order of the packs
-    places: list[Tensor]  # of each worker: where the answers of its packs lie among all, int64
+    places: Tensor  # int64: where the answers of the packs lie among all
+    shares: list[Tensor]  # of each worker: the places of its answers, rising
     totals: BatchTotals
     tokens: int  # as a plain trainer counts them: the prompt once per answer
-    unique_tokens: int  # as the packs of all ranks have them: what several answers begin with once, where it is shared
     answer_tokens: int  # that count in the loss, of each answer
-    rows: int  # of the packs of all ranks, padding included
 
     @classmethod
     def of(
@@ -50,16 +48,13 @@ class StepBatch:
             DataError: the objective refuses an example.
         """
         examples = [example for pack in packs for example in pack.examples]
-        answers = sum(len(pack.answer_lengths) for pack in packs)
-        rows, used = (sum(of_pack) for of_pack in zip(*((len(p.input_ids), p.used_slots) for p in packs), strict=True))
-        places = [torch.arange(answers)]
-        return cls._of(examples, packs, places, 0, objective, reference, rows, used, pin_memory)
+        return cls.shared_out(examples, [examples], packs, objective, reference, pin_memory=pin_memory)
 
     @classmethod
     def shared_out(
         cls,
         examples: Sequence[TokenExample],
-        bins: Sequence[Sequence[Bin]],
+        of_workers: Sequence[Iterable[TokenExample]],
         packs: Sequence[PackedBatch],
         objective: Objective,
         reference: np.ndarray | None,
@@ -69,37 +64,28 @@ class StepBatch:
         """The batch of these examples, which some ranks share.
 
         Args:
-            bins: those of each worker, which together have the examples, each once.
-            packs: this rank's bins, laid; pinned already where `pin_memory` is set.
+            of_workers: the examples of each worker in any order, which together are all of them.
+            packs: this worker's; pinned already where `pin_memory` is set.
             reference: cached log-probs of all answers in the order of the examples, float64; None without a reference.
 
         Raises:
             DataError: the objective refuses an example.
         """
-        rows = sum(found.slots for of_rank in bins for found in of_rank)
-        used = sum(found.forest.rows for of_rank in bins for found in of_rank)
-        places = _places(examples, bins)
-        return cls._of(examples, packs, places, ranks.worker, objective, reference, rows, used, pin_memory)
-
-    @classmethod
-    def _of(
-        cls,
-        examples: Sequence[TokenExample],
-        packs: Sequence[PackedBatch],
-        places: list[Tensor],
-        worker: int,
-        objective: Objective,
-        reference: np.ndarray | None,
-        rows: int,
-        used: int,
-        pin_memory: bool,
-    ) -> StepBatch:
         objective.check(examples)
         lengths = [example.answer_tokens(i) for example in examples for i in range(len(example.answers))]
+        spans = _spans(examples, of_workers)
+        in_packs = [example for pack in packs for example in pack.examples]
+        places = _numbered(spans[ranks.worker][id(example)].pop() for example in in_packs)
+        shares = [
+            places.sort().values
+            if worker == ranks.worker
+            else _numbered(span for same in of_worker.values() for span in same).sort().values
+            for worker, of_worker in enumerate(spans)
+        ]
         own = Answers.of(
-            [example for pack in packs for example in pack.examples],
+            in_packs,
             [length for pack in packs for length in pack.answer_lengths],
-            None if reference is None else reference[places[worker].numpy()],
+            None if reference is None else reference[places.numpy()],
         )
         return cls(
             packs=packs,
@@ -107,12 +93,21 @@ class StepBatch:
             answers=Answers.of(examples, lengths, reference),
             own=own.pinned() if pin_memory else own,
             places=places,
+            shares=shares,
             totals=objective.totals(examples),
             tokens=int(column(examples, "plain_tokens").sum()),
-            unique_tokens=used,
             answer_tokens=sum(lengths),
-            rows=rows,
         )
+
+    @property
+    def unique_tokens(self) -> int:
+        """Of this rank's packs, as they have them: what several answers begin with once, where a pack shares it."""
+        return sum(pack.used_slots for pack in self.packs)
+
+    @property
+    def rows(self) -> int:
+        """Of this rank's packs, padding included."""
+        return sum(len(pack.input_ids) for pack in self.packs)
 
     @property
     def logit_rows(self) -> int:
@@ -131,21 +126,29 @@ class StepBatch:
         """The log-probs of all answers in the order of the examples, float64 on the host, from those of each
         worker's packs."""
         found = torch.empty(len(self.answers.lengths), dtype=torch.float64)
-        for places, own in zip(self.places, ranks.of_workers(logps, [*map(len, self.places)]), strict=True):
+        rising = logps[self.places.argsort()]
+        for places, own in zip(self.shares, ranks.of_workers(rising, [*map(len, self.shares)]), strict=True):
             found[places] = own
         return found
 
 
-def _places(examples: Sequence[TokenExample], bins: Sequence[Sequence[Bin]]) -> list[Tensor]:
-    """Of each worker: where the answers of its bins lie among those of all examples."""
+def _spans(
+    examples: Sequence[TokenExample], of_workers: Sequence[Iterable[TokenExample]]
+) -> list[dict[int, list[range]]]:
+    """Of each worker, by the identity of its examples: which answers among all are theirs. An example may be there
+    several times, where a step goes round the data."""
     first, waiting = 0, dict[int, list[range]]()
-    for example in examples:  # one may be there several times, where a step goes round the data
+    for example in examples:
         waiting.setdefault(id(example), []).append(range(first, first + len(example.answers)))
         first += len(example.answers)
-    return [
-        torch.tensor(
-            [place for found in of_rank for example in found.examples for place in waiting[id(example)].pop(0)],
-            dtype=torch.int64,
-        )
-        for of_rank in bins
-    ]
+    found = []
+    for own in of_workers:
+        spans: dict[int, list[range]] = {}
+        for example in own:
+            spans.setdefault(id(example), []).append(waiting[id(example)].pop())
+        found.append(spans)
+    return found
+
+
+def _numbered(spans: Iterable[range]) -> Tensor:
+    return torch.tensor([place for span in spans for place in span], dtype=torch.int64)

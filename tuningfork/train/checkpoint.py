@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import json
-import os
 import re
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, cast
+from typing import Annotated, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from pydantic import Field, TypeAdapter, ValidationError
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException  # private: torch.distributed.checkpoint.api
-from torch.distributed.checkpoint.filesystem import FileSystem  # private: torch.distributed.checkpoint.filesystem
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -27,22 +23,16 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from tuningfork.distributed.layout import ONE, Layout
+from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
 from tuningfork.errors import RunFolderError
-from tuningfork.files import (
-    DIGESTS,
-    Hashed,
-    check_plain,
-    check_sealed,
-    clear_abandoned,
-    read_plain,
-    remove,
-    seal,
-    whole_folder,
-)
+from tuningfork.files import DIGESTS, check_plain, check_sealed, clear_abandoned, read_plain, remove
 from tuningfork.json_files import as_object
 from tuningfork.models.config import ACTIVATION_MEMORY
 from tuningfork.report.run.metrics import Evaluation
 from tuningfork.train.checkpoint_reader import Foreign, PlainPlanner, PlainReader
+from tuningfork.train.checkpoint_writer import one_process, write
+from tuningfork.train.staging import StagedPlanner, Staging
 from tuningfork.wording import first_line
 
 _NAME = re.compile(r"step-([1-9][0-9]*)")
@@ -67,6 +57,7 @@ class Progress:
     ]  # the mode in force; `train.activation_memory: auto` keeps it
     held_out_digest: str  # of the held-out examples
     before: Evaluation | None  # the starting model on these; None where there are none
+    layout: Layout = ONE  # of the processes; gradient norms are rounded differently in another one
 
 
 def save(
@@ -76,34 +67,60 @@ def save(
     optimizer: torch.optim.Optimizer,
     keep_last: int,
     best: int | None = None,
+    ranks: Ranks = ONE_PROCESS,
 ) -> Path:
-    """Write ``step-N`` in `folder`, then `prune` those before it.
+    """Write ``step-N`` in `folder`, then `prune` those before it. All ranks must ask together.
 
     Raises:
         RunFolderError: the disk refuses. What was there before is still whole.
+        SaidElsewhere: it refuses on another rank.
     """
+    return _save(folder, progress, _state(model, optimizer), None, keep_last, best, ranks)
+
+
+def saving(
+    folder: Path,
+    progress: Progress,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    keep_last: int,
+    best: int | None,
+    ranks: Ranks,
+    staging: Staging,
+) -> Callable[[], Path]:
+    """What does as `save` does, for a thread: tensors are copied now. Before the next call it must be done.
+
+    Args:
+        ranks: who talk through a group of their own, see `Ranks.apart`.
+    """
+    state = _state(model, optimizer)
+    return partial(_save, folder, progress, state, staging.copy(state), keep_last, best, ranks)
+
+
+def _save(
+    folder: Path,
+    progress: Progress,
+    state: dict[str, Any],
+    staged: StagedPlanner | None,
+    keep_last: int,
+    best: int | None,
+    ranks: Ranks,
+) -> Path:
     path = at(folder, progress.step)
-    if path.exists():  # a run that was killed between this save and its end, and came by again
-        return path
-    with whole_folder(path) as aside:
-        writer = dcp.FileSystemWriter(aside)
-        writer.fs = files = _HashedFiles()
-        try:
-            with _one_process():
-                dcp.save(_state(model, optimizer), storage_writer=writer, no_dist=True)
-        except CheckpointException as error:
-            raise _os_error(error) or error from error
-        (aside / _PROGRESS).write_text(json.dumps(asdict(progress)))
-        seal(aside, files.checksums)  # dcp has no checksums, and loads a weight with a wrong bit as it is
-    prune(folder, keep_last, best)
+    # It is there where a run was killed between this save and its end, and came by again; or where one was the best.
+    if not ranks.from_first(path.exists()):
+        write(path, state, (_PROGRESS, json.dumps(asdict(progress))), ranks, staged)
+    prune(folder, keep_last, best, ranks)
     return path
 
 
-def prune(folder: Path, keep_last: int, best: int | None) -> None:
-    """Remove all checkpoints but the newest `keep_last` and that of step `best`, and none that holds foreign files."""
-    for old in _all(folder)[:-keep_last]:
-        if (best is None or old != at(folder, best)) and _is_ours(old):
-            remove(old)
+def prune(folder: Path, keep_last: int, best: int | None, ranks: Ranks = ONE_PROCESS) -> None:
+    """Remove all checkpoints but the newest `keep_last` and that of step `best`, and none that holds foreign files. The
+    first rank does so, while the others wait."""
+    with ranks.agreeing():
+        for old in _all(folder)[:-keep_last] if ranks.first else ():
+            if (best is None or old != at(folder, best)) and _is_ours(old):
+                remove(old)
 
 
 def at(folder: Path, step: int) -> Path:
@@ -111,32 +128,18 @@ def at(folder: Path, step: int) -> Path:
     return folder / f"step-{step}"
 
 
-class _HashedFiles(FileSystem):
-    """The files of a checkpoint, hashed while they are written, for they are too large to be read back for it."""
+def newest(folder: Path, ranks: Ranks = ONE_PROCESS) -> Path | None:
+    """The newest whole checkpoint, as the first rank finds it. It clears away what a kill left half written or half
+    removed. All ranks must ask together.
 
-    def __init__(self) -> None:
-        self.checksums: dict[str, str] = {}  # by the file's name
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:  # type: ignore[override]
-        with super().create_stream(path, mode) as file:
-            hashed = Hashed(cast(BinaryIO, file))
-            yield hashed
-        self.checksums[Path(path).name] = hashed.checksum()
-
-    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
-        super().rename(path, new_path)
-        self.checksums[Path(new_path).name] = self.checksums.pop(Path(path).name)
-
-
-def newest(folder: Path) -> Path | None:
-    """The newest whole checkpoint. What a kill left half written or half removed is cleared away.
-
-    Raises RunFolderError where something by a checkpoint's name is no folder.
+    Raises RunFolderError where something by a checkpoint's name is no folder; SaidElsewhere on the other ranks.
     """
-    clear_abandoned(folder, held=True)
-    found = _all(folder)
-    return found[-1] if found else None
+    found: list[Path] = []
+    with ranks.agreeing():
+        if ranks.first:
+            clear_abandoned(folder, held=True)
+            found = _all(folder)
+    return ranks.from_first(found[-1] if found else None)
 
 
 def progress(path: Path) -> Progress:
@@ -172,15 +175,19 @@ def progress(path: Path) -> Progress:
     return found
 
 
-def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks = ONE_PROCESS) -> Progress:
     """Load a checkpoint into model, optimizer and the random generator. Nothing in its files is run.
+
+    All ranks must ask together. Weights may be spread over them in another way than over those that wrote it: each rank
+    reads the pieces that hold what it has.
 
     Raises:
         RunFolderError: the checkpoint is damaged, belongs to another model, or holds more than tensors and plain
             values.
+        SaidElsewhere: so another rank has found.
     """
     state = _state(model, optimizer)
-    stood = _load(path, state)
+    stood = _load(path, state, ranks)
     moments = get_optimizer_state_dict(model, optimizer) | state["optimizer"]
     try:
         torch.set_rng_state(state["rng"])
@@ -192,23 +199,32 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> P
     return stood
 
 
-def restore_weights(path: Path, model: nn.Module) -> None:
-    """Load a checkpoint's weights alone into a model. Raises RunFolderError as `restore`."""
+def restore_weights(path: Path, model: nn.Module, ranks: Ranks = ONE_PROCESS) -> None:
+    """Load a checkpoint's weights alone into a model. Raises RunFolderError, SaidElsewhere as `restore`."""
     state = {"model": get_model_state_dict(model)}
-    _load(path, state, "Remove that folder, or set output.export: last; then --resume exports another step.")
+    _load(path, state, ranks, "Remove that folder, or set output.export: last; then --resume exports another step.")
     set_model_state_dict(model, state["model"])
 
 
-def _load(path: Path, state: dict[str, Any], cure: str = _BEFORE_IT) -> Progress:
-    """Fill what stands in `state` from a checkpoint, and say where the run stood. Raises RunFolderError."""
+def _load(path: Path, state: dict[str, Any], ranks: Ranks, cure: str = _BEFORE_IT) -> Progress:
+    """Fill what stands in `state` from a checkpoint, and say where the run stood. Raises RunFolderError.
+
+    Its files are dealt out to be hashed, so that each is read for it once; nothing is loaded before all are known to be
+    as they were written.
+    """
     try:
-        check_sealed(path)
-        with _one_process():
-            most = _TENSORS * len(state["model"])
-            dcp.load(state, storage_reader=PlainReader(path, most), planner=PlainPlanner(), no_dist=True)
-        return progress(path)
+        with ranks.agreeing():
+            sealed = [*as_object(read_plain(path / DIGESTS))]
+            check_sealed(path, only=sealed[ranks.rank :: ranks.size])
+        stood = progress(path)
+        with ranks.agreeing(), one_process():
+            reader = PlainReader(path, _TENSORS * len(state["model"]), stood.layout.size)
+            dcp.load(state, storage_reader=reader, planner=PlainPlanner(), no_dist=True)  # each its own, by itself
+        return stood
     except (CheckpointException, OSError, ValueError, KeyError, TypeError) as error:
         cause = error.failures[0][0] if isinstance(error, CheckpointException) and error.failures else error
+        if isinstance(cause, KeyboardInterrupt):
+            raise cause from None
         raise _damaged(path, cause, cure) from error
 
 
@@ -216,14 +232,6 @@ def _damaged(path: Path, cause: BaseException, cure: str = _BEFORE_IT) -> RunFol
     if isinstance(cause, Foreign):
         cure = "Whoever made it can have changed the rest of the run, too: begin a new one in another output.dir."
     return RunFolderError(f"{path} cannot be loaded ({first_line(cause)}). {cure}")
-
-
-@contextmanager
-def _one_process() -> Iterator[None]:
-    """Without torch's warning that `no_dist` means one process: that is what is meant."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        yield
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -248,14 +256,3 @@ def _is_ours(path: Path) -> bool:
     except (OSError, ValueError, RunFolderError):
         return False
     return {entry.name for entry in path.iterdir()} <= {*sealed, DIGESTS}
-
-
-def _os_error(error: CheckpointException) -> OSError | MemoryError | None:
-    """The disk's own complaint inside a failed save, or that there was no memory for it."""
-    for failure, _ in error.failures.values():
-        cause: BaseException | None = failure
-        while cause is not None:
-            if isinstance(cause, OSError | MemoryError):
-                return cause
-            cause = cause.__cause__ or cause.__context__
-    return None

@@ -9,7 +9,9 @@ the files, while whoever writes other files writes other checksums.
 from __future__ import annotations
 
 import io
+import math
 import pickle
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from tuningfork.wording import first_line, of_pickle
 METADATA = ".metadata"
 
 _LARGEST_ENTRY = 1 << 14  # bytes of `.metadata` for a tensor: some hundred, its name three times among them
+_LARGEST_PIECE = 1 << 10  # and for each further piece of it: its place in the tensor twice, and in a file
 _INDEX = {"fqn", "offset", "index"}
 _LAYOUTS = {str(layout): layout for layout in (torch.strided, torch.sparse_coo)}
 _FILLED = (  # objects of these are made first and get their fields then
@@ -62,6 +65,7 @@ class PlainReader(FileSystemReader):
     Args:
         path: of the checkpoint.
         tensors: how many the run has, about: what says where so many lie is not larger than that takes.
+        ranks: that wrote it, and so the most pieces that a tensor lies in.
 
     Raises:
         Foreign: they call for something else, or hold something else than whole tensors.
@@ -69,9 +73,10 @@ class PlainReader(FileSystemReader):
         OSError: `.metadata` cannot be read.
     """
 
-    def __init__(self, path: Path, tensors: int) -> None:
+    def __init__(self, path: Path, tensors: int, ranks: int = 1) -> None:
         super().__init__(path)
-        self._metadata = _metadata(path / METADATA, (tensors + 1) * _LARGEST_ENTRY)
+        of_a_tensor = _LARGEST_ENTRY + (ranks - 1) * _LARGEST_PIECE
+        self._metadata = _metadata(path / METADATA, (tensors + 1) * of_a_tensor)
 
     def read_metadata(self) -> Metadata:  # type: ignore[override]
         return self._metadata
@@ -125,11 +130,30 @@ def _metadata(path: Path, largest: int) -> Metadata:
 
 
 def _is_whole(entry: object) -> bool:
-    """Whether this is a tensor that lies in one piece, as one process writes it. Of several, some could be missing, and
-    what was in the model before would stay there."""
-    if not isinstance(entry, TensorStorageMetadata) or not isinstance(entry.size, torch.Size):
+    """Whether this is a tensor of which every number lies in one piece: where one lay in none, what was in the model
+    before would stay there. Processes that share a tensor cut it along its dimensions, so its pieces are a grid."""
+    if not isinstance(entry, TensorStorageMetadata) or type(entry.size) is not torch.Size:
         return False
-    return entry.chunks == [ChunkStorageMetadata(torch.Size([0] * len(entry.size)), entry.size)]
+    if type(entry.chunks) is not list or not all(_is_piece(chunk, len(entry.size)) for chunk in entry.chunks):
+        return False
+    if 0 in entry.size:
+        return True
+    places = [tuple(zip(chunk.offsets, chunk.sizes, strict=True)) for chunk in entry.chunks]
+    places = [place for place in places if all(length for _, length in place)]  # a process may have nothing of it
+    cuts = [sorted(set(along)) for along in zip(*places, strict=True)]
+    if len(places) != len(set(places)) or len(places) != math.prod(map(len, cuts)):
+        return False
+    ends = [[*accumulate((length for _, length in parts), initial=0)] for parts in cuts]
+    begins = [[*(begin for begin, _ in parts), length] for parts, length in zip(cuts, entry.size, strict=False)]
+    return bool(places) and begins == ends
+
+
+def _is_piece(chunk: object, dimensions: int) -> bool:
+    """Whether this is a place in a tensor of so many dimensions."""
+    if not isinstance(chunk, ChunkStorageMetadata):
+        return False
+    corners = (chunk.offsets, chunk.sizes)
+    return all(type(one) is torch.Size and len(one) == dimensions and min(one, default=0) >= 0 for one in corners)
 
 
 def _lies_beside(place: object) -> bool:

@@ -57,7 +57,9 @@ class TrainConfig:
     costs little; 0.22 for pairs against one reference answer, where 4 is 1.7 times; and 0.56 for near-copies, where 2
     is 1.6 times."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
-    """adamw_8bit keeps its moments in 8 bits instead of 32: 2 bytes a weight instead of 8. Needs torchao."""
+    """adamw_8bit keeps its moments in 8 bits instead of 32: 2 bytes a weight instead of 8. Needs torchao.
+    Of weights that are spread over processes it takes float32 ones, and a continued run must spread them over as
+    many."""
     gradient_dtype: Literal["weights", "float32"] = "weights"
     """In what the gradients of a step's packs are added up. weights: in each weight's own precision; bfloat16 weights
     (model.weights) round the sum once a pack. float32: without that rounding, for 2 more bytes a bfloat16 weight, 14
@@ -99,6 +101,10 @@ class OutputConfig:
     """Steps between checkpoints; the last step is always saved."""
     keep_last: Annotated[int, Field(ge=1)] = 2
     """Checkpoints kept; older ones are removed once a newer one is whole. With train.eval_every the best one stays."""
+    save_async: bool | None = None
+    """Write checkpoints while training goes on, from a copy of weights and moments in host memory. null: where several
+    processes share a run, each of which copies its share; one process takes the time rather than the memory. The files
+    are the same to the bit."""
     log_every: Annotated[int, Field(ge=1)] = 1
     """Steps between lines in metrics.jsonl; a line covers all steps since the last one. A checkpoint writes one too,
     and so does an evaluation."""

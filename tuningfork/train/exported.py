@@ -49,7 +49,9 @@ def export_model(
             )
         return
     if weights_at is not None:
-        checkpoint.restore_weights(weights_at, session.policy.model)
+        if session.policy.spread is not None:
+            session.policy.spread.release()
+        checkpoint.restore_weights(weights_at, session.policy.model, session.ranks)
     if there is not None:
         _set_aside(path, folder / f"{MODEL}-step-{there}", console)
     write_json(folder / RECORD, {"step": step})

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
+from tuningfork.distributed.pace import PaceWatch
 from tuningfork.objective.base import Objective
 from tuningfork.recipe.run_config import RunConfig
 from tuningfork.report.run.console import Phase
@@ -38,6 +40,7 @@ class TrainingLoop:
         self.run, self.held_out, self.checkpointer, self.writer = run, held_out, checkpointer, writer
         self.progress = run.progress
         self.totals = RunTotals(_peak_flops(run.session))
+        self._pace, self._hosts = PaceWatch(), run.session.ranks.all(socket.gethostname())
 
     def train(self) -> bool:
         """Train to the last step. False where the user asked to stop; the last step done is saved then."""
@@ -45,11 +48,12 @@ class TrainingLoop:
         interval, apart = Interval(self.totals.peak_flops), 0.0
         with (
             stop_when_asked(run.console) as asked,
+            self.checkpointer,
             run.console.phase("training", total_steps, "steps", done=self.progress.step) as phase,
         ):
 
             def stop_asked() -> bool:
-                return run.session.ranks.any(asked())
+                return run.session.ranks.any(asked() or self.checkpointer.failed)  # saving again says why it failed
 
             if self.held_out.due(self.progress.step) and self.progress.step < total_steps and not stop_asked():
                 self._evaluate(phase, stop_asked)
@@ -62,6 +66,7 @@ class TrainingLoop:
                 self.progress = replace(self.progress, step=step.step, examples=self.progress.examples + step.examples)
                 interval.add(step)
                 self.totals.add(step)
+                self._watch(step)
                 stopping = stop_asked()
                 phase.advance(1, _headline(step, run.session.objective))
                 ending = step.step == total_steps
@@ -81,6 +86,16 @@ class TrainingLoop:
                     break
         return not stop_asked()  # it may have been asked while the last checkpoint was written
 
+    def _watch(self, step: StepResult) -> None:
+        """Name a rank that is slower than the others, step after step."""
+        slow = None if step.ranks is None else self._pace.add(step.ranks.paces)
+        if slow is not None:
+            host = self._hosts[slow.rank]
+            self.run.console.print(
+                f"! rank {slow.rank} ({host}) takes {slow.times:.1f} times as long as the others for the same work, so "
+                "all wait for it: look for another program on its device, or heat; tuningfork check-cluster measures it"
+            )
+
     def _evaluate(self, phase: Phase, stop_asked: Callable[[], bool]) -> float:
         """Score the held-out examples, and keep the weights if they are the best; the seconds that it took."""
         begun, step = time.perf_counter(), self.progress.step
@@ -88,7 +103,6 @@ class TrainingLoop:
             found = self.run.score_held_out(f"evaluating after step {step}", stop_asked)
             if found is not None and self.held_out.enter(step, found):
                 self.checkpointer.save(self.progress)
-                self.checkpointer.prune()
         return time.perf_counter() - begun
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from tuningfork.distributed.layout import Layout
 from tuningfork.errors import ConfigError
 from tuningfork.models.hf.load import bears_8_bits
 from tuningfork.models.policy import Spread
@@ -112,6 +113,17 @@ def check_optimizer(config: TrainConfig) -> None:
                 "train.optimizer is adamw_8bit, whose step is compiled, but no compiler for C++ is found on this "
                 "machine. Install g++, or set train.optimizer: adamw."
             ) from error
+
+
+def check_spread(config: TrainConfig, weights: str, layout: Layout) -> None:
+    """Raises ConfigError where the optimizer does not take weights that are spread over processes: `weights`, a value
+    of model.weights, says in what they are kept."""
+    if config.optimizer == "adamw_8bit" and weights == "bfloat16" and layout.size > 1:
+        raise ConfigError(
+            "model.weights is bfloat16, and the step of train.optimizer adamw_8bit, torchao's, does not take bfloat16 "
+            f"weights that are spread over processes, of which there are {layout.size}. Set model.weights: float32, or "
+            "train in one process."
+        )
 
 
 def optimizer_bytes(model: nn.Module, config: TrainConfig) -> int:

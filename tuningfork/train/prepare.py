@@ -73,7 +73,7 @@ def prepare(
     folder, ranks = Path(config.output.dir), session.ranks
     if ranks.first:
         clear_abandoned(folder, held=True)
-    last = checkpoint.newest(folder / CHECKPOINTS)
+    last = checkpoint.newest(folder / CHECKPOINTS, ranks)
     saved = None if last is None else checkpoint.progress(last)
     weights = starting_weights(session.policy, console)
     begun = at_its_beginning(session, data, weights)
@@ -94,13 +94,20 @@ def prepare(
     known = None if saved is None or saved.held_out_digest != begun.held_out_digest else saved.before
     start = known or _evaluate_start(session, data, reference, console, continued=saved is not None)
 
+    if session.policy.spread is not None:
+        session.policy.spread.release()  # what scoring gathered is not what is moved, saved and loaded
     optimizer = build_optimizer(session.policy.model, config.train)
     progress = replace(begun, before=start)
     if last is not None:
         with console.stage("checkpoint", f"reading {last}"):
-            restored = checkpoint.restore(last, session.policy.model, optimizer)
+            restored = checkpoint.restore(last, session.policy.model, optimizer, ranks)
         progress = replace(progress, step=restored.step, examples=restored.examples)
         console.print(f"continuing from {last}")
+        if restored.layout != begun.layout:
+            console.print(
+                f"! the checkpoint is of another layout ({restored.layout}; now {begun.layout}): gradients add up "
+                "in another order, so that the steps from here on equal those of an unbroken run up to rounding"
+            )
     return PreparedRun(
         folder=folder,
         session=session,

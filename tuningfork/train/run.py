@@ -65,9 +65,7 @@ def run(
         if isinstance(writer, RunWriter):
             _open_records(config.output, prepared, writer)
         held_out = _open_held_out(config.train, prepared, writer)
-        checkpointer = Checkpointer(
-            prepared.checkpoints, config.output.keep_last, session, prepared.optimizer, held_out
-        )
+        checkpointer = Checkpointer(prepared.checkpoints, config.output, session, prepared.optimizer, held_out)
         loop = TrainingLoop(config, prepared, held_out, checkpointer, writer)
         if loop.train():
             return _finish(config.output, prepared, loop)

@@ -11,6 +11,7 @@ from tuningfork.train.config import TrainConfig
 from tuningfork.train.session import Data, Session
 from tuningfork.train.setup.device import dtype_name
 from tuningfork.train.setup.reference import model_digest
+from tuningfork.wording import counted
 
 
 def at_its_beginning(session: Session, data: Data, weights: str) -> Progress:
@@ -24,6 +25,7 @@ def at_its_beginning(session: Session, data: Data, weights: str) -> Progress:
         activation_memory=session.policy.activation_memory,
         held_out_digest=dataset_digest(data.held_out),
         before=None,
+        layout=session.layout,
     )
 
 
@@ -51,6 +53,14 @@ def check_same_run(path: Path, saved: Progress, begun: Progress, config: TrainCo
         raise RunFolderError(
             f"{path} was computed in {saved.dtype}, this run would go on in {begun.dtype}. Set model.dtype to "
             f"{saved.dtype}: auto names another dtype on another device."
+        )
+    shards, now = saved.layout.shard * saved.layout.tensor, begun.layout.shard * begun.layout.tensor
+    if config.optimizer == "adamw_8bit" and shards != now:
+        raise RunFolderError(
+            f"{path} has moments in 8 bits whose blocks were cut for {counted(shards, 'process', 'processes')} to a "
+            f"copy of the model; now there are {now}, and cut for these they would be other numbers. Set "
+            f"parallel.shard to {saved.layout.shard} and parallel.tensor to {saved.layout.tensor}; parallel.replicate "
+            "is free."
         )
     if not saved.step <= saved.examples <= saved.step * config.examples_per_step:
         raise RunFolderError(

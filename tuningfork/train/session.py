@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from tuningfork.data.packing.layout import lay
 from tuningfork.data.packing.loader import packs_in_windows
-from tuningfork.data.packing.pack import PackLimits, empty_bin
+from tuningfork.data.packing.pack import PackLimits, pack_of
+from tuningfork.distributed.layout import ONE, Layout
 from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
 from tuningfork.models.hf.load import Loaded
 from tuningfork.models.policy import Policy
@@ -40,6 +41,7 @@ class Session:
     loaded: Loaded
     check: KernelCheck | None = None  # where blocks are compiled, or kernels are not the plain ones
     ranks: Ranks = ONE_PROCESS
+    layout: Layout = ONE
 
     @property
     def policy(self) -> Policy:
@@ -69,7 +71,7 @@ class Session:
         is scored. Packs of padding alone follow, until all ranks are done. What was gathered of weights that are spread
         over ranks is let go in the end."""
         mine = packs_in_windows(self.mine(examples), limits, pin_memory=self.pin_memory)
-        empty = empty_bin(limits)
+        empty = pack_of([], limits)
         try:
             yield from self.ranks.in_step(mine, lambda: lay(empty.examples, empty.forest, empty.slots))
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -9,15 +10,15 @@ from typing import NamedTuple
 import torch
 
 from tuningfork.data.packing.loader import PackLoader, ahead
+from tuningfork.distributed.plan import plan_step
 from tuningfork.distributed.ranks import Ranks
 from tuningfork.errors import NonFiniteError, enough_memory
 from tuningfork.models.policy import graphs_compiled
 from tuningfork.reference.store import ReferenceStore
-from tuningfork.report.run.metrics import Means, StepResult
+from tuningfork.report.run.metrics import Means, RanksResult, StepResult
 from tuningfork.train.batch import StepBatch
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.optimizer import learning_rate, set_learning_rate
-from tuningfork.train.plan import plan_step
 from tuningfork.train.session import Session
 from tuningfork.train.step import train_step
 
@@ -25,14 +26,28 @@ from tuningfork.train.step import train_step
 class OfRank(NamedTuple):
     """What a step was on one rank."""
 
+    unique_tokens: float
+    rows: float
+
     model_flops: float
     peak_memory_bytes: float
     data_seconds: float
+    computing: float  # seconds of its blocks' forward passes, as the next
+    waiting: float  # for weights
 
     def of_all(self, ranks: Ranks) -> list[OfRank]:
         """That of every rank, on each of them."""
         own = torch.tensor(self, dtype=torch.float64)
         return [OfRank(*found.tolist()) for found in ranks.gather(own, [len(own)] * ranks.size)]
+
+
+def _ranks(of_ranks: list[OfRank]) -> RanksResult:
+    """How alike the ranks of a step were."""
+    flops = [one.model_flops for one in of_ranks]
+    paces = [one.computing / one.model_flops if one.model_flops else math.nan for one in of_ranks]
+    passes = [one.waiting / (one.computing + one.waiting) for one in of_ranks if one.computing]
+    mean = sum(flops) / len(flops)
+    return RanksResult(len(of_ranks), max(flops) / mean if mean else 1.0, sum(passes) / max(len(passes), 1), paces)
 
 
 def training_steps(
@@ -53,10 +68,10 @@ def training_steps(
             examples = loader.examples_of(step)
             cost = lambda portion: flops.training(portion.spans, portion.logit_rows)  # noqa: E731
             plan = plan_step(loader.portions(examples), loader.limits, ranks.workers, cost)
-            packs = loader.packs(plan.bins[ranks.worker])
+            packs = loader.packs(plan.bins_of(ranks.worker))
             cached = None if reference is None else reference.lookup(examples)
             batch = StepBatch.shared_out(
-                examples, plan.bins, packs, session.objective, cached, ranks, session.pin_memory
+                examples, plan.examples, packs, session.objective, cached, ranks, session.pin_memory
             )
             yield step, batch, sum(flops.training(pack.spans, len(pack.logit_rows)) for pack in packs)
 
@@ -87,8 +102,12 @@ def training_steps(
             ) from None
         # The device may still be moving the weights; it goes on from there to the next step without a pause.
         now = time.perf_counter()
-        of_rank = OfRank(model_flops / ranks.tensor, torch.cuda.max_memory_allocated() if cuda else 0, data_seconds)
-        of_ranks = of_rank.of_all(ranks)
+        memory = torch.cuda.max_memory_allocated() if cuda else 0
+        spread = session.policy.spread
+        forward = (0.0, 0.0) if spread is None else spread.forward_seconds()
+        own = OfRank(batch.unique_tokens, batch.rows, model_flops / ranks.tensor, memory, data_seconds, *forward)
+        of_ranks = own.of_all(ranks)
+        unique_tokens, rows = (int(sum(counts)) for counts in list(zip(*of_ranks[:: ranks.tensor], strict=True))[:2])
         yield StepResult(
             step=step + 1,
             epoch=loader.order.epoch_after(step),
@@ -98,16 +117,17 @@ def training_steps(
             loss=outcome.loss,
             loss_size=session.objective.loss_size(batch.totals),
             tokens=batch.tokens,
-            unique_tokens=batch.unique_tokens,
+            unique_tokens=unique_tokens,
             answer_tokens=batch.answer_tokens,
-            rows=batch.rows,
-            pad_rows=batch.rows - batch.unique_tokens,
+            rows=rows,
+            pad_rows=rows - unique_tokens,
             seconds=now - begun,
             data_seconds=max(one.data_seconds for one in of_ranks),
             model_flops=sum(one.model_flops for one in of_ranks),
             statistics=Means.of(outcome.statistics),
             peak_memory_bytes=max(int(one.peak_memory_bytes) for one in of_ranks) if cuda else None,
             compiled=session.compiled and graphs != graphs_compiled(),
+            ranks=None if ranks.size == 1 else _ranks(of_ranks),
         )
         graphs = graphs_compiled()
         begun, waiting = now, time.perf_counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import combinations, pairwise
 from random import Random
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.data.packing.alike import SHARES, alike, check_forest, example_of, partitions, sequences
 from tuningfork.data.packing import portions as module
-from tuningfork.data.packing.portions import Portion, joined, portion_out
+from tuningfork.data.packing.portions import Portion, joined, part, portion_out
 from tuningfork.data.packing.tree import Trie, grow
 from tuningfork.records import TokenExample
 
@@ -210,6 +211,22 @@ def test_some_of_the_examples_come_in_the_order_of_their_tokens(examples, share,
     some = data.draw(st.lists(st.sampled_from(range(len(examples))), unique=True))
     order = in_path_order(examples) if share == "tree" else list(range(len(examples)))
     assert grow(examples, share).in_order(some) == sorted(some, key=order.index)
+
+
+@settings(max_examples=100, deadline=None)
+@given(examples=alike(8), share=st.sampled_from(SHARES), parts=st.integers(1, 9))
+def test_a_portion_is_parted_into_parts_alike(examples, share, parts):
+    """Against every way to cut it in its order."""
+    for portion in portion_out(examples, share, sum(example.plain_tokens for example in examples)):
+        found, members, trie = part(portion, parts), portion.members, portion.trie
+        assert [n for piece in found for n in piece.members] == members and len(found) <= parts
+        assert all(piece.trie is trie and piece.rows == trie.of(piece.members).rows for piece in found)
+        ways = (
+            max(trie.of(members[first:last]).rows for first, last in pairwise([0, *cuts, len(members)]))
+            for count in range(min(parts, len(members)))
+            for cuts in combinations(range(1, len(members)), count)
+        )
+        assert max(piece.rows for piece in found) <= min(ways) * (1 + 1 / 64)
 
 
 def test_a_tree_that_is_parted_by_hand():

@@ -17,7 +17,13 @@ from tuningfork.report.run.console import Console
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.optimizer import build_optimizer, optimizer_bytes
 from tuningfork.train.setup import activation_memory
-from tuningfork.train.setup.activation_memory import Choice, DryRun, choose_activation_memory, fastest_that_fits
+from tuningfork.train.setup.activation_memory import (
+    Choice,
+    DryRun,
+    check_least,
+    choose_activation_memory,
+    fastest_that_fits,
+)
 
 ROWS = 1000
 
@@ -219,3 +225,22 @@ def test_gib():
         "1.0",
         "1.5",
     )
+
+
+@pytest.mark.parametrize("mode", ["none", "block", "offload"])
+def test_what_cannot_fit_is_refused_with_its_sum(mode):
+    """Weights, optimizer, and the larger of gradients and of what a pack keeps between blocks; which may be no byte
+    less, and is not counted where it goes to the host."""
+    policy = tiny_policy()
+    states = optimizer_bytes(policy.model, TrainConfig())
+    weights = sum(weight.nbytes for weight in policy.model.parameters())
+    limits = limits_of(1 << 20, "tree")
+    rows = limits.slots(limits.tokens)
+    inputs = rows * len(policy.blocks) * policy.config.hidden_size * policy.dtype.itemsize
+    assert inputs > weights and states == 2 * weights
+    least = 3 * weights + (weights if mode == "offload" else inputs)
+    check_least(policy, limits, mode, states, usable=least)
+    with pytest.raises(ConfigError, match=f"train.activation_memory is {mode}, and this run needs") as caught:
+        check_least(policy, limits, mode, states, usable=least - 1)
+    assert f"({rows:,} rows of pack.tokens {limits.tokens:,} x {len(policy.blocks)} blocks x" in str(caught.value)
+    check_least(policy, limits, mode, states)  # a CPU is not asked

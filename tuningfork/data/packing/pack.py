@@ -34,11 +34,6 @@ class Bin(NamedTuple):
     forest: Forest  # their trees
 
 
-def empty_bin(limits: PackLimits) -> Bin:
-    """A pack of padding alone, for a rank that takes part in a pass with no example of its own."""
-    return Bin(limits.smallest, [], Forest.joined([]))
-
-
 @dataclass(frozen=True, slots=True)
 class PackLimits:
     """How large packs are, in token slots, and what of them is laid once."""
@@ -92,7 +87,7 @@ def pack_examples(portions: Sequence[Portion], limits: PackLimits) -> list[Bin]:
     Deterministic; every portion is in exactly one bin.
     """
     bin_of = best_fit([portion.rows for portion in portions], limits.tokens)
-    return [_bin([portions[i] for i in members], limits) for members in members_of(bin_of)]
+    return [pack_of([portions[i] for i in members], limits) for members in members_of(bin_of)]
 
 
 def pack_evenly(portions: Sequence[Portion], limits: PackLimits) -> list[Bin]:
@@ -101,8 +96,19 @@ def pack_evenly(portions: Sequence[Portion], limits: PackLimits) -> list[Bin]:
     A small pack takes a GPU nearly as long as one of middle size, so what does not fit one pack is better halved than
     cut into a full pack and a rest.
     """
+    return [pack_of(some, limits) for some in shared_evenly(portions, limits)]
+
+
+def shared_evenly(portions: Sequence[Portion], limits: PackLimits) -> list[list[Portion]]:
+    """What lies in each pack that `pack_evenly` makes."""
     bin_of = even_fit([portion.rows for portion in portions], limits.tokens)
-    return [_bin([portions[i] for i in members], limits) for members in members_of(bin_of)]
+    return [[portions[i] for i in members] for members in members_of(bin_of)]
+
+
+def pack_of(portions: Sequence[Portion], limits: PackLimits) -> Bin:
+    """One pack of portions that fit. Of none, it is the smallest there is, and all of it is padding."""
+    examples, forest = joined(portions)
+    return Bin(limits.slots(forest.rows), examples, forest)
 
 
 def pack_stream(examples: Sequence[TokenExample], limits: PackLimits, window: int = WINDOW) -> Iterator[Bin]:
@@ -134,7 +140,7 @@ def _stream(examples: Sequence[TokenExample], limits: PackLimits, window: int) -
                 yield portion.rows
 
     for members in stream_fit(rows(), limits.tokens, window):
-        yield _bin([waiting.pop(number) for number in members], limits)
+        yield pack_of([waiting.pop(number) for number in members], limits)
 
 
 def windows_of(examples: Sequence[TokenExample]) -> Iterator[Sequence[TokenExample]]:
@@ -155,11 +161,6 @@ def _check_fitting(examples: Sequence[TokenExample], limits: PackLimits) -> None
             f"{examples[place].id}: needs {slots[place]:,} tokens, but a pack has {limits.tokens}. "
             "Raise pack.tokens or lower data.max_length."
         )
-
-
-def _bin(portions: Sequence[Portion], limits: PackLimits) -> Bin:
-    examples, forest = joined(portions)
-    return Bin(limits.slots(forest.rows), examples, forest)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -16,6 +16,8 @@ _MOST = 1024
 _FEW = 8
 """Of so few examples all ways to part them are tried; the time grows as three to the power of it."""
 
+_NEAR = 64  # a tree in parts alike: to find the least possible size of the largest more closely is worth no time
+
 
 class Portion(NamedTuple):
     """Whole examples of a trie, in the order of their tokens, and the rows that they take up together."""
@@ -36,7 +38,7 @@ class Portion(NamedTuple):
     @property
     def spans(self) -> list[Span]:
         """Those of its segments."""
-        return [Span(node.position, len(node.ids)) for node in self.trie.of(self.members).nodes]
+        return self.trie.spans(self.members)
 
 
 def portion_out(examples: Sequence[TokenExample], share: Share, capacity: int) -> list[Portion]:
@@ -50,6 +52,9 @@ def portion_out(examples: Sequence[TokenExample], share: Share, capacity: int) -
         share: what makes a tree: see `tree.grow`.
     """
     trie = grow(examples, share)
+    if share != "tree":  # an example has trees of its own
+        rows = np.bincount(trie.example_of[trie.low], trie.lengths, len(examples)).astype(np.int64).tolist()
+        return [Portion(trie, [example], own) for example, own in enumerate(rows)]
     nodes, users = trie.users()
     tree_of = _trees(trie)  # of each example
     first = np.flatnonzero(np.diff(nodes, prepend=-1))  # of the users of each node
@@ -68,6 +73,58 @@ def portion_out(examples: Sequence[TokenExample], share: Share, capacity: int) -
             own = slice(*np.searchsorted(tree_of_pair, (tree, tree + 1)).tolist())
             found += _parted(trie, nodes[own], users[own], members, capacity)
     return found
+
+
+def part(portion: Portion, parts: int) -> list[Portion]:
+    """A portion in so many at most, cut in the order of its tokens.
+
+    Their largest is as small as can be, or larger by no more than one part in _NEAR. What examples of several parts
+    begin with in common, each of these parts has for itself.
+    """
+    trie, members = portion.trie, portion.members
+    parts = min(parts, len(members))
+    if parts < 2:
+        return [portion]
+    cuts = _Cuts(trie, members)
+    low, high = max(cuts.largest, -(-portion.rows // parts)), portion.rows
+    best = [(0, len(members), portion.rows)]
+    while low + low // _NEAR < high:
+        middle = (low + high) // 2
+        tried = cuts.within(middle, parts)
+        if tried is None:
+            low = middle + 1
+        else:
+            best, high = tried, middle
+    return [Portion(trie, members[first:last], rows) for first, last, rows in best]
+
+
+class _Cuts:
+    """Ways to cut some examples of a trie, in the order of their tokens."""
+
+    def __init__(self, trie: Trie, members: list[int]) -> None:
+        nodes, users = _nodes_of(trie, members)
+        self._count = len(members)
+        before = _user_before(nodes, users)
+        order = np.argsort(users, kind="stable")
+        # Of each need of a node, by examples: the example, the node's rows, the last example before that needs it, too.
+        self._users, self._rows, self._before = users[order], trie.lengths[nodes[order]], before[order]
+        self._first = np.searchsorted(self._users, np.arange(len(members) + 1))  # need of each example
+        self.largest = int(np.bincount(self._users, self._rows, len(members)).max())  # example by itself, in rows
+
+    def within(self, capacity: int, parts: int) -> list[tuple[int, int, int]] | None:
+        """(first, last + 1, rows) of each part, as few as can be; None: more than `parts`. `largest` must fit."""
+        found: list[tuple[int, int, int]] = []
+        begin = 0
+        while begin < self._count:
+            if len(found) == parts:
+                return None
+            needs = slice(self._first[begin], None)
+            own = np.where(self._before[needs] < begin, self._rows[needs], 0)  # the first in the part to need the node
+            rows = np.bincount(self._users[needs] - begin, own, self._count - begin).astype(np.int64).cumsum()
+            size = int(np.searchsorted(rows, capacity, side="right"))
+            found.append((begin, begin + size, int(rows[size - 1])))
+            begin += size
+        return found
 
 
 def joined(portions: Sequence[Portion]) -> tuple[list[TokenExample], Forest]:
@@ -156,6 +213,30 @@ def _best_parts(
     return parts
 
 
+def _nodes_of(trie: Trie, members: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Which of some examples needs which node: pairs (nodes, places in `members`), sorted, each once."""
+    ranks = [trie.ranks_of_member(member) for member in members]
+    users = np.repeat(np.arange(len(members)), [len(some) for some in ranks])
+    level = trie.leaf[np.concatenate(ranks)]
+    pairs = []
+    while len(users := users[level != ROOT]):
+        level = level[level != ROOT]
+        level, users = np.divmod(np.unique(level * len(members) + users), len(members))
+        pairs.append((level, users))
+        level = trie.parent[level]
+    nodes, users = (np.concatenate(column) for column in zip(*pairs, strict=True))
+    nodes, users = np.divmod(np.unique(nodes * len(members) + users), len(members))
+    return nodes, users
+
+
+def _user_before(nodes: np.ndarray, users: np.ndarray) -> np.ndarray:
+    """Of each pair the last user before its own that needs the node, too; -1 if there is none. Pairs are sorted."""
+    before = np.full(len(nodes), -1)
+    again = np.flatnonzero(nodes[1:] == nodes[:-1]) + 1
+    before[again] = users[again - 1]
+    return before
+
+
 def _added_rows(lengths: np.ndarray, nodes: np.ndarray, users: np.ndarray, count: int) -> np.ndarray:
     """int64 [count, count]: at [m, i] the rows that example m adds to a portion that begins with example i.
 
@@ -163,10 +244,7 @@ def _added_rows(lengths: np.ndarray, nodes: np.ndarray, users: np.ndarray, count
     """
     order = np.lexsort((users, nodes))
     nodes, users = nodes[order], users[order]
-    before = np.full(len(nodes), -1)  # the last example before this one that needs the node, too
-    again = np.flatnonzero(nodes[1:] == nodes[:-1]) + 1
-    before[again] = users[again - 1]
-    places = users * (count + 1) + before + 1
+    places = users * (count + 1) + _user_before(nodes, users) + 1
     added = np.bincount(places, weights=lengths[nodes], minlength=count * (count + 1)).astype(np.int64)
     return added.reshape(count, count + 1).cumsum(axis=1)[:, :count]
 

@@ -6,6 +6,7 @@ neighbours, so the trees of all of them follow from what each has in common with
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -13,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from tuningfork.records import ROOT, TokenExample
+from tuningfork.records import ROOT, Span, TokenExample
 
 Share = Literal["none", "prompt", "tree"]
 """What of a pack's examples is laid once: see `grow`."""
@@ -94,7 +95,7 @@ class Trie:
 
     def of(self, members: Sequence[int]) -> Forest:
         """The trees of some of the examples: their nodes, joined where no other path turns off between two of them."""
-        chosen = [self.ranks_of[self.offsets[member] : self.offsets[member + 1]] for member in members]
+        chosen = [self.ranks_of_member(member) for member in members]
         ranks = np.sort(np.concatenate([*chosen, np.zeros(0, np.int64)]))
         last = np.unique(self.leaf[ranks])
         level, levels = last, [last]
@@ -126,6 +127,29 @@ class Trie:
             by_answer = of_member[np.argsort(self.answer_of[of_member])]
             leaves.append([ends[leaf] for leaf in self.leaf[by_answer].tolist()])
         return Forest(nodes, leaves)
+
+    def spans(self, members: Sequence[int]) -> list[Span]:
+        """Those of the nodes of `of(members)`, without their tokens: what a step costs is asked of all its portions."""
+        ends = {leaf for member in members for leaf in self.leaf[self.ranks_of_member(member)].tolist() if leaf != ROOT}
+        above: dict[int, int] = {}  # of each node that they use, its parent
+        for node in ends:
+            while node != ROOT and node not in above:
+                above[node] = int(self.parent[node])
+                node = above[node]
+        children = Counter(above.values())
+        starts: dict[int, int] = {}  # of a needless node: what its child starts with
+        found = []
+        for node, parent in sorted(above.items()):
+            start = starts[parent] if parent in starts else int(self.start[node])
+            if children[node] == 1 and node not in ends:
+                starts[node] = start
+            else:
+                found.append(Span(start, int(self.end[node]) - start))
+        return found
+
+    def ranks_of_member(self, member: int) -> np.ndarray:
+        """Those of an example's sequences."""
+        return self.ranks_of[self.offsets[member] : self.offsets[member + 1]]
 
     def _ids(self, rank: int, start: int, end: int) -> np.ndarray:
         """Tokens of a sequence from one position to before another."""

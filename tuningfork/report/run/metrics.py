@@ -6,7 +6,7 @@ tokens/s does not depend on how often lines are written.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -41,6 +41,17 @@ EVAL = "eval/"  # leads the names of held-out numbers
 
 Definitions = Mapping[str, str]
 """Key of a number -> what it is, with its unit."""
+
+OF_RANKS: Definitions = {
+    "ranks": "Processes that share the run, one a device.",
+    "tokens_per_s_per_rank": "tokens_per_s / ranks.",
+    "imbalance": "Most model flops of a rank in a step / mean over ranks, mean over the steps of the line: how much "
+    "longer a step takes than if all had as much to do.",
+    "slowest_pace": "Slowest rank's seconds for the same work / the median rank's (of two, the faster's), mean over "
+    "the steps of the line.",
+    "gather_wait": "Share of the blocks' forward passes in which they waited for weights, mean over ranks.",
+}
+"""What a line of training steps has besides, where several ranks share the run."""
 
 
 def training_definitions(statistics: Definitions) -> dict[str, str]:
@@ -103,6 +114,16 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True)
+class RanksResult:
+    """How alike several ranks were in a step."""
+
+    count: int
+    imbalance: float  # most model flops of a rank / mean
+    waiting: float  # share of their blocks' forward passes in which they waited for weights, mean over ranks
+    paces: list[float]  # of each rank: seconds of its blocks' forward passes / its model flops; NaN without work
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What one optimizer step did, added up over its packs and over all ranks."""
 
@@ -124,6 +145,7 @@ class StepResult:
     statistics: Means = Means()  # the objective's
     peak_memory_bytes: int | None = None  # of the fullest device during the step; None on a CPU
     compiled: bool = False  # something was compiled or tuned in this step, so its time says nothing about speed
+    ranks: RanksResult | None = None  # None where there is one
 
 
 @dataclass(slots=True)
@@ -145,6 +167,10 @@ class Sums:
     model_flops: float = 0.0
     statistics: Means = Means()
     peak_memory_bytes: int | None = None
+    ranks: int = 1
+    imbalance: float = 0.0
+    slowest_pace: float = 0.0
+    gather_wait: float = 0.0
 
     def add(self, step: StepResult) -> None:
         self.steps += 1
@@ -163,6 +189,11 @@ class Sums:
         self.statistics += step.statistics
         if step.peak_memory_bytes is not None:
             self.peak_memory_bytes = max(step.peak_memory_bytes, self.peak_memory_bytes or 0)
+        if step.ranks is not None:
+            self.ranks = step.ranks.count
+            self.imbalance += step.ranks.imbalance
+            self.slowest_pace += _slowest(step.ranks.paces)
+            self.gather_wait += step.ranks.waiting
 
     @property
     def pad_share(self) -> float | None:
@@ -171,6 +202,18 @@ class Sums:
     @property
     def peak_memory_gib(self) -> float | None:
         return None if self.peak_memory_bytes is None else self.peak_memory_bytes / 2**30
+
+    def of_ranks(self) -> dict[str, float | int | None]:
+        """What a line says of several ranks; nothing where there is one."""
+        if self.ranks == 1:
+            return {}
+        return {
+            "ranks": self.ranks,
+            "tokens_per_s_per_rank": self.tokens / self.seconds / self.ranks if self.seconds else None,
+            "imbalance": self.imbalance / self.steps,
+            "slowest_pace": self.slowest_pace / self.steps,
+            "gather_wait": self.gather_wait / self.steps,
+        }
 
     def rates(self, peak_flops: float | None) -> dict[str, float | None]:
         """The *_per_s and mfu of a line; null where no time was spent or the peak is unknown."""
@@ -182,6 +225,11 @@ class Sums:
         }
         return {key: amount / self.seconds if self.seconds and amount is not None else None
                 for key, amount in per_s.items()}  # fmt: skip
+
+
+def _slowest(paces: Sequence[float]) -> float:
+    known = np.array([pace for pace in paces if np.isfinite(pace)])
+    return float(known.max() / np.quantile(known, 0.5, method="lower")) if len(known) else 1.0
 
 
 class Interval:
@@ -217,4 +265,5 @@ class Interval:
             "data_s": sums.data_seconds / sums.steps,
             **sums.rates(self.peak_flops),
             "peak_memory_gib": sums.peak_memory_gib,
+            **sums.of_ranks(),
         }

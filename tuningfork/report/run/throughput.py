@@ -79,4 +79,5 @@ class RunTotals:
             "warmup_seconds": self.all.seconds - self.steady.seconds,
             **self.steady.rates(self.peak_flops),
             "peak_memory_gib": self.all.peak_memory_gib,
+            **self.steady.of_ranks(),
         }

@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tuningfork.data.packing.tree import Share
 from tuningfork.errors import LOADING, ModelError, enough_memory
-from tuningfork.models.policy import Policy
+from tuningfork.models.policy import Policy, Spread
 from tuningfork.records import ForkLayout, PackedBatch
 from tuningfork.train.checks.head_check import NOTHING_IS_TRAINED
 from tuningfork.train.checks.self_check import in_float32, probe_pack, probes
@@ -112,8 +113,9 @@ def _check(what: str, quantity: str, found: Tensor, usual: Tensor, exact: Tensor
 
 
 def _through(policy: Policy, batch: PackedBatch) -> _Numbers:
-    with torch.enable_grad(), _embedded(policy) as embedded, _weight_gradients(policy.model) as d_weights:
-        hidden = policy.hidden_rows(batch)
+    ways = _weight_gradients(policy.model) if policy.spread is None else _spread_gradients(policy, policy.spread)
+    with torch.enable_grad(), _embedded(policy) as embedded, ways as d_weights:
+        hidden = policy.hidden_rows(batch, last=True)
         hidden.backward(_noise(hidden, seed=0))
     gradient = embedded[0].grad
     assert gradient is not None
@@ -142,6 +144,22 @@ def _weight_gradients(model: nn.Module) -> Iterator[dict[str, Tensor]]:
             hook.remove()
         for _, weight in weights:
             weight.grad = None  # of a pass that failed
+
+
+@contextmanager
+def _spread_gradients(policy: Policy, spread: Spread) -> Iterator[dict[str, Tensor]]:
+    """The same of weights that are spread over processes, all of which take the same pack: what travels is the sum over
+    them, and each weight's is put together in turn."""
+    sketches: dict[str, Tensor] = {}
+    try:
+        yield sketches
+        spread.exchange()
+        for name, weight in policy.model.named_parameters():
+            if weight.grad is not None:
+                gradient = weight.grad.full_tensor() if isinstance(weight.grad, DTensor) else weight.grad
+                sketches[name] = _sketch(gradient / spread.copies)
+    finally:
+        policy.model.zero_grad(set_to_none=True)
 
 
 def _sketch(gradient: Tensor) -> Tensor:

@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from tuningfork.data.packing.layout import build_pack
 from tuningfork.data.packing.pack import PackLimits
 from tuningfork.errors import ConfigError, OutOfMemory, enough_memory
 from tuningfork.models.hf.support import positions
+from tuningfork.models.policy import Policy
 from tuningfork.models.scorer import Scorer
 from tuningfork.records import PackedBatch, Source, TokenAnswer, TokenExample
 from tuningfork.report.run.console import Console
@@ -180,6 +182,50 @@ def choose_activation_memory(
     console.print(
         f"activation memory: {choice.mode}, the fastest that fits a pack of {limits.tokens:,} tokens into "
         f"{_gib(usable)} GiB; GiB needed: {tried}"
+    )
+
+
+def check_least(policy: Policy, limits: PackLimits, mode: str, states: int, usable: int | None = None) -> None:
+    """Refuse a mode whose run cannot fit its GPU, by arithmetic alone: what a dry run would find, and an error in the
+    first steps would say without the reason. What passes may still be too much.
+
+    Counted are weights and optimizer, and beside them either gradients or, before these are there, the input that each
+    block keeps of every row of a full pack: all that `block` keeps between blocks, and less than any other mode on the
+    GPU but `offload`.
+
+    Args:
+        states: bytes that the optimizer will hold for the whole model.
+        usable: bytes of the GPU that a run may use; asked of the GPU if None, and not at all on a CPU.
+
+    Raises:
+        ConfigError: with the parts of the sum.
+    """
+    if usable is None:
+        if policy.device.type != "cuda":
+            return
+        usable = _usable(policy.device)
+    whole = list(policy.model.parameters())
+    here = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in whole]  # where it is spread
+    weights = sum(weight.numel() * weight.element_size() for weight in here)
+    gradients = sum(
+        part.numel() * (weight.grad_dtype or weight.dtype).itemsize
+        for weight, part in zip(whole, here, strict=True)
+        if weight.requires_grad
+    )
+    states = states * sum(part.numel() for part in here) // sum(weight.numel() for weight in whole)
+    rows, blocks, width = limits.slots(limits.tokens), len(policy.blocks), policy.config.hidden_size
+    inputs = 0 if mode == "offload" else rows * blocks * width * policy.dtype.itemsize
+    least = weights + states + max(gradients, inputs)
+    if least <= usable:
+        return
+    raise ConfigError(
+        f"train.activation_memory is {mode}, and this run needs more than {_gib(least)} GiB, where {_gib(usable)} "
+        f"can be used of this GPU: weights {_gib(weights)}, optimizer {_gib(states)}, and gradients {_gib(gradients)} "
+        f"or, if more, what a pack keeps between blocks, {_gib(inputs)} ({rows:,} rows of pack.tokens "
+        f"{limits.tokens:,} x {blocks} blocks x {width:,} numbers).",
+        "Where the pack is too large, lower pack.tokens and data.max_length, or set train.activation_memory: offload. "
+        "A single example is not spread over GPUs. Where the weights are, set train.optimizer: adamw_8bit and "
+        "model.weights: bfloat16, or spread them over more GPUs by parallel.shard.",
     )
 
 

@@ -24,9 +24,9 @@ from tuningfork.train.checks.head_check import check_head
 from tuningfork.train.checks.kernel_check import KernelCheck
 from tuningfork.train.checks.self_check import check_packed_equals_alone, untried
 from tuningfork.train.config import TrainConfig
-from tuningfork.train.optimizer import hold_gradients, optimizer_bytes
+from tuningfork.train.optimizer import check_spread, hold_gradients, optimizer_bytes
 from tuningfork.train.session import Session
-from tuningfork.train.setup.activation_memory import choose_activation_memory
+from tuningfork.train.setup.activation_memory import check_least, choose_activation_memory
 from tuningfork.train.setup.device import DTYPES, choose_compile, choose_dtype, device_name, dtype_name
 
 
@@ -46,6 +46,8 @@ def start_model(config: RunConfig, device: torch.device, console: Console, ranks
     compiled = choose_compile(model.compile, device)
     # What cannot be had is said now, before minutes of reading and scoring.
     activations.check_mode(train.activation_memory, compiled)
+    layout = Layout.plan(config.parallel, ranks)
+    check_spread(train, model.weights, layout)
     with console.stage("device", f"setting up {device_name(device)}"):
         torch.zeros(1, device=device)  # the first use of a GPU sets it up, which is no part of what follows
     with console.startup.time("weights"):
@@ -73,7 +75,6 @@ def start_model(config: RunConfig, device: torch.device, console: Console, ranks
             "gradients are added up in bfloat16 where their weights are, so how a batch is cut into packs changes the "
             "rounding of a step; train.gradient_dtype: float32 costs 2 more bytes a weight and does not round"
         )
-    layout = Layout.plan(config.parallel, ranks)
     if ranks.size > 1:
         console.print(f"{ranks.size} processes: {layout}; gradients are added up in {config.parallel.reduce_dtype}")
     parallelize(
@@ -88,22 +89,25 @@ def start_model(config: RunConfig, device: torch.device, console: Console, ranks
             check.compare(policy)
     for words in untried(policy):
         console.print(f"checks at the start: {words}")
-    return Session(scorer, config.objective.build(), loaded, check, ranks)
+    return Session(scorer, config.objective.build(), loaded, check, ranks, layout)
 
 
 def choose_activations(
     session: Session, train: TrainConfig, limits: PackLimits, last: Path | None, console: Console
 ) -> None:
-    """Carry out `train.activation_memory: auto` before anything is scored: the fastest mode that fits.
+    """Carry out `train.activation_memory: auto` before anything is scored: the fastest mode that fits. Another mode is
+    held against the GPU's memory, as far as that takes no trying.
 
     A run that goes on from its checkpoint `last` keeps the mode that it began with, whatever else is on the GPU now:
     gradients are rounded differently in another.
 
     Raises:
-        ConfigError: no mode fits.
+        ConfigError: no mode fits, or the one that is asked for cannot.
         ModelError: the blocks, compiled anew for that mode, are wrong on this device.
     """
     if train.activation_memory != "auto":
+        states = optimizer_bytes(session.policy.model, train)
+        check_least(session.policy, limits, train.activation_memory, states)
         return
     if last is not None:
         mode = checkpoint.progress(last).activation_memory
