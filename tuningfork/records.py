@@ -380,11 +380,6 @@ class LogitTransform:
     scale: float = 1.0
     softcap: float | None = None
 
-    def of(self, logits: Tensor) -> Tensor:
-        """What the model makes of raw logits, in their dtype."""
-        z = logits if self.scale == 1.0 else logits * self.scale
-        return z if self.softcap is None else self.softcap * (z / self.softcap).tanh()
-
 
 Record = TypeVar("Record")
 

@@ -318,6 +318,10 @@ def test_the_fingerprint_of_a_run_names_all_that_decides_a_bit(tmp_path):
     scaled = copy.deepcopy(session.policy)
     scaled.model.config.rms_norm_eps = 1e-3  # no weight, but every number changes
     differs(session_of(scaled), "config")
+    assert "tensor" not in facts
+    split = replace(session, ranks=replace(session.ranks, tensor=2))
+    theirs = open_reference(run_of(str(tmp_path)), split, [], limits_of(), quiet())
+    assert differing_facts(facts, theirs.fingerprint) == [("tensor", "absent", "2")]
 
 
 class _Counting(Head):

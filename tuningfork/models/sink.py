@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tuningfork.kernels.logits import transformed
 from tuningfork.records import LogitTransform
 
 
@@ -66,7 +67,7 @@ class SharedVocabulary(Vocabulary):
         own = self.own(targets)
         place = own.clamp(min=0)
         _, lse = kernel.row_logps(logits, place, transform)
-        picked = transform.of(logits.gather(1, place[:, None])[:, 0]).masked_fill(own < 0, 0)
+        picked = transformed(logits.gather(1, place[:, None])[:, 0], transform).masked_fill(own < 0, 0)
         tops, rests, picks = self.fellows.all(torch.stack([*lse.unbind(1), picked])).unbind(1)
         top = tops.amax(0)
         rest = _in_order(torch.exp((tops - top) + rests)).log()

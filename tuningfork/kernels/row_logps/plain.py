@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tuningfork.kernels.logits import transformed
 from tuningfork.records import LogitTransform
 
 
@@ -48,4 +49,4 @@ def logits_gradient(
 
 
 def _transform(logits: Tensor, transform: LogitTransform) -> Tensor:
-    return transform.of(logits if logits.dtype == torch.float64 else logits.float())
+    return transformed(logits if logits.dtype == torch.float64 else logits.float(), transform)
