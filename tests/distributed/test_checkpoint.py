@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from tuningfork.train.plan import plan_step
 
 from tests.distributed.worlds import ended, together
 from tests.tiny import limits_of, random_examples, scorer_of, tiny_model
@@ -25,6 +24,7 @@ from tuningfork.data.packing.pack import portions_of
 from tuningfork.distributed.config import ParallelConfig
 from tuningfork.distributed.layout import Layout
 from tuningfork.distributed.parallelize import parallelize
+from tuningfork.distributed.plan import plan_step
 from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
 from tuningfork.errors import RunFolderError, TuningforkError
 from tuningfork.files import DIGESTS, is_aside
@@ -59,8 +59,8 @@ class Job:
         limits, objective, found = limits_of(512, "tree"), ObjectiveConfig(name="simpo").build(), []
         for _ in range(steps):
             plan = plan_step(portions_of(EXAMPLES, limits), limits, self.ranks.size, lambda p: p.rows)
-            packs = [lay(b.examples, b.forest, b.slots) for b in plan.bins[self.ranks.rank]]
-            batch = StepBatch.shared_out(EXAMPLES, plan.bins, packs, objective, None, self.ranks)
+            packs = [lay(b.examples, b.forest, b.slots) for b in plan.bins_of(self.ranks.rank)]
+            batch = StepBatch.shared_out(EXAMPLES, plan.examples, packs, objective, None, self.ranks)
             step = train_step(self.scorer, objective, self.optimizer, batch, 1.0, ranks=self.ranks)
             found.append((step.loss, step.grad_norm))
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from importlib.metadata import PackageNotFoundError
 
 import pytest
@@ -72,14 +73,28 @@ def test_only_the_numbers_of_a_view_count():
     assert weights_digest(named(torch.tensor(3.0))) != weights_digest(named(torch.tensor(4.0)))
 
 
-def test_every_byte_of_every_piece_counts_in_its_place(monkeypatch):
+@pytest.mark.parametrize("shape", [(100,), (20, 5), (5, 4, 5)])
+def test_every_number_of_every_row_counts_in_its_place(monkeypatch, shape):
     monkeypatch.setattr("tuningfork.reference.fingerprint._PIECE", 64)
     base = torch.arange(100, dtype=torch.float32)
     changed = [base.clone() for _ in base]
     for place, tensor in enumerate(changed):
         tensor[place] += 0.5
-    swapped = torch.cat([base[16:32], base[:16], base[32:]])
-    assert len({weights_digest(named(tensor)) for tensor in [base, swapped, *changed]}) == 102
+    swapped = torch.cat([base[20:40], base[:20], base[40:]])
+    assert len({weights_digest(named(tensor.view(shape))) for tensor in [base, swapped, *changed]}) == 102
+
+
+@pytest.mark.parametrize("piece", [1, 60, 1 << 20])  # bytes; a row has 20
+@pytest.mark.parametrize("cuts", [(0, 20), (0, 1, 20), (0, 7, 7, 14, 20)])
+def test_rows_may_lie_apart(monkeypatch, piece, cuts):
+    """Each process counts its own, and the sums are added up."""
+    monkeypatch.setattr("tuningfork.reference.fingerprint._PIECE", piece)
+    base = torch.arange(100, dtype=torch.float32).view(20, 5)
+    shares: list[int] = []
+    for start, end in itertools.pairwise(cuts):
+        weights_digest(named(base), lambda t, s=start, e=end: (t[s:e], s), lambda own: shares.append(own) or [own])
+    monkeypatch.undo()
+    assert weights_digest(named(base), lambda t: None, lambda own: [own, *shares]) == weights_digest(named(base))
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -92,9 +107,11 @@ def test_the_digest_is_the_same_by_any_number_of_threads(monkeypatch, threads):
 
 
 def test_a_digest_of_old_stays_what_it_was():
-    """Caches on disks hold it; whoever changes it raises LAYOUT_VERSION. The 5th goes along paths in other steps."""
-    weights = named(torch.arange(5 << 20, dtype=torch.float32), torch.tensor(3.0, dtype=torch.bfloat16))
-    assert (LAYOUT_VERSION, weights_digest(weights)) == ("5", "2d50dc8b0d56ba03b712b039819aaa1c")
+    """Caches on disks hold it; whoever changes it raises LAYOUT_VERSION. The 6th hashes weights by rows."""
+    weights = named(
+        torch.arange(5 << 20, dtype=torch.float32).view(-1, 1 << 10), torch.tensor(3.0, dtype=torch.bfloat16)
+    )
+    assert (LAYOUT_VERSION, weights_digest(weights)) == ("6", "07ce48ba0ff677219308dbaa94b80647")
 
 
 def test_facts_enter_beside_the_weights():

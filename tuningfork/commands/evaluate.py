@@ -11,6 +11,7 @@ from tuningfork.commands.inputs import data_and_model
 from tuningfork.commands.resolve import dated_as_its_run, fetched, located
 from tuningfork.commands.summary import evaluation_rows
 from tuningfork.data.prepare import dataset_digest
+from tuningfork.distributed.load import replace_spread
 from tuningfork.distributed.ranks import Ranks
 from tuningfork.distributed.world import world
 from tuningfork.errors import ModelError
@@ -47,7 +48,7 @@ def _evaluate(config: RunConfig, policy: str | None, console: Console, ranks: Ra
     with ranks.first_of_each_node():
         config, _ = located(dated_as_its_run(config), console)
     data, session = data_and_model(config, console, ranks, train_too=False)
-    weights = starting_weights(session.policy, console)
+    weights = starting_weights(session.policy, console, session.ranks)
     starting, store = model_digest(session.policy, weights), None
     if session.objective.needs_reference:
         store = open_reference(config, session, data.held_out, data.limits, console, weights=weights)
@@ -60,7 +61,7 @@ def _evaluate(config: RunConfig, policy: str | None, console: Console, ranks: Ra
         ).split("\n")
     )
     facts = {
-        "policy": model_digest(session.policy, starting_weights(session.policy, console)),
+        "policy": model_digest(session.policy, starting_weights(session.policy, console, session.ranks)),
         "reference": None if store is None else starting,
         "data": dataset_digest(data.held_out),
         "objective": asdict(config.objective),
@@ -94,5 +95,8 @@ def _take_weights(session: Session, path: str, starting: ModelConfig, console: C
             f"{path} is not a model of the same architecture as {starting.path}: their config.json differ in "
             f"{', '.join(other)}."
         )
-    for note in replace_weights(session.policy.model, path):
+    model, spread = session.policy.model, session.policy.spread
+    if spread is not None:
+        spread.release()
+    for note in replace_weights(model, path) if spread is None else replace_spread(model, path):
         console.print(f"{path}: {note}")

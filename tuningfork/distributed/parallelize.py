@@ -23,7 +23,8 @@ def parallelize(
     1. Tensor parallelism splits the matrices of each block, where `layout.tensor` asks for it.
     2. Activation memory decides what of a block is kept for its backward pass, and
     3. the compiler compiles each block, whole with what 2. has put around its matrices: `Policy.keep_activations`.
-    4. Sharding spreads each compiled block over the ranks: nothing is spread on one rank.
+    4. Sharding spreads each compiled block over the ranks: nothing is spread on one rank, and a policy that was spread
+       when its weights were read (load.py) is so already.
 
     Args:
         activation_memory: a mode of models/activations.py.
@@ -35,10 +36,10 @@ def parallelize(
         ConfigError: the mode needs compiled blocks and they are not, or the model has no plan for `layout.tensor`,
             or one that does not divide by it.
     """
-    mesh = layout.mesh(policy.device.type) if layout.size > 1 or always else None
+    mesh = layout.mesh(policy.device.type) if policy.spread is None and (layout.size > 1 or always) else None
     partly = split_blocks(policy, mesh[TENSOR]) if mesh is not None and layout.tensor > 1 else []
     if compiled:
         policy.compile()
     policy.keep_activations(activation_memory)
     if mesh is not None:
-        policy.spread = Sharding(policy, mesh, layout, reduce_dtype, partly, always)
+        policy.spread = Sharding(policy.model, policy.blocks, mesh, layout, reduce_dtype, partly, always)

@@ -7,7 +7,7 @@ known before its first pack runs. Gradients travel once a step, with the last pa
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from transformers import PreTrainedModel
 
 from tuningfork.distributed.layout import REPLICATE, SHARD, TENSOR, Layout
 from tuningfork.distributed.pace import Pace, Seconds
 from tuningfork.distributed.sums import Group
 from tuningfork.distributed.tensor import local, own_tokens
-from tuningfork.models.policy import Policy
 from tuningfork.models.sink import WHOLE, Output, StepGradient, Vocabulary
 
 
 class Sharding:
-    """A policy's weights, spread over the processes of a mesh.
+    """A model's weights, spread over the processes of a mesh.
 
     Blocks are gathered one by one. All that is in none, embedding and head among it, which may be one weight, is one
     group, that of the whole model. It stays gathered from the embedding to the end of the backward pass: the head runs
@@ -42,39 +42,42 @@ class Sharding:
 
     def __init__(
         self,
-        policy: Policy,
+        model: PreTrainedModel,
+        blocks: Sequence[nn.Module],
         mesh: DeviceMesh,
         layout: Layout,
         reduce_dtype: torch.dtype,
         partly: Iterable[nn.Parameter] = (),
         always: bool = False,
     ) -> None:
+        """`model` may be one without memory as far as its matrices go, which then get some before it first runs."""
         self._layout = layout
         self.copies = layout.spread
-        self.pace = Pace(policy.blocks, policy.device)
-        self._whole = [weight for weight in policy.model.parameters() if weight.ndim < 2]
+        self.pace = Pace(blocks, torch.device(mesh.device_type))
+        self._whole = [weight for weight in model.parameters() if weight.ndim < 2]
         self._partly = {*partly}
         self._over = [mesh.get_group(name) for name in (REPLICATE, SHARD) if getattr(layout, name) > 1]
         self._shards, self._tensor = Group.of(mesh[SHARD]), Group.of(mesh[TENSOR])
-        self._policy, self._mesh = policy, mesh
+        self._head: Any = model.get_output_embeddings()
+        self._mesh = mesh
         self._vocabulary: Vocabulary = WHOLE
         if layout.tensor > 1:
-            self._vocabulary = own_tokens(len(policy.head_weight), self._tensor)
+            self._vocabulary = own_tokens(len(self._head.weight), self._tensor)
         self._gradients: tuple[StepGradient, StepGradient | None] | None = None
-        self._root: Any = policy.model.base_model
+        self._root: Any = model.base_model
         self._groups: list[Any] = []
         if layout.spread > 1 or always:
-            self._spread(policy, mesh, reduce_dtype)
+            self._spread(model, blocks, reduce_dtype)
 
-    def _spread(self, policy: Policy, mesh: DeviceMesh, reduce_dtype: torch.dtype) -> None:
-        model = policy.model
+    def _spread(self, model: PreTrainedModel, blocks: Sequence[nn.Module], reduce_dtype: torch.dtype) -> None:
+        mesh = self._mesh
         over = mesh[REPLICATE, SHARD] if self._layout.replicate > 1 else mesh[SHARD]
         same: dict[str, Any] = {
             "mesh": over,
             "mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False),
             "ignored_params": set(self._whole),
         }
-        for block in policy.blocks:
+        for block in blocks:
             fully_shard(block, **same)
         backbone = model.base_model
         model.forward = lambda **inputs: backbone(**inputs)  # type: ignore[method-assign]
@@ -96,7 +99,7 @@ class Sharding:
 
     def output(self) -> Output:
         """This process's part of the output projection, whose gradients are kept over the packs of a step."""
-        weight, bias = self._policy.head_weight, self._policy.head_bias
+        weight, bias = self._head.weight, getattr(self._head, "bias", None)
         own, own_bias = local(weight.detach()), None if bias is None else local(bias.detach())
         if self._gradients is None:
             of_bias = None if bias is None or own_bias is None else StepGradient(own_bias, bias.requires_grad)
@@ -120,7 +123,7 @@ class Sharding:
         if self._gradients is None:
             return
         (of_weight, of_bias), self._gradients = self._gradients, None
-        weight, bias = self._policy.head_weight, self._policy.head_bias
+        weight, bias = self._head.weight, getattr(self._head, "bias", None)
         total = of_weight.take()
         if total is not None:
             _add(weight, self._scattered(total))

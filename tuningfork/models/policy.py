@@ -69,7 +69,9 @@ class Policy:
     (`hold_weights`); below float32 the model runs under autocast, since the two may meet.
     """
 
-    def __init__(self, model: PreTrainedModel, kernels: Kernels, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: PreTrainedModel, kernels: Kernels, dtype: torch.dtype, spread: Spread | None = None
+    ) -> None:
         self.model = model
         self.config: Any = model.config
         self.kernels = kernels
@@ -77,21 +79,21 @@ class Policy:
         self.transform = _logit_transform(self.config)
         self.compiled = False
         self.activation_memory = "none"  # see activations.py
-        self.spread: Spread | None = None  # over several processes
+        self.spread = spread  # over several processes
         attention.patch(model)
-        self._watched = watch(model, self._precision())
+        self._watched = watch(model, self._precision(), model.base_model if spread is None else spread.run)
 
     @classmethod
-    def fast(cls, model: PreTrainedModel, dtype: torch.dtype) -> Policy:
+    def fast(cls, model: PreTrainedModel, dtype: torch.dtype, spread: Spread | None = None) -> Policy:
         """A policy with the best kernels for the device that the model is on."""
-        policy = cls.plain(model, dtype)
+        policy = cls.plain(model, dtype, spread)
         policy.kernels = select(policy.ops, policy.device, dtype)
         return policy
 
     @classmethod
-    def plain(cls, model: PreTrainedModel, dtype: torch.dtype) -> Policy:
-        """A policy with plain kernels, which every other is measured against."""
-        policy = cls(model, plain(), dtype)
+    def plain(cls, model: PreTrainedModel, dtype: torch.dtype, spread: Spread | None = None) -> Policy:
+        """A policy with plain kernels, which every other is measured against. `spread`: how the model is spread."""
+        policy = cls(model, plain(), dtype, spread)
         policy.kernels = plain(policy.ops)
         return policy
 
@@ -212,7 +214,7 @@ class Policy:
     def check_runs(self) -> None:
         """Run two rows through the backbone, as when it was loaded. Raises ModelError where it does not run any more,
         for what its matrices were given."""
-        watch(self.model, self._precision())
+        watch(self.model, self._precision(), self.model.base_model)
 
     def flops(self) -> FlopCounter:
         """What a token costs in this model."""

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import xxhash
+from torch.distributed.fsdp import FSDPModule
 
 import tuningfork
 
@@ -57,8 +58,11 @@ def scoring_digest() -> str:
 
 
 def model_code_digest(model: object) -> str:
-    """A hash of the file that a model's class is written in: a library may be changed without a change of version."""
-    module = sys.modules[type(model).__module__]
+    """A hash of the file that a model's class is written in: a library may be changed without a change of version.
+
+    PyTorch makes a class of a model's own where its weights are spread over processes; it has no file."""
+    kind = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    module = sys.modules[kind.__module__]
     return _digest([(module.__name__, inspect.getsource(module))])  # private: transformers by inspect.getsource
 
 

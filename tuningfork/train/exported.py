@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch
 
+from tuningfork.distributed.export import save
 from tuningfork.errors import RunFolderError
-from tuningfork.files import explained, read_plain, whole_folder
+from tuningfork.files import explained, read_plain
 from tuningfork.json_files import as_object
-from tuningfork.models.hf import digests, export
+from tuningfork.models.hf import digests
 from tuningfork.models.hf.load import load_config
 from tuningfork.report.files import write_json
 from tuningfork.report.run.console import Console
@@ -26,7 +27,7 @@ RECORD = "export.json"  # written before the model, so that it is true of any mo
 def export_model(
     session: Session, folder: Path, output: OutputConfig, step: int, weights_at: Path | None, console: Console
 ) -> None:
-    """Write the model after `step` steps into the run folder, as a Hugging Face folder.
+    """Write the model after `step` steps into the run folder, as a Hugging Face folder; all ranks must come here.
 
     It is the model in memory, or one whose weights lie in the checkpoint `weights_at`, which are read into it. A model
     of the same step that is there already is this run's own, and stays; one of another step is kept under a name with
@@ -36,10 +37,10 @@ def export_model(
         ModelError: the model that is there is not as it was exported.
         RunFolderError: the disk refuses, the checkpoint is damaged, or the model was exported before in another dtype.
     """
-    path = folder / MODEL
+    path, ranks = folder / MODEL, session.ranks
     asked = DTYPES.get(output.export_dtype)  # else the stored one
     dtype = asked or session.loaded.stored_dtype
-    there = step_of(folder) if path.exists() else None
+    there = ranks.from_first(step_of(folder) if path.exists() else None)  # before it is moved
     if there == step:
         digests.check_export(str(path), weights=True)  # the small files are compared when the config is read
         stored = load_config(str(path)).dtype
@@ -48,17 +49,17 @@ def export_model(
                 f"{path} was exported in {stored}, now {dtype} is asked for. Remove it, then --resume."
             )
         return
+    if session.policy.spread is not None:
+        session.policy.spread.release()
     if weights_at is not None:
-        if session.policy.spread is not None:
-            session.policy.spread.release()
-        checkpoint.restore_weights(weights_at, session.policy.model, session.ranks)
-    if there is not None:
-        _set_aside(path, folder / f"{MODEL}-step-{there}", console)
-    write_json(folder / RECORD, {"step": step})
+        checkpoint.restore_weights(weights_at, session.policy.model, ranks)
+    if ranks.first:
+        if there is not None:
+            _set_aside(path, folder / f"{MODEL}-step-{there}", console)
+        write_json(folder / RECORD, {"step": step})
     rounding = ", which rounds small updates away; output.export_dtype: float32 keeps all digits"
     console.print(f"exporting the model in {dtype_name(dtype)}{rounding if dtype != torch.float32 else ''}")
-    with whole_folder(path) as aside:
-        export.save(session.loaded, aside, asked)
+    save(session.loaded, ranks, path, asked)
 
 
 def step_of(folder: Path) -> int:

@@ -75,7 +75,7 @@ def prepare(
         clear_abandoned(folder, held=True)
     last = checkpoint.newest(folder / CHECKPOINTS, ranks)
     saved = None if last is None else checkpoint.progress(last)
-    weights = starting_weights(session.policy, console)
+    weights = starting_weights(session.policy, console, session.ranks)
     begun = at_its_beginning(session, data, weights)
     alike = {"examples of data.train": begun.data_digest, "examples of data.eval": begun.held_out_digest}
     model = {"starting model": begun.start_model, "dtype": begun.dtype, "code": scoring_digest()}

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from tuningfork.errors import ModelError
@@ -163,16 +164,18 @@ def check_dtypes(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype], path
 
 
 def check_finite(model: PreTrainedModel, path: str) -> None:
-    """No weight is infinite or NaN.
+    """No weight is infinite or NaN, as far as it lies on this process.
 
     Least and greatest of a tensor are finite exactly if all of it is; they take one pass, no memory, one wait.
 
     Raises:
         ModelError: some weight is; it names the first tensor that has such.
     """
-    names = [name for name, weight in model.named_parameters() if weight.numel()]
-    ends = [torch.stack(weight.detach().aminmax()) for weight in model.parameters() if weight.numel()]
-    finite = torch.stack([end.isfinite().all() for end in ends]).tolist()
+    here = {name: weight.detach() for name, weight in model.named_parameters()}
+    here = {name: weight.to_local() if isinstance(weight, DTensor) else weight for name, weight in here.items()}
+    names = [name for name, weight in here.items() if weight.numel()]
+    ends = [torch.stack(here[name].aminmax()) for name in names]
+    finite = torch.stack([end.isfinite().all() for end in ends]).tolist() if ends else []
     bad = [name for name, is_finite in zip(names, finite, strict=True) if not is_finite]
     if bad:
         raise ModelError(f"{path}: NaN or infinite weights in {len(bad)} tensors, first {bad[0]}. Get the model anew.")

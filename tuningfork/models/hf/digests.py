@@ -7,6 +7,7 @@ bits give another model that works. They protect from nobody, for whoever change
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from tuningfork.errors import ModelError
@@ -23,10 +24,15 @@ _CURE = (
 )
 
 
-def write(folder: Path) -> None:
-    """Write the checksums of all files of a folder beside them. Raises OSError."""
+def write(folder: Path, known: Mapping[str, str] | None = None) -> None:
+    """Write the checksums of all files of a folder beside them; those that are `known`, by name, are not read for it.
+
+    Raises OSError.
+    """
+    known = known or {}
     files = sorted(file for file in folder.rglob("*") if file.is_file())
-    digests = {str(file.relative_to(folder)): checksum(file) for file in files}
+    names = {str(file.relative_to(folder)): file for file in files}
+    digests = {name: known.get(name) or checksum(file) for name, file in names.items()}
     (folder / NAME).write_text(json.dumps({"about": _ABOUT, _KIND: digests}, indent=2) + "\n")
 
 

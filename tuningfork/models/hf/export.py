@@ -13,14 +13,17 @@ from typing import Any
 import safetensors
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, PreTrainedModel
 
 from tuningfork.errors import SAVING, ModelError, enough_memory
 from tuningfork.files import scratch
 from tuningfork.models.hf import digests
 from tuningfork.models.hf.folder import CONFIG, GENERATION, to_json
-from tuningfork.models.hf.load import Loaded, comparable
+from tuningfork.models.hf.load import Loaded, comparable, only_renamed
+from tuningfork.models.hf.safetensors_reader import ONE_FILE
 from tuningfork.wording import first_line
 
 
@@ -39,13 +42,18 @@ def save(loaded: Loaded, folder: Path, dtype: torch.dtype | None = None) -> None
         OutOfMemory: the machine has no room for a copy of the weights.
     """
     with enough_memory("exporting the model", SAVING):
-        _write_weights(loaded, folder, dtype)
+        write_weights(loaded, folder, {name: tensor.detach() for name, tensor in state_of(loaded).items()}, dtype)
+    write_beside(loaded, folder, dtype)
+    digests.write(folder)
+
+
+def write_beside(loaded: Loaded, folder: Path, dtype: torch.dtype | None) -> None:
+    """Write all of an export but its weights and checksums. Raises OSError."""
     for name, content in loaded.origin.files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
     config = exported_config(loaded.origin.config, loaded.model, dtype or loaded.stored_dtype)
     (folder / CONFIG).write_bytes(to_json(config))
-    digests.write(folder)
 
 
 def check_exportable(loaded: Loaded, path: str) -> None:
@@ -75,7 +83,8 @@ def exported_config(start: Mapping[str, Any], model: PreTrainedModel, dtype: tor
     """
     loaded: Any = model.config
     config = _of_this_model(start, loaded)
-    config["architectures"] = [type(model).__name__]
+    own = (kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))  # not that of a spread model
+    config["architectures"] = [next(own).__name__]
     config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
     for key, value in _known_to_older_readers(config, model):
         if (key not in config or config[key] != value) and _reads_the_same(type(loaded), config, {key: value}):
@@ -93,23 +102,54 @@ def exported_dtype(stored: torch.dtype, most: torch.dtype, matrix: bool, asked: 
     return asked if matrix or stored == most else torch.promote_types(stored, asked)
 
 
-def _write_weights(loaded: Loaded, folder: Path, dtype: torch.dtype | None) -> None:
-    """Write the weights files, by the library's own names and layout."""
-    model, most = loaded.model, loaded.stored_dtype
-    # Tied weights are one parameter under several names, and stay one tensor; one that merely shares memory with
-    # another, such as a part of it, is a tensor of its own.
-    state = model.state_dict(keep_vars=True)
-    cast: dict[int, torch.Tensor] = {}
+def state_of(loaded: Loaded) -> dict[str, torch.Tensor]:
+    """What an export has of the model, by the model's names, of which tied weights, one parameter, have several."""
+    return loaded.model.state_dict(keep_vars=True)
+
+
+def exported_dtypes(loaded: Loaded, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """In what each tensor of `state_of` is exported, tied weights in one dtype."""
+    most, state = loaded.stored_dtype, state_of(loaded)
     finest = reduce(torch.promote_types, (kind for kind in loaded.dtypes.values() if kind.is_floating_point), most)
+    found: dict[int, torch.dtype] = {}
     for name, tensor in state.items():
-        if name in loaded.dtypes or id(tensor) not in cast:
+        if name in loaded.dtypes or id(tensor) not in found:
             matrix = isinstance(tensor, nn.Parameter) and tensor.ndim >= 2
             # Of what the library put together from several tensors, a vector may have been stored as finely as any.
             unknown = (most if matrix else finest) if tensor.is_floating_point() else tensor.dtype
-            stored = loaded.dtypes.get(name, unknown)
-            cast[id(tensor)] = tensor.detach().to("cpu", exported_dtype(stored, most, matrix, dtype))
-    exported = {name: cast[id(tensor)] for name, tensor in state.items()}
-    _save_by_the_library(model, folder, exported)
+            found[id(tensor)] = exported_dtype(loaded.dtypes.get(name, unknown), most, matrix, dtype)
+    return {name: found[id(tensor)] for name, tensor in state.items()}
+
+
+def write_weights(loaded: Loaded, folder: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> None:
+    """Write the weights files, by the library's own names and layout, of all tensors of `state_of`."""
+    # Tied weights stay one tensor; one that merely shares memory with another, such as a part of it, is one of its own.
+    cast: dict[int, torch.Tensor] = {}
+    kinds, owners = exported_dtypes(loaded, dtype), {name: id(owner) for name, owner in state_of(loaded).items()}
+    for name, owner in owners.items():
+        if owner not in cast:
+            cast[owner] = tensors[name].to("cpu", kinds[name])
+    _save_by_the_library(loaded.model, folder, {name: cast[owner] for name, owner in owners.items()})
+
+
+def names_on_disk(loaded: Loaded) -> dict[str, str] | None:
+    """The name in the weights files -> that in `state_of`, each tensor once; None where the library does more to
+    tensors than to name them.
+
+    The library saves stand-ins of a single number each, and so decides as ever which name of tied weights counts, and
+    by what names older versions know the family's tensors.
+
+    Raises:
+        RunFolderError: there is no place for temporary files.
+    """
+    if not only_renamed(loaded.model):
+        return None
+    names, state = [*state_of(loaded)], state_of(loaded)
+    numbers = {id(tensor): torch.tensor([number]) for number, tensor in enumerate(state.values())}
+    with scratch() as folder:
+        _save_by_the_library(loaded.model, folder, {name: numbers[id(tensor)] for name, tensor in state.items()})
+        stood = load_file(folder / ONE_FILE)
+    return {name: names[int(number)] for name, number in stood.items()}
 
 
 def _save_by_the_library(model: PreTrainedModel, folder: Path, tensors: dict[str, torch.Tensor]) -> None:

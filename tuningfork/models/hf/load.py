@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -156,17 +157,17 @@ def load(
             packed correctly.
         OutOfMemory: the machine or the device has not the memory for them.
     """
-    with enough_memory(_loading(path), LOADING):
-        draft, loaded = _opened(path, progress)
+    with loading(path):
+        draft, loaded = opened(path, progress)
         model = loaded.model
         if device.type == "cpu":
-            held = ((there, _held(weight, there.shape, dtype)) for weight, there in draft.unread)
-            checks.check_room(sum(there.shape.numel() * kind.itemsize for there, kind in held))
+            kinds = ((there, held_dtype(weight, there.shape, dtype)) for weight, there in draft.unread)
+            checks.check_room(sum(there.shape.numel() * kind.itemsize for there, kind in kinds))
         for weight, there in draft.unread:
-            weight.data = torch.empty(there.shape, dtype=_held(weight, there.shape, dtype), device=device)
+            weight.data = torch.empty(there.shape, dtype=held_dtype(weight, there.shape, dtype), device=device)
         hold_weights(model, dtype)
         model.to(device)  # type: ignore[arg-type]
-        _read(draft, path, progress)
+        read(draft, path, progress)
     model.train()  # one mode for scoring and training, so that both run the same code; there is no dropout
     return loaded
 
@@ -183,22 +184,23 @@ def replace_weights(model: PreTrainedModel, path: str) -> tuple[str, ...]:
     Raises:
         ModelError: as for `load`. If the disk fails or a weight is no number, the model has some weights of each.
     """
-    with enough_memory(_loading(path), LOADING):
-        draft, loaded = _opened(path)
-    ours, names = dict(_all_tensors(model)), {id(weight): name for name, weight in _all_tensors(loaded.model)}
+    with loading(path):
+        draft, loaded = opened(path)
+    ours, names = dict(all_tensors(model)), {id(weight): name for name, weight in all_tensors(loaded.model)}
     for weight, _ in draft.unread:
         weight.data = ours[names[id(weight)]].data
-    _read(draft, path)
+    read(draft, path)
     model.load_state_dict(loaded.model.state_dict())  # what lies elsewhere; the rest is its own already
     return loaded.notes
 
 
-def _loading(path: str) -> str:
-    """What is done, for the error that says that there is no memory for it."""
-    return f"loading the weights of {path}, {safetensors_reader.bytes_in(Path(path)) / 1e9:,.1f} GB on the disk"
+def loading(path: str) -> AbstractContextManager[None]:
+    """Around what asks for memory: an allocation that is refused is an OutOfMemory that names the folder."""
+    size = safetensors_reader.bytes_in(Path(path)) / 1e9
+    return enough_memory(f"loading the weights of {path}, {size:,.1f} GB on the disk", LOADING)
 
 
-def _opened(path: str, progress: Callable[[int, int], None] = lambda done, total: None) -> tuple[_Draft, Loaded]:
+def opened(path: str, progress: Callable[[int, int], None] = lambda done, total: None) -> tuple[Draft, Loaded]:
     """What a folder holds, the weights of its model or some of them yet to be read. Raises ModelError."""
     config = load_config(path)
     origin, notes = folder.read_origin(path)
@@ -229,7 +231,7 @@ def _opened(path: str, progress: Callable[[int, int], None] = lambda done, total
     return draft, Loaded(model, _stored_dtype(model, draft.dtypes, config), size, draft.dtypes, origin, notes)
 
 
-def _read(draft: _Draft, path: str, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+def read(draft: Draft, path: str, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
     """Fill the weights that are still on the disk alone. Raises ModelError, also where a weight is no number."""
     try:
         safetensors_reader.read_weights(((weight.detach(), there) for weight, there in draft.unread), progress)
@@ -238,8 +240,15 @@ def _read(draft: _Draft, path: str, progress: Callable[[int, int], None] = lambd
     checks.check_finite(draft.model, path)
 
 
+def without_memory(config: Any) -> PreTrainedModel:
+    """The model of a config on the meta device, with our attention under it."""
+    with torch.device("meta"):
+        # A kind of attention that config.json asks for need not be installed: ours takes its place.
+        return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, trust_remote_code=False)
+
+
 @dataclass(frozen=True)
-class _Draft:
+class Draft:
     """A model, what the library said while it loaded it, and the weights that are still on the disk alone."""
 
     model: PreTrainedModel
@@ -248,7 +257,7 @@ class _Draft:
     dtypes: dict[str, torch.dtype]  # of stored tensors, by the model's names or, of those it converts, their own
 
 
-def _draft(config: Any, path: str, stored: dict[str, Stored]) -> _Draft | None:
+def _draft(config: Any, path: str, stored: dict[str, Stored]) -> Draft | None:
     """The model with weights of the right shape but without memory, each with its place on the disk.
 
     The library loads stand-ins of a single number each. So it decides as ever which stored tensor becomes which weight,
@@ -262,16 +271,21 @@ def _draft(config: Any, path: str, stored: dict[str, Stored]) -> _Draft | None:
     unread = {name: (weight, stored[name]) for name, weight in traced.values()}
     dtypes = {own: stored[name].dtype for own, (name, _) in traced.items()}
     # A conversion may leave a stand-in's shape and place as they are, such as a permuted rotation: only its name tells.
-    conversions = getattr(model, "_weight_conversions", None)  # private: transformers._weight_conversions
-    if conversions is None or not all(isinstance(conversion, WeightRenaming) for conversion in conversions):
+    if not only_renamed(model):
         return None
     refused = {*info["unexpected_keys"], *(str(key[0]) for key in info["mismatched_keys"])}
     if len(unread) + len(refused | _computed(model, stored.keys() - unread.keys())) != len(stored):
         return None
-    return _Draft(model, info, list(unread.values()), dtypes)
+    return Draft(model, info, list(unread.values()), dtypes)
 
 
-def _whole(config: Any, path: str, found: Found | None, progress: Callable[[int, int], None]) -> _Draft:
+def only_renamed(model: PreTrainedModel) -> bool:
+    """Whether the library does no more to the tensors of a loaded model, between disk and memory, than to name them."""
+    conversions = getattr(model, "_weight_conversions", None)  # private: transformers._weight_conversions
+    return conversions is not None and all(isinstance(conversion, WeightRenaming) for conversion in conversions)
+
+
+def _whole(config: Any, path: str, found: Found | None, progress: Callable[[int, int], None]) -> Draft:
     """The model with its weights on the CPU; which tensors it gets is ours to say, all else the library's."""
     if found is None:
         checks.check_room(safetensors_reader.bytes_in(Path(path)))
@@ -286,7 +300,7 @@ def _whole(config: Any, path: str, found: Found | None, progress: Callable[[int,
     model, info = _from_state(config, path, state)
     converted = state.keys() - {name for name, _ in traced.values()}
     converted -= _computed(model, converted)
-    return _Draft(model, info, [], dtypes | {name: state[name].dtype for name in converted})
+    return Draft(model, info, [], dtypes | {name: state[name].dtype for name in converted})
 
 
 def _computed(model: PreTrainedModel, left: Iterable[str]) -> set[str]:
@@ -309,7 +323,7 @@ def _traced(
     model, info = _from_state(config, path, stand_ins)
     origin = {tensor.data_ptr(): name for name, tensor in stand_ins.items()}
     traced = {}
-    for own, weight in _all_tensors(model):
+    for own, weight in all_tensors(model):
         name = origin.get(weight.data_ptr())
         if name is not None and weight.shape == stored[name].shape:
             traced[own] = (name, weight)
@@ -318,13 +332,8 @@ def _traced(
 
 def _from_state(config: Any, path: str, state: dict[str, Tensor]) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The library's model with these tensors as its weights, and what it says of them."""
-    with torch.device("meta"):
-        # A kind of attention that config.json asks for need not be installed: ours takes its place.
-        kind = type(
-            model := AutoModelForCausalLM.from_config(
-                config, attn_implementation=attention.NAME, trust_remote_code=False
-            )
-        )
+    model = without_memory(config)
+    kind: Any = type(model)
     checks.check_size(model, state)
     # private: transformers.from_pretrained by state_dict
     model, info = kind.from_pretrained(None, config=config, state_dict=state, trust_remote_code=False, **_AS_WE_NEED_IT)
@@ -339,7 +348,7 @@ def _from_state(config: Any, path: str, state: dict[str, Tensor]) -> tuple[PreTr
     return model, info
 
 
-def _all_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+def all_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Weights and buffers by all of their names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
@@ -352,7 +361,7 @@ def hold_weights(model: nn.Module, dtype: torch.dtype) -> None:
     keeps those moments in the weight's own dtype, and bfloat16 is too coarse for a moment.
     """
     for weight in model.parameters():
-        weight.data = weight.data.to(_held(weight, weight.shape, dtype))
+        weight.data = weight.data.to(held_dtype(weight, weight.shape, dtype))
 
 
 def bears_8_bits(shape: torch.Size) -> bool:
@@ -360,7 +369,8 @@ def bears_8_bits(shape: torch.Size) -> bool:
     return shape.numel() >= _LEAST_IN_8_BITS and shape.numel() % 256 == 0
 
 
-def _held(weight: Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.dtype:
+def held_dtype(weight: Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.dtype:
+    """In what a weight or buffer of this shape is kept in a model whose matrices are kept in `dtype`."""
     matrix = isinstance(weight, nn.Parameter) and len(shape) >= 2
     return dtype if matrix and bears_8_bits(shape) else weight.dtype
 

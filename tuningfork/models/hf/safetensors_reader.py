@@ -37,6 +37,8 @@ _DTYPES = {
     **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "BOOL": torch.bool, "C64": torch.complex64},
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu},
 }
+NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+"""What the format calls each dtype."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,12 @@ class Stored:
     @property
     def bytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
+
+    def rows(self, start: int, count: int) -> Stored:
+        """Some of its rows, which lie together."""
+        shape = torch.Size((count, *self.shape[1:]))
+        width = shape[1:].numel() * self.dtype.itemsize
+        return Stored(self.path, self.offset + start * width, self.dtype, shape)
 
 
 @dataclass(frozen=True)

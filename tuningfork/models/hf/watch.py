@@ -6,7 +6,7 @@ heads, share keys, or run several times in one pass. What runs is what counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,8 +44,10 @@ class Watched:
         return (Attention(tuple(self.attention)),)
 
 
-def watch(model: PreTrainedModel, precision: AbstractContextManager[Any]) -> Watched:
+def watch(model: PreTrainedModel, precision: AbstractContextManager[Any], run: Callable[..., Any]) -> Watched:
     """Run the model once under a context of precision, with attention that only looks on. Nothing of it changes.
+
+    `run` runs its backbone, which is gathered for it where the model is spread over processes.
 
     Raises:
         ModelError: the model does not run, or none of its attention reaches ours.
@@ -59,7 +61,7 @@ def watch(model: PreTrainedModel, precision: AbstractContextManager[Any]) -> Wat
         memory = enough_memory("watching the model", LOADING)
         with memory, torch.enable_grad(), precision, _blocks(model, fork), _Products(seen):
             positions = torch.arange(_ROWS, device=ids.device)[None]
-            model.base_model(input_ids=ids, position_ids=positions, use_cache=False, **{KEYWORD: fork})
+            run(input_ids=ids, position_ids=positions, use_cache=False, **{KEYWORD: fork})
     except ModelError as error:
         raise ModelError(f"{where}{error}") from error
     except OutOfMemory:

@@ -69,14 +69,14 @@ class KernelCheck:
         Raises:
             ModelError: a kernel is wrong.
         """
-        usual_policy = Policy.plain(policy.model, policy.dtype)
+        usual_policy = Policy.plain(policy.model, policy.dtype, policy.spread)
         batch = probe_pack(probes(policy), share, compiling).to(policy.device)
         with enough_memory("checking the kernels", LOADING):
             _check_attention(policy, batch, path)
             usual_policy.keep_activations("block")  # where memory is short, it is short here too
             usual = _through(usual_policy, batch)
             with in_float32(policy.model):
-                exact_policy = Policy.plain(policy.model, torch.float32)
+                exact_policy = Policy.plain(policy.model, torch.float32, policy.spread)
                 exact_policy.keep_activations("block")
                 exact = _through(exact_policy, batch)
             usual_policy.keep_activations("none")
@@ -113,6 +113,8 @@ def _check(what: str, quantity: str, found: Tensor, usual: Tensor, exact: Tensor
 
 
 def _through(policy: Policy, batch: PackedBatch) -> _Numbers:
+    if policy.spread is not None:
+        policy.spread.release()  # gradients are those of the spread weights
     ways = _weight_gradients(policy.model) if policy.spread is None else _spread_gradients(policy, policy.spread)
     with torch.enable_grad(), _embedded(policy) as embedded, ways as d_weights:
         hidden = policy.hidden_rows(batch, last=True)
@@ -167,9 +169,9 @@ def _sketch(gradient: Tensor) -> Tensor:
 
     All of it is in there, and the sketch of a difference, which is the difference of the sketches, is about as large
     as the difference itself (Johnson and Lindenstrauss 1984). Whole gradients of a large model would be 4 bytes a
-    weight, in three copies.
+    weight, in three copies. Of one that is spread over processes, each looks at its own rows.
     """
-    exact = gradient.detach().float()
+    exact = (gradient.to_local() if isinstance(gradient, DTensor) else gradient).detach().float()
     if exact.ndim < 2 or exact.shape[-1] <= _DIRECTIONS:
         return exact.cpu()
     directions = _noise(exact.new_empty(exact.shape[-1], _DIRECTIONS), seed=2)
@@ -219,7 +221,7 @@ def _noise(like: Tensor, seed: int) -> Tensor:
 
 def _check_attention(policy: Policy, batch: PackedBatch, path: str) -> None:
     """Every call of attention in a forward pass, with its own queries, keys and values."""
-    watched = Policy.plain(policy.model, policy.dtype)
+    watched = Policy.plain(policy.model, policy.dtype, policy.spread)
     what = f"{path}: attention kernel {policy.kernels.names['attention']}"
     beside = _Beside(watched.kernels["attention"], policy.kernels["attention"], what)
     watched.kernels = replace(watched.kernels, forms={**watched.kernels.forms, "attention": beside})

@@ -21,28 +21,31 @@ from tuningfork.data.packing.tree import Share, grow
 from tuningfork.errors import LOADING, ModelError, OutOfMemory, enough_memory
 from tuningfork.models.backbone import Backbone
 from tuningfork.models.hf import attention
-from tuningfork.models.policy import Policy
+from tuningfork.models.policy import Policy, Spread
 from tuningfork.records import GRID, PackedBatch, Source, TokenAnswer, TokenExample
 
 _LONGEST = {"cpu": 640, "cuda": 4608}  # tokens: beyond the windows of 512 and of 4,096 that models have
 _TOLERANCE = 1e-3  # of the largest log-prob of a token; float32 differs by 1e-6, a wrong model by its whole size
 
 
-def check_packed_equals_alone(model: PreTrainedModel, path: str) -> None:
+def check_packed_equals_alone(model: PreTrainedModel, path: str, spread: Spread | None = None) -> None:
     """Compare in float32 with plain kernels, before anything is compiled; and run twice, to the same bits.
 
     Weights held in fewer bits are float32 meanwhile, 4 bytes each: in bfloat16 the two ways differ by as much as some
     wrong models do (5e-3), and training, which follows, needs more memory than that.
 
+    Args:
+        spread: how the model is spread over processes, all of which come here.
+
     Raises:
         ModelError: the model does not run so, gives other numbers packed, or other numbers when run again.
     """
     with in_float32(model):
-        _compare(model, path)
+        _compare(Policy.plain(model, torch.float32, spread), path)
 
 
-def _compare(model: PreTrainedModel, path: str) -> None:
-    policy = Policy.plain(model, torch.float32)
+def _compare(policy: Policy, path: str) -> None:
+    model = policy.model
     batch = probe_pack(probes(policy), "tree", compiled=False).to(model.device)
     with torch.no_grad():
         try:
@@ -81,7 +84,9 @@ def _compare(model: PreTrainedModel, path: str) -> None:
 
 @contextmanager
 def in_float32(model: PreTrainedModel) -> Iterator[None]:
-    """The weights in float32, and then as they were: to float32 and back, no bit of a narrower number is lost."""
+    """The weights in float32, and then as they were: to float32 and back, no bit of a narrower number is lost.
+
+    Spread weights must be float32 already (setup/model.py has them so while it checks)."""
     held = [(weight, weight.dtype) for weight in model.parameters() if weight.dtype.itemsize < 4]
     try:
         for weight, _ in held:
@@ -165,6 +170,7 @@ def _score_packed(policy: Policy, batch: PackedBatch) -> torch.Tensor:
 def _score_alone(model: PreTrainedModel, example: TokenExample) -> list[torch.Tensor]:
     """Log-probs of each answer's tokens by the model's own forward and its own eager attention."""
     model.set_attn_implementation("eager")
+    of_backbone = vars(model).pop("forward", None)  # of a spread model: its class's own gives the logits
     try:
         scores = []
         for answer in example.answers:
@@ -175,3 +181,5 @@ def _score_alone(model: PreTrainedModel, example: TokenExample) -> list[torch.Te
         return scores
     finally:
         model.set_attn_implementation(attention.NAME)
+        if of_backbone is not None:
+            model.forward = of_backbone  # type: ignore[method-assign]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 from pathlib import Path
 
@@ -9,13 +10,13 @@ import torch
 
 from tuningfork.data.packing.pack import PackLimits
 from tuningfork.distributed.layout import Layout
+from tuningfork.distributed.load import load_spread
 from tuningfork.distributed.parallelize import parallelize
 from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
 from tuningfork.models import activations
-from tuningfork.models.config import ModelConfig
 from tuningfork.models.hf import export
 from tuningfork.models.hf.load import Loaded, load
-from tuningfork.models.policy import Policy
+from tuningfork.models.policy import Policy, Spread
 from tuningfork.models.scorer import Scorer
 from tuningfork.recipe.run_config import RunConfig
 from tuningfork.report.run.console import Console
@@ -50,20 +51,17 @@ def start_model(config: RunConfig, device: torch.device, console: Console, ranks
     check_spread(train, model.weights, layout)
     with console.stage("device", f"setting up {device_name(device)}"):
         torch.zeros(1, device=device)  # the first use of a GPU sets it up, which is no part of what follows
-    with console.startup.time("weights"):
-        loaded = _load(model, device, console)
-    with console.stage("self-check", "checking that packed examples equal the same ones alone"):
-        check_packed_equals_alone(loaded.model, model.path)
-        export.check_exportable(loaded, model.path)
-    hold_gradients(loaded.model, train)
-    policy = Policy.fast(loaded.model, dtype)
+    held = DTYPES[model.weights]
+    # Spread weights are checked in float32, and read anew if they are to be held otherwise: FSDP does not cast them.
+    loaded, spread = _load(config, device, torch.float32 if _read_by_rows(layout) else held, layout, console)
+    policy, check = _checked(config, loaded, spread, dtype, compiled, console)
+    if spread is not None and held != torch.float32:
+        del policy, loaded, spread
+        gc.collect()
+        loaded, spread = _load(config, device, held, layout, console)
+        hold_gradients(loaded.model, train)
+        policy = Policy.fast(loaded.model, dtype, spread)
     scorer = Scorer.of(policy, config.objective.head_chunk_rows)
-    with console.stage("head check", "checking the head"):
-        check_head(scorer, model.path)
-    check = None
-    if compiled or not policy.has_plain_kernels:
-        with console.stage("kernel check", "computing what kernels and compiled blocks are checked against"):
-            check = KernelCheck.begin(policy, model.path, config.pack.share, compiled)
     console.print(
         f"{model.path}: {sum(p.numel() for p in loaded.model.parameters()):,} parameters on {device_name(device)}, "
         f"kept in {model.weights}, computing in {dtype_name(dtype)}, "
@@ -121,11 +119,45 @@ def choose_activations(
             session.check.compare(session.policy)
 
 
-def _load(model: ModelConfig, device: torch.device, console: Console) -> Loaded:
-    with console.bytes_phase("reading weights") as progress:
-        loaded = load(model.path, device, DTYPES[model.weights], progress)
+def _checked(
+    config: RunConfig, loaded: Loaded, spread: Spread | None, dtype: torch.dtype, compiled: bool, console: Console
+) -> tuple[Policy, KernelCheck | None]:
+    """A policy whose packing and head have been checked, and what its kernels and blocks are to be checked against, if
+    they are not plain."""
+    path = config.model.path
+    with console.stage("self-check", "checking that packed examples equal the same ones alone"):
+        check_packed_equals_alone(loaded.model, path, spread)
+        export.check_exportable(loaded, path)
+    hold_gradients(loaded.model, config.train)
+    policy = Policy.fast(loaded.model, dtype, spread)
+    with console.stage("head check", "checking the head"):
+        check_head(Scorer.of(policy, config.objective.head_chunk_rows), path)
+    if not compiled and policy.has_plain_kernels:
+        return policy, None
+    with console.stage("kernel check", "computing what kernels and compiled blocks are checked against"):
+        return policy, KernelCheck.begin(policy, path, config.pack.share, compiled)
+
+
+def _read_by_rows(layout: Layout) -> bool:
+    """Whether weights are spread before they are read. Those that a tensor group splits are read whole, and split
+    then: a row of a matrix may lie on several processes."""
+    return layout.spread > 1 and layout.tensor == 1
+
+
+def _load(
+    config: RunConfig, device: torch.device, held: torch.dtype, layout: Layout, console: Console
+) -> tuple[Loaded, Spread | None]:
+    """The starting model with matrices in `held`, and how it is spread, if it is."""
+    path = config.model.path
+    spread: Spread | None = None
+    with console.startup.time("weights"), console.bytes_phase("reading weights") as progress:
+        if _read_by_rows(layout):
+            reduce_dtype = DTYPES[config.parallel.reduce_dtype]
+            loaded, spread = load_spread(path, device, held, layout, reduce_dtype, progress)
+        else:
+            loaded = load(path, device, held, progress)
     for note in loaded.notes:
-        console.print(f"{model.path}: {note}")
+        console.print(f"{path}: {note}")
     if not loaded.stored_bytes:
-        console.print(f"{model.path}: the weights are in older files than safetensors; slower to read for large ones")
-    return loaded
+        console.print(f"{path}: the weights are in older files than safetensors; slower to read for large ones")
+    return loaded, spread

@@ -10,6 +10,8 @@ import transformers
 
 from tuningfork.data.packing.pack import PackLimits
 from tuningfork.data.token_table import Subset
+from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
+from tuningfork.distributed.rows import rows_to_count
 from tuningfork.models.policy import Policy
 from tuningfork.recipe.run_config import RunConfig
 from tuningfork.records import TokenExample
@@ -39,7 +41,7 @@ def open_reference(
     """
     policy, ranks = session.policy, session.ranks
     facts = fingerprint(
-        weights or starting_weights(policy, console),
+        weights or starting_weights(policy, console, session.ranks),
         config=policy.config_digest(),
         dtype=dtype_name(policy.dtype),
         **{f"{kind} kernel": name for kind, name in policy.kernels.names.items()},
@@ -76,10 +78,12 @@ def open_reference(
     return store
 
 
-def starting_weights(policy: Policy, console: Console) -> str:
-    """The hash of the weights as they are: to be asked for before they move."""
+def starting_weights(policy: Policy, console: Console, ranks: Ranks = ONE_PROCESS) -> str:
+    """The hash of the weights as they are: to be asked for before they move, by all ranks together."""
+    if policy.spread is not None:
+        policy.spread.release()
     with console.stage("weights digest", "hashing the weights"):
-        return weights_digest(tensors_of(policy.model))
+        return weights_digest(tensors_of(policy.model), rows_to_count, ranks.all)
 
 
 def model_digest(policy: Policy, weights: str) -> str:

@@ -1,0 +1,189 @@
+"""The export of a model that is spread over processes: each weights file is written by one of them, tensor by tensor.
+
+All gather each tensor together, and only the one whose file it belongs to keeps it: no host ever holds the model.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Callable, Generator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tuningfork.distributed.ranks import Ranks
+from tuningfork.errors import SAVING, OutOfMemory, RunFolderError, is_of_memory
+from tuningfork.files import CURE, whole_folder
+from tuningfork.models.hf import digests, export
+from tuningfork.models.hf.load import Loaded
+from tuningfork.models.hf.safetensors_reader import INDEX, stored_tensors
+from tuningfork.models.hf.safetensors_writer import Forms, in_order, written
+from tuningfork.wording import first_line
+
+Result = TypeVar("Result")
+
+FILE = 5_000_000_000
+"""Bytes of a weights file, if no tensor is larger: small enough for each of many processes to have one to write."""
+
+
+def save(loaded: Loaded, ranks: Ranks, path: Path, dtype: torch.dtype | None = None) -> None:
+    """Write the model as the new folder `path`, see `models.hf.export.save`; all ranks must come here.
+
+    Where the library takes tensors apart for the disk, or puts them together, the first rank gathers all of them.
+
+    Raises:
+        RunFolderError: the disk refuses, on whichever rank. There is no folder then.
+        OutOfMemory: a machine has no room for two tensors.
+    """
+    if ranks.size == 1:
+        with whole_folder(path) as aside:
+            export.save(loaded, aside, dtype)
+    elif ranks.first:
+        with whole_folder(path) as aside:
+            _fill(loaded, _Turns(ranks, path), ranks.from_first(aside), dtype)
+    else:
+        _fill(loaded, _Turns(ranks, path), ranks.from_first(path), dtype)
+    ranks.barrier()  # it has its name
+
+
+class _Turns:
+    """What ranks do side by side, each with its own disk and memory: where one fails, all are told, and all fail."""
+
+    def __init__(self, ranks: Ranks, path: Path) -> None:
+        self.ranks = ranks
+        self._path = path
+        self._failed: OutOfMemory | RunFolderError | None = None
+
+    def attempt(self, do: Callable[..., Result], *args: Any) -> Result | None:
+        """What `do` gives; None where it fails, or this rank has failed before."""
+        if self._failed is not None:
+            return None
+        try:
+            return do(*args)
+        except (OSError, MemoryError, RuntimeError) as error:
+            if is_of_memory(error):
+                self._failed = OutOfMemory(f"exporting the model: {first_line(error)}", SAVING)
+            elif isinstance(error, OSError):
+                self._failed = RunFolderError(f"{self._path} cannot be written: {error.strerror or error}. {CURE}")
+            else:
+                raise
+        return None
+
+    def end(self) -> None:
+        """Raise the same on all ranks where an attempt of one has failed."""
+        for failed in self.ranks.all(self._failed):
+            if failed is not None:
+                raise failed
+
+
+def _fill(loaded: Loaded, turns: _Turns, aside: Path, dtype: torch.dtype | None) -> None:
+    """Write the files of a folder that the first rank has made; it checks in the end what the others have written."""
+    ranks = turns.ranks
+    names = ranks.from_first(export.names_on_disk(loaded) if ranks.first else None)  # the library saves at the first
+    forms: Forms = {}
+    if names is None:
+        _write_at_first(loaded, turns, aside, dtype)
+        sums: dict[str, str] = {}
+    else:
+        kinds, state = export.exported_dtypes(loaded, dtype), export.state_of(loaded)
+        parts = {disk: _Part(state[own].detach(), kinds[own]) for disk, own in names.items()}
+        forms = {name: part.form for name, part in parts.items()}
+        plan = split_torch_state_dict_into_shards(
+            {n: p.without_numbers() for n, p in parts.items()}, max_shard_size=FILE
+        )
+        files = {file: {name: forms[name] for name in inside} for file, inside in plan.filename_to_tensors.items()}
+        sums = _write_files(parts, files, turns, aside)
+        if plan.is_sharded and ranks.first:
+            sizes = {"total_parameters": loaded.model.num_parameters(), **plan.metadata}
+            index = json.dumps({"metadata": sizes, "weight_map": plan.tensor_to_filename}, indent=2, sort_keys=True)
+            turns.attempt((aside / INDEX).write_text, index + "\n")
+    if ranks.first:
+        turns.attempt(_finish, loaded, aside, dtype, sums, forms)
+    turns.end()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A tensor, spread or whole, and in what it is exported."""
+
+    tensor: Tensor
+    dtype: torch.dtype
+
+    @property
+    def form(self) -> tuple[torch.Size, torch.dtype]:
+        return self.tensor.shape, self.dtype
+
+    def without_numbers(self) -> Tensor:
+        return torch.empty(self.tensor.shape, dtype=self.dtype, device="meta")
+
+
+def _write_files(parts: Mapping[str, _Part], files: Mapping[str, Forms], turns: _Turns, aside: Path) -> dict[str, str]:
+    """Deal out the files, write those of all ranks side by side, and find the checksums of all."""
+    ranks = turns.ranks
+    dealt = [{file: files[file] for file in [*files][rank :: ranks.size]} for rank in range(ranks.size)]
+    names = [[name for forms in those.values() for name in in_order(forms)] for those in dealt]
+    sums: dict[str, str] = {}
+    with closing(_written(aside, dealt[ranks.rank], sums)) as writing:
+        turns.attempt(next, writing)
+        for turn in zip_longest(*names):  # a tensor of each rank that has one left
+            own = None
+            for rank, name in enumerate(turn):
+                if name is not None:
+                    whole = _whole(parts[name].tensor)
+                    if rank == ranks.rank:
+                        own = turns.attempt(whole.to, "cpu", parts[name].dtype)
+                    del whole
+            if own is not None:
+                turns.attempt(writing.send, own)
+            del own
+            turns.end()
+    return {file: digest for found in ranks.all(sums) for file, digest in found.items()}
+
+
+def _written(aside: Path, files: Mapping[str, Forms], sums: dict[str, str]) -> Generator[None, Tensor, None]:
+    """Write files, one after the other, of the tensors that are sent; `sums` gets their checksums."""
+    for file, forms in files.items():
+        sums[file] = yield from written(aside / file, forms)
+    yield
+
+
+def _write_at_first(loaded: Loaded, turns: _Turns, aside: Path, dtype: torch.dtype | None) -> None:
+    """Gather all tensors at the first rank, which has the library write them."""
+    kinds, first = export.exported_dtypes(loaded, dtype), turns.ranks.first
+    gathered: dict[int, Tensor | None] = {}
+    state = export.state_of(loaded)
+    for name, tensor in state.items():
+        if id(tensor) not in gathered:
+            whole = _whole(tensor.detach())
+            gathered[id(tensor)] = turns.attempt(whole.to, "cpu", kinds[name]) if first else None
+            del whole
+    turns.end()
+    if first:
+        tensors = {name: there for name, tensor in state.items() if (there := gathered[id(tensor)]) is not None}
+        turns.attempt(export.write_weights, loaded, aside, tensors, dtype)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _finish(loaded: Loaded, aside: Path, dtype: torch.dtype | None, sums: Mapping[str, str], forms: Forms) -> None:
+    """Write what is no weight, and look whether the weights of all ranks are there. Raises OSError."""
+    for file in sums:
+        if not (aside / file).is_file():
+            raise OSError(
+                errno.ENOENT, f"{file}, which another process wrote, is not there: it must be a folder of all machines"
+            )
+    export.write_beside(loaded, aside, dtype)
+    digests.write(aside, sums)
+    found = stored_tensors(aside)
+    if forms and (found is None or {n: (there.shape, there.dtype) for n, there in found.tensors.items()} != forms):
+        raise OSError(errno.EIO, "the weights files are not as they were written")

@@ -1,0 +1,142 @@
+"""Loading a model spread over processes: each reads its own rows from the disk, and none ever has the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from tuningfork.distributed.layout import Layout
+from tuningfork.distributed.rows import own_rows
+from tuningfork.distributed.sharding import Sharding
+from tuningfork.errors import ModelError
+from tuningfork.models.hf import checks
+from tuningfork.models.hf.load import (
+    Draft,
+    Loaded,
+    all_tensors,
+    held_dtype,
+    load,
+    loading,
+    opened,
+    read,
+    without_memory,
+)
+from tuningfork.models.hf.safetensors_reader import Stored
+from tuningfork.models.policy import Policy
+
+WHOLE = (
+    "each process has read the whole model before it was spread: its files are older than safetensors, or hold its "
+    "tensors otherwise than the model has them"
+)
+
+
+def load_spread(
+    path: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    layout: Layout,
+    reduce_dtype: torch.dtype,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[Loaded, Sharding]:
+    """Load a model folder as `models.hf.load.load` does, spread over the processes of a layout, all of which come here.
+
+    The model is made without memory for its matrices and spread; then each process reads its rows of them. Where the
+    library converts what lies on the disk, each process has it do so for the whole model, and a note says it.
+
+    Args:
+        progress: told the bytes that this process has read so far, and all that it will.
+
+    Raises as `models.hf.load.load`.
+    """
+    mesh = layout.mesh(device.type)
+    with loading(path):
+        draft, loaded = opened(path, progress)
+        model = loaded.model
+        if not draft.unread or (names := _block_names(model)) is None:
+            del draft
+            loaded = load(path, device, dtype, progress)
+            sharding = Sharding(
+                loaded.model, Policy.plain(loaded.model, torch.float32).blocks, mesh, layout, reduce_dtype
+            )
+            return replace(loaded, notes=(*loaded.notes, WHOLE)), sharding
+        of = {id(weight): there for weight, there in draft.unread}
+        stored = {name: of[id(weight)] for name, weight in all_tensors(model) if id(weight) in of}
+        for weight, there in draft.unread:
+            kind = held_dtype(weight, there.shape, dtype)
+            if isinstance(weight, nn.Parameter) and weight.ndim > 1:
+                _put(model, weight, torch.empty(there.shape, dtype=kind, device="meta"))
+            else:
+                weight.data = torch.empty(there.shape, dtype=kind, device=device)
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(device)
+        sharding = Sharding(model, [model.get_submodule(name) for name in names], mesh, layout, reduce_dtype)
+        spread = [weight for weight in model.parameters() if isinstance(weight, DTensor)]
+        if device.type == "cpu":
+            checks.check_room(sum(weight.to_local().nbytes for weight in spread))
+        for weight in spread:
+            own = torch.empty_like(weight.to_local(), device=device)
+            mesh, how = weight.device_mesh, weight.placements
+            _put(model, weight, DTensor.from_local(own, mesh, how, shape=weight.shape, stride=weight.stride()))
+        read(_own(model, stored, draft), path, progress)
+    model.train()
+    return loaded, sharding
+
+
+def replace_spread(model: PreTrainedModel, path: str) -> tuple[str, ...]:
+    """Read the weights of another folder into a spread model, see `models.hf.load.replace_weights`; each process reads
+    its own rows."""
+    with loading(path):
+        draft, loaded = opened(path)
+        notes = loaded.notes
+        if draft.unread:
+            of = {id(weight): there for weight, there in draft.unread}
+            theirs = {name: of[id(weight)] for name, weight in all_tensors(loaded.model) if id(weight) in of}
+            read(_own(model, theirs, draft), path)
+            return notes
+        other = loaded.model.state_dict()
+        for name, tensor in model.state_dict().items():
+            local, start = _rows(tensor)
+            local.copy_(other[name][start : start + len(local)] if local.ndim else other[name])
+    return (*notes, WHOLE)
+
+
+def _own(model: PreTrainedModel, stored: dict[str, Stored], draft: Draft) -> Draft:
+    """What this process has to read, each tensor once: its rows of those that are spread, and the others whole."""
+    unread: dict[int, tuple[Tensor, Stored]] = {}
+    for name, tensor in all_tensors(model):
+        if name in stored and id(tensor) not in unread:
+            there = stored[name]
+            local, start = _rows(tensor.detach())
+            unread[id(tensor)] = local, there.rows(start, len(local)) if isinstance(tensor, DTensor) else there
+    return replace(draft, model=model, unread=list(unread.values()))
+
+
+def _rows(tensor: Tensor) -> tuple[Tensor, int]:
+    found = own_rows(tensor)
+    assert found is not None, "spread by rows"
+    return found
+
+
+def _put(model: nn.Module, old: nn.Parameter, new: Tensor) -> None:
+    """Put a parameter in the place, or the places, of another."""
+    parameter = nn.Parameter(new, requires_grad=old.requires_grad)
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False, remove_duplicate=False):
+            if weight is old:
+                setattr(module, name, parameter)
+
+
+def _block_names(model: PreTrainedModel) -> list[str] | None:
+    """Names of the decoder blocks, found by a model without any memory; None where such a one does not run."""
+    empty = without_memory(model.config)
+    try:
+        blocks = Policy.plain(empty, torch.float32).blocks
+    except ModelError:
+        return None
+    names = {id(module): name for name, module in empty.named_modules()}
+    return [names[id(block)] for block in blocks]
