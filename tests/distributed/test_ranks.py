@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,6 +29,23 @@ def test_one_process_is_all_there_is() -> None:
     ONE_PROCESS.barrier()
     with ONE_PROCESS.first_of_each_node():
         pass
+
+
+def test_a_tensor_group_is_one_worker() -> None:
+    ranks = [Ranks(rank, 6, tensor=2) for rank in range(6)]
+    assert [one.worker for one in ranks] == [0, 0, 1, 1, 2, 2] and ranks[0].workers == 3
+    assert [one.speaks for one in ranks] == [True, False] * 3
+    assert [places.tolist() for places in ranks[1].dealt(7)] == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+def _count(ranks: Ranks) -> object:
+    ranks = replace(ranks, tensor=2)
+    own = torch.full((ranks.worker + 1,), ranks.worker, dtype=torch.float64)
+    return ranks.total(ranks.worker + 1), [part.tolist() for part in ranks.of_workers(own, [1, 2])]
+
+
+def test_what_workers_have_is_counted_once() -> None:
+    assert together(4, _count) == [(3, [[0.0], [1.0, 1.0]])] * 4
 
 
 def _talk(ranks: Ranks) -> object:

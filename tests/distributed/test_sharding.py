@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ def steps_of(ranks: Ranks, family: str, parallel: dict[str, Any], examples: list
     """Some steps of a tiny model: what each found, the weights in the end, and the scores before."""
     policy = Policy.plain(tiny_model(family, torch.float32), torch.float32)
     layout = Layout.plan(ParallelConfig(**parallel), ranks)
+    ranks = replace(ranks, tensor=layout.tensor)
     parallelize(policy, "none", compiled=False, layout=layout)
     scorer, limits = scorer_of(policy, 64), limits_of(64, "tree")
     objective = ObjectiveConfig(**settings).build()
@@ -46,8 +48,8 @@ def steps_of(ranks: Ranks, family: str, parallel: dict[str, Any], examples: list
     # Where a gradient is next to nothing, AdamW makes a whole step of its rounding; a larger eps makes none of it.
     optimizer = build_optimizer(policy.model, TrainConfig(learning_rate=1e-3, adam_eps=1e-4))
     for _ in range(STEPS):
-        plan = plan_step(portions_of(examples, limits), limits, ranks.size, lambda p: p.rows)
-        packs = [lay(b.examples, b.forest, b.slots) for b in plan.bins_of(ranks.rank)]
+        plan = plan_step(portions_of(examples, limits), limits, ranks.workers, lambda p: p.rows)
+        packs = [lay(b.examples, b.forest, b.slots) for b in plan.bins_of(ranks.worker)]
         batch = StepBatch.shared_out(examples, plan.examples, packs, objective, reference, ranks)
         found.append(train_step(scorer, objective, optimizer, batch, 1.0, ranks=ranks))
     weights = {

@@ -318,6 +318,10 @@ def test_the_fingerprint_of_a_run_names_all_that_decides_a_bit(tmp_path):
     scaled = copy.deepcopy(session.policy)
     scaled.model.config.rms_norm_eps = 1e-3  # no weight, but every number changes
     differs(session_of(scaled), "config")
+    assert "tensor" not in facts
+    split = replace(session, ranks=replace(session.ranks, tensor=2))
+    theirs = open_reference(run_of(str(tmp_path)), split, [], limits_of(), quiet())
+    assert differing_facts(facts, theirs.fingerprint) == [("tensor", "absent", "2")]
 
 
 class _Counting(Head):
@@ -325,9 +329,9 @@ class _Counting(Head):
 
     scored: ClassVar[list[str]] = []
 
-    def score(self, hidden, weight, batch, bias=None):
+    def score(self, hidden, weight, batch, *output):
         self.scored.extend(example.id for example in batch.examples)
-        return super().score(hidden, weight, batch, bias)
+        return super().score(hidden, weight, batch, *output)
 
 
 def counting(session: Session) -> Session:

@@ -20,7 +20,8 @@ class ParallelConfig:
     """Processes over which each copy's weights, gradients and moments are spread (FSDP2), each with examples of its
     own. null: all that replicate and tensor leave."""
     tensor: Annotated[int, Field(ge=1)] = 1
-    """Processes that compute each matrix product together, by the model's own plan, on the same examples."""
+    """Processes that compute each matrix product together, by the model's own plan, on the same examples. Attention
+    heads, of keys too, must divide by it. Log-probs have other last bits: the reference is scored anew."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """In what gradients are added up over processes. bfloat16 halves what travels, and rounds each sum."""
     timeout_minutes: Annotated[float, Field(gt=0)] = 10.0

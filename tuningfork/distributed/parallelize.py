@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from tuningfork.distributed.layout import ONE, Layout
+from tuningfork.distributed.layout import ONE, TENSOR, Layout
 from tuningfork.distributed.sharding import Sharding
-from tuningfork.errors import ConfigError
+from tuningfork.distributed.tensor import split_blocks
 from tuningfork.models.policy import Policy
 
 
@@ -20,7 +20,7 @@ def parallelize(
 ) -> None:
     """Make a loaded policy ready to train.
 
-    1. Tensor parallelism splits the matrices of each block: nothing is split on one rank.
+    1. Tensor parallelism splits the matrices of each block, where `layout.tensor` asks for it.
     2. Activation memory decides what of a block is kept for its backward pass, and
     3. the compiler compiles each block, whole with what 2. has put around its matrices: `Policy.keep_activations`.
     4. Sharding spreads each compiled block over the ranks: nothing is spread on one rank, and a policy that was spread
@@ -33,13 +33,13 @@ def parallelize(
         always: shard also over one process, to see what that costs.
 
     Raises:
-        ConfigError: the mode needs compiled blocks and they are not, or the model has no plan for `layout.tensor`.
+        ConfigError: the mode needs compiled blocks and they are not, or the model has no plan for `layout.tensor`,
+            or one that does not divide by it.
     """
-    if layout.tensor > 1:
-        raise ConfigError("parallel.tensor is more than 1, which is not built yet. Set it to 1.")
+    mesh = layout.mesh(policy.device.type) if policy.spread is None and (layout.size > 1 or always) else None
+    partly = split_blocks(policy, mesh[TENSOR]) if mesh is not None and layout.tensor > 1 else []
     if compiled:
         policy.compile()
     policy.keep_activations(activation_memory)
-    if policy.spread is None and (layout.spread > 1 or always):
-        mesh = layout.mesh(policy.device.type)
-        policy.spread = Sharding(policy.model, policy.blocks, mesh, layout, reduce_dtype)
+    if mesh is not None:
+        policy.spread = Sharding(policy.model, policy.blocks, mesh, layout, reduce_dtype, partly, always)

@@ -27,6 +27,9 @@ BLOCK = 256
 class Ranks:
     """The process at `rank` of `size`. Where it asks the others, all must do so, in one order; else none goes on.
 
+    Neighbours of a tensor group compute each product together, on the same examples: the group is one worker, and all
+    work is dealt out to workers.
+
     Raises:
         RankError: of whatever asks the others: one of them has ended, or has not answered in time.
     """
@@ -35,6 +38,7 @@ class Ranks:
     size: int = 1
     on_node: int = 0  # its number among the processes of its machine
     per_node: int = 1
+    tensor: int = 1  # processes of a tensor group
     host: Any = None  # the process group that hosts talk through, whatever their devices do meanwhile
 
     @property
@@ -42,12 +46,27 @@ class Ranks:
         """Whether this process prints, and writes what a run has once: its settings, log, numbers, account of rows."""
         return self.rank == 0
 
+    @property
+    def workers(self) -> int:
+        """How many share out the examples."""
+        return self.size // self.tensor
+
+    @property
+    def worker(self) -> int:
+        """Which of them this process belongs to."""
+        return self.rank // self.tensor
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process is the one of its worker that writes what the worker has found."""
+        return self.rank % self.tensor == 0
+
     def dealt(self, count: int) -> list[np.ndarray]:
-        """The places of `count` things that are dealt out, of each rank, rising: BLOCK neighbours at a time, for what
+        """The places of `count` things that are dealt out, of each worker, rising: BLOCK neighbours at a time, for what
         begins alike often lies together, or fewer where there are not so many."""
-        block = max(1, min(BLOCK, -(-count // self.size)))
-        rank_of = np.arange(count) // block % self.size
-        return [np.flatnonzero(rank_of == rank) for rank in range(self.size)]
+        block = max(1, min(BLOCK, -(-count // self.workers)))
+        worker_of = np.arange(count) // block % self.workers
+        return [np.flatnonzero(worker_of == worker) for worker in range(self.workers)]
 
     def any(self, flag: bool) -> bool:
         """Whether it is so on some rank: all go on, or all stop."""
@@ -61,6 +80,10 @@ class Ranks:
         with answered():
             dist.all_gather_object(found, item, group=self.host)
         return found
+
+    def total(self, count: int) -> int:
+        """The sum of what each worker has counted."""
+        return sum(self.all(count)[:: self.tensor])
 
     def from_first(self, item: Item) -> Item:
         """What the first rank has."""
@@ -82,6 +105,10 @@ class Ranks:
         with answered():
             dist.all_gather(found, own, group=self.host)
         return [values[:count] for values, count in zip(found, counts, strict=True)]
+
+    def of_workers(self, values: Tensor, counts: Sequence[int]) -> list[Tensor]:
+        """The numbers of each worker, float64 on the host, where worker w has `counts[w]` of them."""
+        return self.gather(values, [count for count in counts for _ in range(self.tensor)])[:: self.tensor]
 
     def barrier(self) -> None:
         """Wait until all ranks have come here."""

@@ -9,12 +9,14 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from tuningfork.distributed.config import ParallelConfig
+from tuningfork.distributed.layout import Layout
 from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
 from tuningfork.errors import ConfigError, RankError, SaidElsewhere, TuningforkError
 
@@ -42,7 +44,8 @@ def world(parallel: ParallelConfig, cuda: bool, always: bool = False) -> Iterato
         always: find the others also where there are none, so that what one process does can be seen as one of several.
 
     Raises:
-        ConfigError: the launcher is none that says where the others are, or its variables are incomplete.
+        ConfigError: the launcher is none that says where the others are, or its variables are incomplete; or the
+            settings do not share out the processes.
         RankError: the others did not come in time.
     """
     if not started_together() and not always:
@@ -66,8 +69,9 @@ def world(parallel: ParallelConfig, cuda: bool, always: bool = False) -> Iterato
             f"process {named['RANK']} of {named['WORLD_SIZE']} did not find the others at "
             f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {error}"
         ) from error
-    ranks = Ranks(rank, size, named["LOCAL_RANK"], named["LOCAL_WORLD_SIZE"], host)
+    ranks = Ranks(rank, size, named["LOCAL_RANK"], named["LOCAL_WORLD_SIZE"], host=host)
     try:
+        ranks = replace(ranks, tensor=Layout.plan(parallel, ranks).tensor)
         yield ranks
     except SaidElsewhere:  # the one that fails counts first: the store may end with this one
         with suppress(RuntimeError):

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ from torch.nn.functional import pad
 
 from tuningfork.kernels.select import Kernels
 from tuningfork.kernels.sums import sum_by_answer, sum_by_place
+from tuningfork.models.sink import WHOLE, Gradient, Vocabulary, product
 from tuningfork.records import ChunkLoss, LogitTransform, PackedBatch
 
 
@@ -40,28 +40,48 @@ class Head:
     transform: LogitTransform
     chunk_rows: int
 
-    def score(self, hidden: Tensor, weight: Tensor, batch: PackedBatch, bias: Tensor | None = None) -> Tensor:
+    def score(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        batch: PackedBatch,
+        bias: Tensor | None = None,
+        vocabulary: Vocabulary = WHOLE,
+    ) -> Tensor:
         """Summed log-probs of each answer of a pack, float64 [A]. No gradient.
 
         Args:
             hidden: [R, D], final hidden states of the pack's logit rows.
             weight: [V, D]; cast to the dtype of `hidden`.
             bias: [V], added to the raw logits; most models have none.
+            vocabulary: where V is a part of all tokens, which part.
         """
         with torch.no_grad():
             rows = hidden.to(_factor_dtype(hidden))
             projection = _Projection.of(weight, bias, rows.dtype)
-            sums = [self._logps(rows, projection, batch, chunk)[0] for chunk in _chunks(batch, self.chunk_rows)]
+            sums = [
+                self._logps(rows, projection, batch, chunk, vocabulary)[0] for chunk in _chunks(batch, self.chunk_rows)
+            ]
             return torch.cat([hidden.new_zeros(0, dtype=torch.float64), *sums])
 
     def backward(
-        self, hidden: Tensor, weight: Tensor, batch: PackedBatch, loss: ChunkLoss, bias: Tensor | None = None
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        batch: PackedBatch,
+        loss: ChunkLoss,
+        bias: Tensor | None = None,
+        vocabulary: Vocabulary = WHOLE,
+        gradients: tuple[Gradient, Gradient | None] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Take a pack's share of the loss and backpropagate it, into `.grad` of `weight` and `bias` and, through
         `hidden`, the model.
 
         The weight's gradient is added up in float32 or better by the matrix product itself, over the chunks of a pack
         and, where `weight.grad` has that precision, over the packs of a step.
+
+        Args:
+            gradients: where those of weight and bias are added up instead, of which each has its own.
 
         Returns:
             `(loss, logps)`: float64 scalar; float64 [A], the same bits as `score` gives. Neither has a gradient.
@@ -70,12 +90,12 @@ class Head:
             rows = hidden.detach().to(_factor_dtype(hidden))
             projection = _Projection.of(weight, bias, rows.dtype)
             d_rows = torch.zeros_like(rows)
-            d_weight = _Gradient(weight)
-            d_bias = None if bias is None else _Gradient(bias)
+            d_weight, d_bias = gradients or (Gradient(weight), None if bias is None else Gradient(bias))
+            own_targets = vocabulary.own(batch.targets)
             total = torch.zeros((), dtype=torch.float64, device=hidden.device)
             logps = []
             for chunk in _chunks(batch, self.chunk_rows):
-                sums, pieces = self._logps(rows, projection, batch, chunk)
+                sums, pieces = self._logps(rows, projection, batch, chunk, vocabulary)
                 logps.append(sums)
                 share, d_sums = _differentiate(loss, chunk.answers, sums)
                 total += share
@@ -85,7 +105,7 @@ class Head:
                     d_logits = _as_factor(logits, rows.dtype)
                     self.kernels["row_logps"].logits_gradient(
                         logits,
-                        batch.targets[piece.rows],
+                        own_targets[piece.rows],
                         piece.lse,
                         d_logps[chunk.within(piece.rows)].to(piece.lse.dtype),
                         self.transform,
@@ -101,18 +121,19 @@ class Head:
             d_weight.store()
             if d_bias is not None:
                 d_bias.store()
+            d_rows = vocabulary.summed(d_rows)
         hidden.backward(d_rows.to(hidden.dtype))
         return total, torch.cat([total.new_zeros(0), *logps])
 
     def _logps(
-        self, hidden: Tensor, projection: _Projection, batch: PackedBatch, chunk: _Chunk
+        self, hidden: Tensor, projection: _Projection, batch: PackedBatch, chunk: _Chunk, vocabulary: Vocabulary
     ) -> tuple[Tensor, list[_Piece]]:
         """Answer log-probs of a chunk, and what its backward pass needs. `hidden` has the projection's dtype."""
         pieces = []
         for start in range(chunk.rows.start, chunk.rows.stop, self.chunk_rows):
             rows = slice(start, min(start + self.chunk_rows, chunk.rows.stop))
             logits = projection.logits(hidden[rows])
-            logps, lse = self.kernels["row_logps"].row_logps(logits, batch.targets[rows], self.transform)
+            logps, lse = vocabulary.row_logps(self.kernels["row_logps"], logits, batch.targets[rows], self.transform)
             pieces.append(_Piece(rows, logits if chunk.is_whole(rows) else None, logps, lse))
         row_logps = torch.cat([piece.logps for piece in pieces]) if pieces else hidden.new_zeros(0)
         return chunk.by_answer(row_logps, batch), pieces
@@ -145,7 +166,7 @@ class _Projection:
         """Raw logits [r, V] of hidden rows [r, D], float32 at least; a view with unit column stride."""
         padding = -len(hidden) % (128 if hidden.is_cuda else 4)
         rows = pad(hidden, (0, 0, 0, padding)) if padding else hidden
-        logits = _product(rows, self.padded.t())[: len(hidden), : self.vocabulary]
+        logits = product(rows, self.padded.t())[: len(hidden), : self.vocabulary]
         return logits if self.bias is None else logits.add_(self.bias)
 
 
@@ -198,36 +219,6 @@ class _Piece:
     lse: Tensor
 
 
-class _Gradient:
-    """Adds up the gradient of a weight [V, D] or of a bias [V], in float32 at least."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self._weight = weight
-        self._dtype = torch.promote_types(weight.dtype, torch.float32)
-        in_place = weight.grad is not None and weight.grad.dtype == self._dtype
-        self._total = weight.grad if in_place else None
-
-    def add_outer(self, d_logits: Tensor, hidden: Tensor) -> None:
-        """Add d_logitsᵀ [V, r] · hidden [r, D]."""
-        if not self._weight.requires_grad:
-            return
-        self._total = _product(d_logits.t(), hidden, self._dtype, self._total)
-
-    def add_sum(self, d_logits: Tensor) -> None:
-        """Add the sum of the rows of d_logits [r, V]."""
-        if self._weight.requires_grad:
-            more = d_logits.sum(0, dtype=self._dtype)
-            self._total = more if self._total is None else self._total.add_(more)
-
-    def store(self) -> None:
-        """Bring the sum to `weight.grad`."""
-        weight, total = self._weight, self._total
-        if not weight.requires_grad or total is weight.grad is not None:
-            return
-        total = torch.zeros_like(weight, dtype=weight.grad_dtype) if total is None else total.to(weight.grad_dtype)
-        weight.grad = total if weight.grad is None else weight.grad.add_(total)
-
-
 def _factor_dtype(hidden: Tensor) -> torch.dtype:
     """The dtype in which hidden states, weights and the gradient of logits are multiplied.
 
@@ -242,23 +233,6 @@ def _as_factor(logits: Tensor, dtype: torch.dtype) -> Tensor:
     if logits.dtype == dtype:
         return logits
     return logits.new_empty(len(logits), logits.stride(0), dtype=dtype)[:, : logits.shape[1]]
-
-
-def _product(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32, total: Tensor | None = None) -> Tensor:
-    """a·b, added up and given in `dtype` or the factors' own, whichever is wider; added to `total` where there is one.
-
-    Never rounded to less on the way, see `_factor_dtype`.
-    """
-    dtype = torch.promote_types(a.dtype, dtype)
-    mixed: dict[str, Any] = {}
-    if a.dtype != dtype:
-        if a.is_cuda and dtype == torch.float32:
-            mixed = {"out_dtype": dtype}
-        else:
-            a, b = a.to(dtype), b.to(dtype)
-    if total is None:
-        return torch.mm(a, b, **mixed)
-    return torch.addmm(total, a, b, out=total, **mixed)
 
 
 def _differentiate(loss: ChunkLoss, answers: slice, logps: Tensor) -> tuple[Tensor, Tensor]:

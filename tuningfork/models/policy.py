@@ -22,6 +22,7 @@ from tuningfork.models.hf.load import comparable
 from tuningfork.models.hf.support import positions
 from tuningfork.models.hf.watch import watch
 from tuningfork.models.mixers.mixer import Mixer
+from tuningfork.models.sink import Output
 from tuningfork.records import LogitTransform, PackedBatch
 
 _HEAD_OPS: Mapping[str, Sizes] = {"row_logps": {}}
@@ -38,6 +39,10 @@ class Spread(Protocol):
 
     def run(self, **inputs: Any) -> Any:
         """What the backbone gives for these inputs."""
+
+    def output(self) -> Output:
+        """This process's part of the output projection, between `begin` and the backward pass."""
+        raise NotImplementedError
 
     def exchange(self) -> None:
         """Behind the last backward pass of a step: gradients that have not travelled with it do so."""
@@ -114,6 +119,11 @@ class Policy:
     def head_bias(self) -> nn.Parameter | None:
         """What the model adds to its raw logits, [V]; most add nothing."""
         return getattr(self.model.get_output_embeddings(), "bias", None)
+
+    @property
+    def output(self) -> Output:
+        """The output projection as this process has it; to be asked for anew with every pack."""
+        return Output(self.head_weight, self.head_bias) if self.spread is None else self.spread.output()
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -200,6 +210,11 @@ class Policy:
         for block, forward in zip(self.blocks, activations.keeping(mode, forwards), strict=True):
             block.forward = forward
         self.activation_memory = mode
+
+    def check_runs(self) -> None:
+        """Run two rows through the backbone, as when it was loaded. Raises ModelError where it does not run any more,
+        for what its matrices were given."""
+        watch(self.model, self._precision(), self.model.base_model)
 
     def flops(self) -> FlopCounter:
         """What a token costs in this model."""

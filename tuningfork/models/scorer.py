@@ -46,7 +46,8 @@ class Scorer:
             pack = pack.to(self.device)
             with torch.enable_grad():
                 hidden = self.policy.hidden_rows(pack)
-            return self.head.score(hidden.detach(), self.policy.head_weight, pack, self.policy.head_bias)
+            output = self.policy.output
+            return self.head.score(hidden.detach(), output.weight, pack, output.bias, output.vocabulary)
 
     def backward(self, pack: PackedBatch, loss: ChunkLoss, last: bool = True) -> tuple[Tensor, Tensor]:
         """Backpropagate a pack's share of a loss into the `.grad` of the policy's weights, the output weight included.
@@ -61,7 +62,8 @@ class Scorer:
         """
         pack = pack.to(self.device)
         hidden = self.policy.hidden_rows(pack, last)
-        found = self.head.backward(hidden, self.policy.head_weight, pack, loss, self.policy.head_bias)
+        output = self.policy.output
+        found = self.head.backward(hidden, output.weight, pack, loss, output.bias, output.vocabulary, output.gradients)
         if last and self.policy.spread is not None:
             self.policy.spread.exchange()
         return found

@@ -30,17 +30,21 @@ def fill(
     packs: Iterable[PackedBatch],
     score: Score,
     scored: Callable[[int], None] = lambda count: None,
+    keep: bool = True,
 ) -> None:
     """Score examples and store their log-probs; what is stored survives a kill.
 
     Args:
         packs: of what `ReferenceStore.missing` gave; built as they are needed, if it is an iterator.
         scored: told the number of examples after each pack.
+        keep: whether this process stores what it scores, or another that computes the same with it.
     """
     flushed = time.monotonic()
     try:
         for pack in packs:
-            store.add(pack.examples, score(pack).tolist())
+            logps = score(pack).tolist()
+            if keep:
+                store.add(pack.examples, logps)
             scored(len(pack.examples))
             if time.monotonic() - flushed > _FLUSH_SECONDS:
                 store.flush()

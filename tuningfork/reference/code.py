@@ -35,6 +35,9 @@ SCORING = (
     "models/offload.py",
     "models/policy.py",
     "models/scorer.py",
+    "models/sink.py",
+    "distributed/sums.py",
+    "distributed/tensor.py",
     "kernels",
 )
 """Files and folders of the package that a log-prob goes through, from token ids and a model in memory to the sum.

@@ -25,7 +25,7 @@ class StepBatch:
     answers: Answers  # all of theirs, on the host
     own: Answers  # those of the packs, in the order of the packs
     places: Tensor  # int64: where the answers of the packs lie among all
-    shares: list[Tensor]  # of each rank: the places of its answers, rising
+    shares: list[Tensor]  # of each worker: the places of its answers, rising
     totals: BatchTotals
     tokens: int  # as a plain trainer counts them: the prompt once per answer
     answer_tokens: int  # that count in the loss, of each answer
@@ -54,7 +54,7 @@ class StepBatch:
     def shared_out(
         cls,
         examples: Sequence[TokenExample],
-        of_ranks: Sequence[Iterable[TokenExample]],
+        of_workers: Sequence[Iterable[TokenExample]],
         packs: Sequence[PackedBatch],
         objective: Objective,
         reference: np.ndarray | None,
@@ -64,8 +64,8 @@ class StepBatch:
         """The batch of these examples, which some ranks share.
 
         Args:
-            of_ranks: the examples of each rank in any order, which together are all of them.
-            packs: this rank's; pinned already where `pin_memory` is set.
+            of_workers: the examples of each worker in any order, which together are all of them.
+            packs: this worker's; pinned already where `pin_memory` is set.
             reference: cached log-probs of all answers in the order of the examples, float64; None without a reference.
 
         Raises:
@@ -73,14 +73,14 @@ class StepBatch:
         """
         objective.check(examples)
         lengths = [example.answer_tokens(i) for example in examples for i in range(len(example.answers))]
-        spans = _spans(examples, of_ranks)
+        spans = _spans(examples, of_workers)
         in_packs = [example for pack in packs for example in pack.examples]
-        places = _numbered(spans[ranks.rank][id(example)].pop() for example in in_packs)
+        places = _numbered(spans[ranks.worker][id(example)].pop() for example in in_packs)
         shares = [
             places.sort().values
-            if rank == ranks.rank
-            else _numbered(span for same in of_rank.values() for span in same).sort().values
-            for rank, of_rank in enumerate(spans)
+            if worker == ranks.worker
+            else _numbered(span for same in of_worker.values() for span in same).sort().values
+            for worker, of_worker in enumerate(spans)
         ]
         own = Answers.of(
             in_packs,
@@ -123,26 +123,26 @@ class StepBatch:
             first = last
 
     def together(self, logps: Tensor, ranks: Ranks) -> Tensor:
-        """The log-probs of all answers in the order of the examples, float64 on the host, from those of each rank's
-        packs."""
+        """The log-probs of all answers in the order of the examples, float64 on the host, from those of each
+        worker's packs."""
         found = torch.empty(len(self.answers.lengths), dtype=torch.float64)
         rising = logps[self.places.argsort()]
-        for places, own in zip(self.shares, ranks.gather(rising, [*map(len, self.shares)]), strict=True):
+        for places, own in zip(self.shares, ranks.of_workers(rising, [*map(len, self.shares)]), strict=True):
             found[places] = own
         return found
 
 
 def _spans(
-    examples: Sequence[TokenExample], of_ranks: Sequence[Iterable[TokenExample]]
+    examples: Sequence[TokenExample], of_workers: Sequence[Iterable[TokenExample]]
 ) -> list[dict[int, list[range]]]:
-    """Of each rank, by the identity of its examples: which answers among all are theirs. An example may be there
+    """Of each worker, by the identity of its examples: which answers among all are theirs. An example may be there
     several times, where a step goes round the data."""
     first, waiting = 0, dict[int, list[range]]()
     for example in examples:
         waiting.setdefault(id(example), []).append(range(first, first + len(example.answers)))
         first += len(example.answers)
     found = []
-    for own in of_ranks:
+    for own in of_workers:
         spans: dict[int, list[range]] = {}
         for example in own:
             spans.setdefault(id(example), []).append(waiting[id(example)].pop())

@@ -48,7 +48,7 @@ def evaluate(
     found = torch.empty(mine.answers, dtype=torch.float64)
     for pack in session.packs(examples, limits):
         found[mine.of(pack.examples)] = session.scorer.score(pack).cpu()
-        scored(sum(ranks.all(len(pack.examples))))
+        scored(ranks.total(len(pack.examples)))
     logps = _in_order(examples, found, ranks)
     totals, parts = objective.totals(examples), [*_parts(examples, logps, reference)]
     if objective.couples_examples and parts:
@@ -76,7 +76,7 @@ class Places:
 
 
 def _in_order(examples: Sequence[TokenExample], own: Tensor, ranks: Ranks) -> Tensor:
-    """Log-probs of all answers in the order of the examples, from those that each rank has of its own."""
+    """Log-probs of all answers in the order of the examples, from those that each worker has of its own."""
     counts = column(examples, "answers").astype(np.int64)
     firsts = np.cumsum(counts) - counts
     shares = [
@@ -85,7 +85,7 @@ def _in_order(examples: Sequence[TokenExample], own: Tensor, ranks: Ranks) -> Te
         for places in ranks.dealt(len(counts))
     ]
     logps = torch.empty(int(counts.sum()), dtype=torch.float64)
-    for places, found in zip(shares, ranks.gather(own, [*map(len, shares)]), strict=True):
+    for places, found in zip(shares, ranks.of_workers(own, [*map(len, shares)]), strict=True):
         logps[torch.from_numpy(places)] = found
     return logps
 

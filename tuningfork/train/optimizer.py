@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from tuningfork.distributed.layout import Layout
@@ -26,12 +27,14 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
         ConfigError: adamw_8bit is asked for and cannot be had, see `check_optimizer`.
     """
     check_optimizer(config)
-    weights = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in weights if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in weights if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    groups = []
+    for decay, of_kind in ((config.weight_decay, lambda p: p.ndim >= 2), (0.0, lambda p: p.ndim < 2)):
+        # A fused step takes weights that lie alike: whole, or over one mesh of processes.
+        alike: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+        for weight in model.parameters():
+            if weight.requires_grad and of_kind(weight):
+                alike.setdefault(getattr(weight, "device_mesh", None), []).append(weight)
+        groups += [{"params": weights, "weight_decay": decay} for weights in alike.values()]
     betas = (config.adam_beta1, config.adam_beta2)
     if config.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_eps, fused=True)

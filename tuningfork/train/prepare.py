@@ -145,7 +145,7 @@ def _step_0_check(session: Session, loader: PackLoader, reference: ReferenceStor
     """Compare the first step's log-probs with the reference; the number of its examples. Raises ReferenceMismatch."""
     with console.stage("step-0 check", "checking that margins are exactly 0 before the first step"):
         examples = loader.examples_of(0)
-        checked = sum(session.ranks.all(check_start(session, session.packs(examples, loader.limits), reference)))
+        checked = session.ranks.total(check_start(session, session.packs(examples, loader.limits), reference))
     unit = session.objective.unit
     console.print(f"step-0 check: margin exactly 0 for {checked} of {checked} {unit}")
     return checked

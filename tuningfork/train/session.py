@@ -59,11 +59,12 @@ class Session:
 
     def counting(self, advance: Callable[[int], None]) -> Callable[[int], None]:
         """`advance` for what all ranks have scored, from what this one has; all ranks must score pack by pack."""
-        return lambda count: advance(sum(self.ranks.all(count)))
+        return lambda count: advance(self.ranks.total(count))
 
     def mine(self, examples: Sequence[TokenExample]) -> Sequence[TokenExample]:
         """Those of the examples that this rank scores."""
-        return examples if self.ranks.size == 1 else taken(examples, self.ranks.dealt(len(examples))[self.ranks.rank])
+        ranks = self.ranks
+        return examples if ranks.workers == 1 else taken(examples, ranks.dealt(len(examples))[ranks.worker])
 
     def packs(self, examples: Sequence[TokenExample], limits: PackLimits) -> Iterator[PackedBatch]:
         """This rank's of the examples in packs, for scoring: each is built, and pinned for a GPU, while the one before

@@ -67,8 +67,8 @@ def training_steps(
         for step in range(first, loader.order.total_steps):
             examples = loader.examples_of(step)
             cost = lambda portion: flops.training(portion.spans, portion.logit_rows)  # noqa: E731
-            plan = plan_step(loader.portions(examples), loader.limits, ranks.size, cost)
-            packs = loader.packs(plan.bins_of(ranks.rank))
+            plan = plan_step(loader.portions(examples), loader.limits, ranks.workers, cost)
+            packs = loader.packs(plan.bins_of(ranks.worker))
             cached = None if reference is None else reference.lookup(examples)
             batch = StepBatch.shared_out(
                 examples, plan.examples, packs, session.objective, cached, ranks, session.pin_memory
@@ -105,9 +105,9 @@ def training_steps(
         memory = torch.cuda.max_memory_allocated() if cuda else 0
         spread = session.policy.spread
         forward = (0.0, 0.0) if spread is None else spread.forward_seconds()
-        own = OfRank(batch.unique_tokens, batch.rows, model_flops, memory, data_seconds, *forward)
+        own = OfRank(batch.unique_tokens, batch.rows, model_flops / ranks.tensor, memory, data_seconds, *forward)
         of_ranks = own.of_all(ranks)
-        unique_tokens, rows = (int(sum(counts)) for counts in list(zip(*of_ranks, strict=True))[:2])
+        unique_tokens, rows = (int(sum(counts)) for counts in list(zip(*of_ranks[:: ranks.tensor], strict=True))[:2])
         yield StepResult(
             step=step + 1,
             epoch=loader.order.epoch_after(step),

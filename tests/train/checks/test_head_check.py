@@ -70,7 +70,7 @@ def test_a_wrong_kernel_is_named(change, said, dtype):
     [
         (head_module._Projection, "logits", 1.01, "log-probs"),
         (head_module, "sum_by_answer", 1.001, "log-probs"),
-        (head_module, "_product", 2.0, "log-probs"),
+        (head_module, "product", 2.0, "log-probs"),
     ],
 )
 def test_a_step_of_the_head_that_is_wrong_is_named(monkeypatch, place, name, factor, said, dtype):
@@ -84,8 +84,8 @@ def test_a_step_of_the_head_that_is_wrong_is_named(monkeypatch, place, name, fac
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_wrong_gradients_of_the_weight_are_named(monkeypatch, dtype):
     policy = Policy(tiny_model("llama", torch.float32), plain(), dtype)
-    add = head_module._Gradient.add_outer
-    monkeypatch.setattr(head_module._Gradient, "add_outer", lambda self, d_logits, rows: add(self, 2 * d_logits, rows))
+    add = head_module.Gradient.add_outer
+    monkeypatch.setattr(head_module.Gradient, "add_outer", lambda self, d_logits, rows: add(self, 2 * d_logits, rows))
     with pytest.raises(ModelError, match="gradients of the weight are"):
         check_head(scorer_of(policy), "here")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tuningfork.kernels.logits import transformed
 from tuningfork.records import LogitTransform
 
 
@@ -34,11 +35,13 @@ def logits_gradient(
     d logp / d z = onehot(target) - softmax(z), times the derivative of the logit transform.
 
     Args:
+        targets: int64 [R]; -1 for one that is not among the logits, of which the log-sum-exp is not theirs alone.
         out: [R, V], any float dtype, to which the gradient is rounded. It may be the logits themselves.
     """
     z = _transform(logits, transform)
     gradient = -torch.exp((z - lse[:, :1]) - lse[:, 1:])
-    gradient.scatter_add_(1, targets[:, None], torch.ones_like(lse[:, :1]))
+    there = (targets >= 0)[:, None].to(gradient.dtype)
+    gradient.scatter_add_(1, targets.clamp(min=0)[:, None], there)
     gradient *= grad_logps[:, None] * transform.scale
     if transform.softcap is not None:
         gradient *= 1 - (z / transform.softcap) ** 2
@@ -46,7 +49,4 @@ def logits_gradient(
 
 
 def _transform(logits: Tensor, transform: LogitTransform) -> Tensor:
-    z = logits if logits.dtype == torch.float64 else logits.float()
-    if transform.scale != 1.0:
-        z = z * transform.scale
-    return z if transform.softcap is None else transform.softcap * torch.tanh(z / transform.softcap)
+    return transformed(logits if logits.dtype == torch.float64 else logits.float(), transform)

@@ -71,9 +71,8 @@ def _by_the_head(head: Head, given: list[Tensor], batch: PackedBatch, factors: T
     """Answer log-probs [A], float64, and the gradients of their sum with these factors by what is given."""
     leaf, weight, *bias = leaves = [t.clone().requires_grad_() for t in given]
     with torch.enable_grad():
-        _, logps = head.backward(
-            leaf, weight, batch, lambda first, last, sums: (factors[first:last] * sums).sum(), *bias
-        )
+        share = lambda first, last, sums: (factors[first:last] * sums).sum()  # noqa: E731
+        _, logps = head.backward(leaf, weight, batch, share, bias[0] if bias else None)
     return logps, [t.grad for t in leaves if t.grad is not None]
 
 

@@ -115,6 +115,8 @@ class DryRun:
             for weight in policy.model.parameters():
                 weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype) if weight.requires_grad else None
             taken = self.meter(lambda: self._backward(pack))
+        if policy.spread is not None:
+            policy.spread.release()
         policy.model.zero_grad(set_to_none=True)
         if policy.device.type == "cuda":
             gc.collect()  # an error that was caught may still hold what it failed over

@@ -53,7 +53,7 @@ def start_model(config: RunConfig, device: torch.device, console: Console, ranks
         torch.zeros(1, device=device)  # the first use of a GPU sets it up, which is no part of what follows
     held = DTYPES[model.weights]
     # Spread weights are checked in float32, and read anew if they are to be held otherwise: FSDP does not cast them.
-    loaded, spread = _load(config, device, torch.float32 if layout.spread > 1 else held, layout, console)
+    loaded, spread = _load(config, device, torch.float32 if _read_by_rows(layout) else held, layout, console)
     policy, check = _checked(config, loaded, spread, dtype, compiled, console)
     if spread is not None and held != torch.float32:
         del policy, loaded, spread
@@ -138,6 +138,12 @@ def _checked(
         return policy, KernelCheck.begin(policy, path, config.pack.share, compiled)
 
 
+def _read_by_rows(layout: Layout) -> bool:
+    """Whether weights are spread before they are read. Those that a tensor group splits are read whole, and split
+    then: a row of a matrix may lie on several processes."""
+    return layout.spread > 1 and layout.tensor == 1
+
+
 def _load(
     config: RunConfig, device: torch.device, held: torch.dtype, layout: Layout, console: Console
 ) -> tuple[Loaded, Spread | None]:
@@ -145,7 +151,7 @@ def _load(
     path = config.model.path
     spread: Spread | None = None
     with console.startup.time("weights"), console.bytes_phase("reading weights") as progress:
-        if layout.spread > 1:
+        if _read_by_rows(layout):
             reduce_dtype = DTYPES[config.parallel.reduce_dtype]
             loaded, spread = load_spread(path, device, held, layout, reduce_dtype, progress)
         else:

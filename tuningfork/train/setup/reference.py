@@ -39,7 +39,7 @@ def open_reference(
     `weights` is the hash of its weights, where that is known already. Some of what the entry had before is scored
     again, and must come to the same bits. Raises ReferenceMismatch.
     """
-    policy = session.policy
+    policy, ranks = session.policy, session.ranks
     facts = fingerprint(
         weights or starting_weights(policy, console, session.ranks),
         config=policy.config_digest(),
@@ -50,9 +50,9 @@ def open_reference(
         threads=str(torch.get_num_threads() if policy.device.type == "cpu" else "any"),
         transformers=transformers.__version__,
         **{"model code": model_code_digest(policy.model)},
+        **({"tensor": str(ranks.tensor)} if ranks.tensor > 1 else {}),  # sums of parts have other bits
     )
     with console.startup.time("reference"):
-        ranks = session.ranks
         with ranks.first_of_each_node():
             store = open_entry(Path(config.reference.cache), facts, console.print)
         parts = [Subset([examples]), Subset([held_out])]
@@ -70,7 +70,8 @@ def open_reference(
         ranks.barrier()  # each has seen what is there before one adds to it
         if missing:
             with console.phase("scoring the reference", total=len(missing), unit="examples") as phase:
-                fill(store, session.packs(missing, limits), session.scorer.score, session.counting(phase.advance))
+                packs, counting = session.packs(missing, limits), session.counting(phase.advance)
+                fill(store, packs, session.scorer.score, counting, keep=ranks.speaks)
             if ranks.size > 1:  # each has written its own
                 ranks.barrier()
                 store = ReferenceStore(store.folder, facts)
