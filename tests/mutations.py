@@ -171,10 +171,10 @@ MUTATIONS = (
     # --- the head
     Mutation(
         "softcap-forgotten",
-        "transform.softcap * torch.tanh(z / transform.softcap)",
+        "transform.softcap * (z / transform.softcap).tanh()",
         "z",
         ("test_values_and_gradient_are_those_of_log_softmax", "test_float64_packed_equals_alone[gemma2-shared]"),
-        within="_transform",
+        within="transformed",
     ),
     Mutation(
         "softcap-gradient",
@@ -571,8 +571,8 @@ MUTATIONS = (
     ),
     Mutation(
         "norms-decayed",
-        '"weight_decay": 0.0',
-        '"weight_decay": config.weight_decay',
+        "(0.0, lambda p: p.ndim < 2)",
+        "(config.weight_decay, lambda p: p.ndim < 2)",
         ("test_weight_decay_is_on_matrices_only",),
     ),
     Mutation(
@@ -645,9 +645,9 @@ MUTATIONS = (
         ("test_of_equals_the_earliest_is_the_best",),
     ),
     Mutation(
-        "evaluation-loss-of-the-last-pack",
-        "totals += objective.totals(pack.examples)",
-        "totals = objective.totals(pack.examples)",
+        "evaluation-of-answers-in-another-order",
+        "found[mine.of(pack.examples)] = ",
+        "found[mine.of(pack.examples).flip(0)] = ",
         ("test_evaluation_equals_plain_scores_and_the_papers_formula",),
     ),
 )

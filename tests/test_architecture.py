@@ -435,4 +435,4 @@ def test_the_output_weight_is_read_in_one_place():
         if isinstance(node, ast.Attribute) and node.attr in ("head_weight", "head_bias")
     }
     checks = {"train.checks.head_check", "train.checks.self_check"}
-    assert readers == {"models.policy", "distributed.sharding", *checks}
+    assert readers == {"models.policy", *checks}

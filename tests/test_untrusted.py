@@ -17,7 +17,7 @@ NEEDED = {  # the end of a call's name -> what it must be told
     "from_pretrained": {"trust_remote_code": "False"},
     "from_config": {"trust_remote_code": "False"},
     "torch.load": {"weights_only": "True"},
-    "dcp.load": {"storage_reader": "PlainReader(path, most)", "planner": "PlainPlanner()"},
+    "dcp.load": {"storage_reader": "PlainReader(path, most, stood.layout.size)", "planner": "PlainPlanner()"},
     "yaml.load": {"Loader": "_Loader"},  # a SafeLoader
 }
 PLAIN = {"GenerationConfig.from_pretrained"}  # numbers and names alone, and it knows no such setting

@@ -361,15 +361,25 @@ def allocate_too_much(*args: Any, **named: Any) -> Any:
     return torch.empty(2**50, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
-def test_several_processes_are_refused(job: Job, shelf: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Under a launcher each of them would train the whole run; one process is one, whoever starts it."""
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("WORLD_SIZE", "RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not set"),
+        ("OMPI_COMM_WORLD_SIZE", "mpirun has started several processes, which do not know where the first is"),
+        ("PMI_SIZE", "mpirun has started several"),
+        ("SLURM_STEP_NUM_TASKS", "srun has started several"),
+    ],
+)
+def test_processes_that_cannot_find_each_other_are_refused(
+    job: Job, shelf: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str
+) -> None:
+    """Each of them would train the whole run; one process is one, whoever starts it."""
     job = job.but({"data.eval": shelf / "held_out.jsonl"})
     monkeypatch.setenv("SLURM_NTASKS", "8")  # what was asked for; a batch script starts one process with it
     monkeypatch.setenv(name, "4")
     for command in (("train",), ("train", "--resume"), ("reference",), ("eval", "--policy", str(shelf / "model"))):
         message = job.refused(*command)
-        assert f"{name} is 4" in message and "in one process" in message and "without a launcher" in message
+        assert f"{name} is 4" in message and words in message and "torchrun" in message
     assert not job.run.exists() and not job.cache.exists()
     monkeypatch.setenv(name, "1")
     job.but({"train.max_steps": 1}).done()

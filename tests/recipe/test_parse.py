@@ -10,6 +10,8 @@ from tuningfork.errors import ConfigError
 from tuningfork.recipe.load import from_yaml, load_run_config
 from tuningfork.recipe.parse import split_flags
 
+SECTIONS = "model, data, objective, pack, reference, train, parallel, output"
+
 
 @pytest.mark.parametrize(
     ("key", "text", "value"),
@@ -98,8 +100,8 @@ def test_a_wrong_value_gets_the_same_message_in_a_recipe_and_as_a_flag(key: str,
         ("trian:\n  seed: 1", "trian.seed is not a setting; here it is train.seed: 1."),
         ("train:\n  beta: 1", "train.beta is not a setting; here it is objective.beta: 1."),
         ("learning_rate: 1", "learning_rate is not a setting; here it is train.learning_rate: 1."),
-        ("zzz: 1", "zzz is not a setting; the sections are model, data, objective, pack, reference, train, parallel, output."),
-        ("1: 1", "1 is not a setting; the sections are model, data, objective, pack, reference, train, parallel, output."),
+        ("zzz: 1", f"zzz is not a setting; the sections are {SECTIONS}."),
+        ("1: 1", f"1 is not a setting; the sections are {SECTIONS}."),
         ("train.seed: 1", "train.seed is written with a dot; in a recipe, seed stands below train."),
         ("train: 3", "train is 3; allowed: settings below it, such as train.learning_rate."),
         ("train: [seed]", "train is a list; allowed: settings below it, such as train.learning_rate."),
@@ -109,9 +111,9 @@ def test_a_wrong_value_gets_the_same_message_in_a_recipe_and_as_a_flag(key: str,
          "train.learning_rate is the text '5e-7'; allowed: a number, greater than 0."),
         ("model:\n  path: 7", "model.path is 7; allowed: text."),
         ("output:\n  dir: ''", "output.dir is the text ''; allowed: text that is not empty."),
-        ("- train", "r.yaml is a list; allowed: the sections model, data, objective, pack, reference, train, parallel, output."),
+        ("- train", f"r.yaml is a list; allowed: the sections {SECTIONS}."),
         ("hm",
-         "r.yaml is the text 'hm'; allowed: the sections model, data, objective, pack, reference, train, parallel, output."),
+         f"r.yaml is the text 'hm'; allowed: the sections {SECTIONS}."),
         ("", "r.yaml is empty. A recipe gives settings, for example:\n  model:\n    path: ./model"),
         ("# nothing\n", "r.yaml is empty. A recipe gives settings, for example:\n  model:\n    path: ./model"),
         ("train:\n  seed: 1\n  seed: 2", "line 3, column 3: seed is given twice (first in line 2); keep one."),

@@ -32,6 +32,7 @@ from tuningfork.models.config import ACTIVATION_MEMORY
 from tuningfork.report.run.metrics import Evaluation
 from tuningfork.train.checkpoint_reader import Foreign, PlainPlanner, PlainReader
 from tuningfork.train.checkpoint_writer import one_process, write
+from tuningfork.train.own_shards import make_moments
 from tuningfork.train.staging import StagedPlanner, Staging
 from tuningfork.wording import first_line
 
@@ -186,6 +187,7 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank
             values.
         SaidElsewhere: so another rank has found.
     """
+    make_moments(optimizer)
     state = _state(model, optimizer)
     stood = _load(path, state, ranks)
     moments = get_optimizer_state_dict(model, optimizer) | state["optimizer"]
@@ -218,8 +220,14 @@ def _load(path: Path, state: dict[str, Any], ranks: Ranks, cure: str = _BEFORE_I
             check_sealed(path, only=sealed[ranks.rank :: ranks.size])
         stood = progress(path)
         with ranks.agreeing(), one_process():
-            reader = PlainReader(path, _TENSORS * len(state["model"]), stood.layout.size)
-            dcp.load(state, storage_reader=reader, planner=PlainPlanner(), no_dist=True)  # each its own, by itself
+            most = _TENSORS * len(state["model"])
+            # Each its own, by itself.
+            dcp.load(
+                state,
+                storage_reader=PlainReader(path, most, stood.layout.size),
+                planner=PlainPlanner(),
+                no_dist=True,
+            )
         return stood
     except (CheckpointException, OSError, ValueError, KeyError, TypeError) as error:
         cause = error.failures[0][0] if isinstance(error, CheckpointException) and error.failures else error

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from tuningfork.distributed.layout import Layout
 from tuningfork.errors import ConfigError
 from tuningfork.models.hf.load import bears_8_bits
 from tuningfork.models.policy import Spread
 from tuningfork.train.config import TrainConfig
+from tuningfork.train.own_shards import own_shards
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
@@ -40,7 +40,16 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
         return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_eps, fused=True)
     from torchao.optim import AdamW8bit
 
-    return AdamW8bit(groups, lr=config.learning_rate, betas=betas, eps=config.adam_eps, bf16_stochastic_round=True)
+    class FineMoments(AdamW8bit):
+        """Moments that do not divide into blocks are float32: in bfloat16, as their shard of a weight may be, they
+        would be too coarse."""
+
+        def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:  # private: torchao.optim.AdamW8bit
+            if bears_8_bits(p.shape):
+                return super()._new_buffer(p, signed)  # type: ignore[no-any-return]
+            return torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+
+    return FineMoments(groups, lr=config.learning_rate, betas=betas, eps=config.adam_eps, bf16_stochastic_round=True)
 
 
 def hold_gradients(model: nn.Module, config: TrainConfig) -> None:
@@ -66,7 +75,12 @@ def gradient_norm(optimizer: Optimizer, spread: Spread | None = None) -> Tensor:
 
 def move_weights(optimizer: Optimizer, scale: Tensor | None = None) -> None:
     """Move the weights once, by gradients times `scale` (a scalar on their device; a fused optimizer rounds it to
-    float32). Gradients are used up."""
+    float32). Gradients are used up. Weights that are spread over processes are moved by each as far as it has them."""
+    with own_shards(optimizer):
+        _move(optimizer, scale)
+
+
+def _move(optimizer: Optimizer, scale: Tensor | None) -> None:
     if scale is None:
         optimizer.step()
     elif optimizer.defaults.get("fused"):
@@ -113,17 +127,6 @@ def check_optimizer(config: TrainConfig) -> None:
                 "train.optimizer is adamw_8bit, whose step is compiled, but no compiler for C++ is found on this "
                 "machine. Install g++, or set train.optimizer: adamw."
             ) from error
-
-
-def check_spread(config: TrainConfig, weights: str, layout: Layout) -> None:
-    """Raises ConfigError where the optimizer does not take weights that are spread over processes: `weights`, a value
-    of model.weights, says in what they are kept."""
-    if config.optimizer == "adamw_8bit" and weights == "bfloat16" and layout.size > 1:
-        raise ConfigError(
-            "model.weights is bfloat16, and the step of train.optimizer adamw_8bit, torchao's, does not take bfloat16 "
-            f"weights that are spread over processes, of which there are {layout.size}. Set model.weights: float32, or "
-            "train in one process."
-        )
 
 
 def optimizer_bytes(model: nn.Module, config: TrainConfig) -> int:

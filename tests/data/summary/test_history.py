@@ -139,6 +139,7 @@ def test_what_an_answer_is_known_by() -> None:
     assert parts([7, *ANSWER[:FEWEST]], ANSWER[:FEWEST]) and not parts([7, *ANSWER[: FEWEST - 1]], ANSWER[: FEWEST - 1])
     assert not parts([7, *ANSWER], ANSWER[:-1])  # history ends it otherwise, too
     long = list(range(400, 440))
+    assert parts([7, *long], long) and not parts([7, *long], [*long[:20], 9, *long[21:]])  # nor in its middle
     assert parts([*long[:NEAR], 7, *ANSWER], [*long[:NEAR], *ANSWER])
     assert not parts([*long[: NEAR + 1], 7, *ANSWER], [*long[: NEAR + 1], *ANSWER])
     thought = list(range(1000, 1500))  # however much is left out

@@ -25,7 +25,7 @@ from tuningfork.train.checks.head_check import check_head
 from tuningfork.train.checks.kernel_check import KernelCheck
 from tuningfork.train.checks.self_check import check_packed_equals_alone, untried
 from tuningfork.train.config import TrainConfig
-from tuningfork.train.optimizer import check_spread, hold_gradients, optimizer_bytes
+from tuningfork.train.optimizer import hold_gradients, optimizer_bytes
 from tuningfork.train.session import Session
 from tuningfork.train.setup.activation_memory import check_least, choose_activation_memory
 from tuningfork.train.setup.device import DTYPES, choose_compile, choose_dtype, device_name, dtype_name
@@ -48,7 +48,6 @@ def start_model(config: RunConfig, device: torch.device, console: Console, ranks
     # What cannot be had is said now, before minutes of reading and scoring.
     activations.check_mode(train.activation_memory, compiled)
     layout = Layout.plan(config.parallel, ranks)
-    check_spread(train, model.weights, layout)
     with console.stage("device", f"setting up {device_name(device)}"):
         torch.zeros(1, device=device)  # the first use of a GPU sets it up, which is no part of what follows
     held = DTYPES[model.weights]
