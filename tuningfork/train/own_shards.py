@@ -78,7 +78,10 @@ def _own(weight: DTensor) -> Tensor:
     own: Tensor = _local(weight.detach()).requires_grad_()
     if weight.grad is not None:
         own.grad_dtype = weight.grad.dtype
-        own.grad = _local(weight.grad)
+        gradient: Any = weight.grad
+        if gradient.placements != weight.placements:
+            gradient = gradient.redistribute(weight.device_mesh, weight.placements)
+        own.grad = _local(gradient)
     return own
 
 
