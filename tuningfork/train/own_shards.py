@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,31 +27,63 @@ def own_shards(optimizer: Optimizer) -> Iterator[None]:
     if not spread:
         yield
         return
+    # What there is of each weight is made once, and found again at the next step.
+    known: dict[DTensor, _Own] = vars(optimizer).setdefault("own_shards", {})
+    owns = {weight: _Own.of(weight, known.get(weight), optimizer.state.pop(weight, {})) for weight in spread}
     groups = [group["params"] for group in optimizer.param_groups]
-    own = {weight: _own(weight) for weight in spread}
     for group, weights in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = [own.get(weight, weight) for weight in weights]
-    # The moments as the optimizer made them, by those that checkpoints see: these are views, which torchao's compiled
-    # step does not take of 8-bit ones.
-    made: dict[int, tuple[Any, Any]] = vars(optimizer).setdefault("own_moments", {})
-    before = {weight: optimizer.state.pop(weight, {}) for weight in spread}
-    for weight, state in before.items():
-        if state:
-            optimizer.state[own[weight]] = {name: _whole(value, made) for name, value in state.items()}
-    made.clear()
+        group["params"] = [owns[weight].shard if weight in owns else weight for weight in weights]
+    for own in owns.values():
+        if own.moments:
+            optimizer.state[own.shard] = {name: moment for name, (_, moment) in own.moments.items()}
     try:
         yield
     finally:
         for group, weights in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = weights
-        for weight in spread:
-            state = optimizer.state.pop(own[weight], {})
-            if state:
-                optimizer.state[weight] = {name: _as(weight, value) for name, value in state.items()}
-                made |= {
-                    id(shown): (shown, value)
-                    for shown, value in zip(optimizer.state[weight].values(), state.values(), strict=True)
-                }
+        for weight, own in owns.items():
+            own.shard.grad = None
+            if state := own.take(weight, optimizer.state.pop(own.shard, {})):
+                optimizer.state[weight] = state
+        known.update(owns)
+
+
+@dataclass(slots=True)
+class _Own:
+    """What this process has of a weight: its shard, in the weight's memory, and by name the moments, each as it is
+    spread and as it is here. The first are views of the second, which torchao's compiled step does not take of 8-bit
+    ones."""
+
+    shard: Tensor
+    moments: dict[str, tuple[Any, Any]]
+
+    @classmethod
+    def of(cls, weight: DTensor, before: _Own | None, state: dict[str, Any]) -> _Own:
+        """`state`: the moments as they are spread, some of which may be others than `before`."""
+        there = _local(weight)
+        shard = None if before is None or before.shard.data_ptr() != there.data_ptr() else before.shard
+        shard = there.detach().requires_grad_() if shard is None else shard
+        if weight.grad is not None:
+            gradient: Any = weight.grad
+            if gradient.placements != weight.placements:
+                gradient = gradient.redistribute(weight.device_mesh, weight.placements)
+            shard.grad_dtype = gradient.dtype
+            shard.grad = _local(gradient)
+        moments = {} if before is None else before.moments
+        return cls(shard, {
+            name: moments[name] if name in moments and moments[name][0] is value else (value, _unviewed(value))
+            for name, value in state.items()
+        })  # fmt: skip
+
+    def take(self, weight: DTensor, state: dict[str, Any]) -> dict[str, Any]:
+        """The moments as they are spread, after a step that left these here."""
+        self.moments = {
+            name: self.moments[name]
+            if name in self.moments and self.moments[name][1] is value
+            else (_spread(weight, value), value)
+            for name, value in state.items()
+        }
+        return {name: spread for name, (spread, _) in self.moments.items()}
 
 
 def make_moments(optimizer: Optimizer) -> None:
@@ -73,33 +106,19 @@ def _set_rates(optimizer: Optimizer, rates: list[float]) -> None:
         group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
 
 
-def _own(weight: DTensor) -> Tensor:
-    """This process's shard of a weight, in the same memory, with its gradient."""
-    own: Tensor = _local(weight.detach()).requires_grad_()
-    if weight.grad is not None:
-        own.grad_dtype = weight.grad.dtype
-        gradient: Any = weight.grad
-        if gradient.placements != weight.placements:
-            gradient = gradient.redistribute(weight.device_mesh, weight.placements)
-        own.grad = _local(gradient)
-    return own
-
-
-def _whole(value: Any, made: dict[int, tuple[Any, Any]]) -> Any:
-    """A moment's own shard, and no view of it."""
-    shown, own = made.get(id(value), (None, None))
-    if shown is value:
-        return own
-    own = _local(value)  # read from a checkpoint
-    # private: torch.Tensor.__tensor_flatten__
-    return own if type(own) is not DTensor and not hasattr(own, "__tensor_flatten__") else own.clone()
-
-
+@torch.no_grad()  # with gradients it would be a view
 def _local(value: Any) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _as(weight: DTensor, value: Any) -> Any:
+def _unviewed(value: Any) -> Any:
+    """The shard of a moment that was read from a checkpoint."""
+    own = _local(value)
+    # private: torch.Tensor.__tensor_flatten__
+    return own.clone() if hasattr(own, "__tensor_flatten__") else own
+
+
+def _spread(weight: DTensor, value: Any) -> Any:
     """A moment spread as its weight is; what is one number, such as the count of steps, is the same everywhere."""
     if not isinstance(value, Tensor) or value.ndim == 0:
         return value
