@@ -32,6 +32,9 @@ def test_the_time_between_blocks_is_waiting_and_that_within_them_computing() -> 
     assert 6 * 0.02 <= found.computing <= whole - 2 * 0.05 - 6 * 0.01
     assert 4 * 0.01 <= found.waiting <= whole - 2 * 0.05 - 6 * 0.02
     assert pace.take() == (0, 0)
+    blocks[0](torch.zeros(1))
+    pace.restart()
+    assert pace.take() == (0, 0)
 
 
 def test_a_rank_that_is_slow_for_long_is_named_once() -> None:

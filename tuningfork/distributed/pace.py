@@ -18,6 +18,7 @@ from torch import nn
 
 SLOW = 1.3  # times the others' time for the same work: more than the noise of a step
 STEPS = 10  # in a row
+_KEPT = 8192  # passes of blocks: those of a long scoring, which nobody asks for, must not fill the memory
 
 
 class Seconds(NamedTuple):
@@ -33,7 +34,7 @@ class Pace:
 
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
         self._device = device
-        self._marks: list[tuple[int, Any, Any]] = []  # block, begin, end
+        self._marks: deque[tuple[int, Any, Any]] = deque(maxlen=_KEPT)  # block, begin, end
         self._begun: Any = None
         for number, block in enumerate(blocks):
             block.register_forward_pre_hook(self._begin)
@@ -52,8 +53,12 @@ class Pace:
         event.record()
         return event
 
+    def restart(self) -> None:
+        """Forget what was read so far."""
+        self._marks.clear()
+
     def take(self) -> Seconds:
-        """Those of all forward passes since the last call. The device must be done with them."""
+        """Those of all forward passes since the last call, or since `restart`. The device must be done with them."""
         computing = waiting = 0.0
         last = None
         for number, begin, end in self._marks:

@@ -175,6 +175,10 @@ class Sharding:
         whole, by_tensor, by_shard, by_both = found.unbind(-1)
         return whole[0, 0] + by_tensor[0].sum() + by_shard[:, 0].sum() + by_both.sum()
 
+    def restart_clock(self) -> None:
+        """Before a step: `forward_seconds` are those of its passes."""
+        self.pace.restart()
+
     def forward_seconds(self) -> Seconds:
         """Those of all forward passes since the last call, see pace.py. The device must be done with them."""
         return self.pace.take()

@@ -51,8 +51,11 @@ class Spread(Protocol):
         """The squared 2-norm of all gradients of the model, float64, on every process."""
         raise NotImplementedError
 
+    def restart_clock(self) -> None:
+        """Before a step: `forward_seconds` are those of its passes."""
+
     def forward_seconds(self) -> tuple[float, float]:
-        """Of all forward passes since the last call: in which blocks computed, and in which they waited for weights."""
+        """Of all forward passes since then: in which blocks computed, and in which they waited for weights."""
         raise NotImplementedError
 
     def release(self) -> None:

@@ -83,6 +83,8 @@ def training_steps(
         lr = learning_rate(config, step, loader.order.total_steps)
         set_learning_rate(optimizer, lr)
         torch.manual_seed(config.seed * 2**32 + step)  # for stochastic rounding: a pure function of (seed, step)
+        if session.policy.spread is not None:
+            session.policy.spread.restart_clock()
         try:
             largest = max(len(pack.input_ids) for pack in batch.packs)
             with enough_memory(f"step {step + 1}, with packs of up to {largest:,} tokens"):
