@@ -161,6 +161,7 @@ def test_what_does_not_share_out_the_processes_is_refused(asked: dict) -> None:
     with pytest.raises(ConfigError, match="must be 4") as caught:
         Layout.plan(ParallelConfig(**asked), Ranks(0, 4, 0, 4))
     assert all(f"parallel.{name} {value}" in str(caught.value) for name, value in asked.items())
+    assert "None" not in str(caught.value), "a recipe spells it null"
 
 
 @pytest.mark.parametrize(
