@@ -46,10 +46,12 @@ from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.data.tiny_tokenizers import CHATML, byte_bpe, sentence_piece, word_level
+from tests.distributed.worlds import ended
 from tests.payload import Payload
 from tests.private_uses import PAGE, listed, marks, sources, unmarked
 from tests.tiny import tiny_model
 from tuningfork.data.tokens.template_date import with_fixed_date
+from tuningfork.distributed.ranks import Ranks, of_a_collective
 from tuningfork.errors import is_of_memory, is_panic
 from tuningfork.models import compiler
 from tuningfork.models.hf import attention
@@ -319,6 +321,20 @@ def test_a_refused_allocation_is_told_by_its_words():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60)
     assert is_of_memory(caught.value)
+
+
+def _left_alone(ranks: Ranks) -> bool:
+    if ranks.rank == 1:
+        os._exit(9)
+    with pytest.raises(RuntimeError) as caught:
+        for _ in range(2):
+            torch.distributed.all_reduce(torch.ones(1))
+    return of_a_collective(caught.value)
+
+
+@lean("torch by its words for a failed collective")
+def test_a_rank_that_has_died_is_told_by_the_words_of_gloo() -> None:
+    assert ended(2, _left_alone)[0] == (True, True)
 
 
 @lean("torch.load by its words")

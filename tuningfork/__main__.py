@@ -1,5 +1,6 @@
 """`python -m tuningfork` and the program `tuningfork`: the command line, which Ctrl-C ends from its first moment on."""
 
+import signal
 import sys
 
 
@@ -12,6 +13,9 @@ def main() -> int:
     except KeyboardInterrupt:
         print("tuningfork: interrupted", file=sys.stderr)
         return 130
+    finally:  # what follows is Python's own end, which a signal cuts short without a traceback
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
 
 
 if __name__ == "__main__":

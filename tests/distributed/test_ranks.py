@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.worlds import together
+from tests.distributed.worlds import ended, together
 from tests.tiny import tiny_policy
 from tuningfork.distributed.config import ParallelConfig
 from tuningfork.distributed.layout import Layout
 from tuningfork.distributed.parallelize import parallelize
 from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
-from tuningfork.distributed.world import world
+from tuningfork.distributed.world import _first_to_fail, world
 from tuningfork.errors import ConfigError, RankError
 
 
@@ -89,6 +91,52 @@ def test_a_rank_that_has_died_is_no_hang() -> None:
         together(2, _left_alone)
 
 
+def _left_alone_in_a_pass(ranks: Ranks) -> None:
+    if ranks.rank == 1:
+        os._exit(9)
+    for _ in range(2):  # the first may be on its way before the other has ended
+        dist.all_reduce(torch.ones(1))
+
+
+def test_a_rank_that_has_died_is_no_bug_where_others_exchange_tensors() -> None:
+    """FSDP does so by itself, within the model's passes; the error that comes out there is the user's to read."""
+    [(done, said), (_, other)] = ended(2, _left_alone_in_a_pass)
+    assert other == "rank 1 died"
+    assert not done and "errors.RankError: another process of the run has ended" in said.splitlines()[-1]
+
+
+def _broken(ranks: Ranks) -> None:
+    raise RuntimeError("a bug")
+
+
+def test_a_bug_stays_a_bug() -> None:
+    last = sorted(said.splitlines()[-1] for _, said in ended(2, _broken))
+    assert last[0] == "RuntimeError: a bug" and last[1].startswith("tuningfork.errors.SaidElsewhere")
+
+
+class _Hangs(dist.Store):
+    """A store whose process has stopped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended = threading.Event()
+
+    def add(self, key: str, amount: int) -> int:
+        self.ended.wait()
+        raise RuntimeError("Connection reset by peer")
+
+
+def test_a_store_that_does_not_answer_silences_nobody() -> None:
+    """The process that keeps it may hang, and is what the others have to speak of; one that has ended has spoken."""
+    store = _Hangs()
+    assert _first_to_fail(store, 0.01)
+    store.ended.set()
+    assert not _first_to_fail(store, 10.0)
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=10))
+    assert [_first_to_fail(store, 10.0) for _ in range(3)] == [True, False, False]
+
+
 @pytest.mark.parametrize(
     ("asked", "size", "per_node", "layout"),
     [
@@ -113,6 +161,7 @@ def test_what_does_not_share_out_the_processes_is_refused(asked: dict) -> None:
     with pytest.raises(ConfigError, match="must be 4") as caught:
         Layout.plan(ParallelConfig(**asked), Ranks(0, 4, 0, 4))
     assert all(f"parallel.{name} {value}" in str(caught.value) for name, value in asked.items())
+    assert "None" not in str(caught.value), "a recipe spells it null"
 
 
 @pytest.mark.parametrize(

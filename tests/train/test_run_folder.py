@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tuningfork.distributed.ranks import Ranks
 from tuningfork.errors import RunFolderError
 from tuningfork.recipe.load import from_yaml
 from tuningfork.recipe.run_config import RunConfig
@@ -38,6 +39,14 @@ def run(tmp_path: Path) -> Path:
     for name in FILES:
         (folder / name).touch()
     return folder
+
+
+def test_how_to_go_on_has_as_many_processes() -> None:
+    folder = Path("run")
+    assert to_go_on(folder) == "tuningfork train run/config.yaml --resume"
+    assert to_go_on(folder, Ranks(0, 4, 0, 4)) == "tuningfork launch --processes 4 train run/config.yaml --resume"
+    command = "tuningfork launch --nodes 2 --rendezvous HOST:PORT --processes 8 train run/config.yaml --resume"
+    assert to_go_on(folder, Ranks(0, 16, 0, 8)) == command
 
 
 def test_no_two_things_of_a_run_folder_have_one_name() -> None:

@@ -59,6 +59,7 @@ def launch(
         )
     count = processes or _gpus(device)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a process that has lost another shows stacks of C++
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are ours: in 2.11 its patience ends in 30 s
     # One store for all starts would tell those after a failure the addresses of the start before.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

@@ -11,7 +11,7 @@ from tuningfork.commands.resolve import as_before, located, run_in
 from tuningfork.commands.summary import summary
 from tuningfork.data.config import CHAT, NO_TEMPLATE
 from tuningfork.distributed.alike import check_alike, versions
-from tuningfork.distributed.ranks import Ranks
+from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
 from tuningfork.distributed.world import restarted, world
 from tuningfork.files import exclusive
 from tuningfork.recipe.run_config import RunConfig
@@ -27,13 +27,14 @@ from tuningfork.wording import counted
 
 def train(config: RunConfig, resume: bool, console: Console | None = None) -> int:
     """`tuningfork train`: the main job."""
-    folder = Path(config.output.dir)
+    folder, ranks = Path(config.output.dir), ONE_PROCESS
     try:
         with world(config.parallel, choose_device(config.train.device).type == "cuda") as ranks:
             return _train(config, resume, folder, console or Console(), ranks)
     except KeyboardInterrupt:
         begun = run_folder.has_begun(folder)
-        how = f"continue with {run_folder.to_go_on(folder)}" if begun else "no step was done: give the command again"
+        go_on = f"continue with {run_folder.to_go_on(folder, ranks)}"
+        how = go_on if begun else "no step was done: give the command again"
         raise KeyboardInterrupt(f"what was saved is whole, {how}") from None
 
 

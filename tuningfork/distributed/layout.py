@@ -47,7 +47,8 @@ class Layout:
             if shard is None and replicate is not None:
                 shard = rest // replicate
         if not replicate or not shard or replicate * shard * tensor != size:
-            asked = ", ".join(f"parallel.{name} {getattr(config, name)}" for name in (REPLICATE, SHARD, TENSOR))
+            numbers = {name: getattr(config, name) for name in (REPLICATE, SHARD, TENSOR)}
+            asked = ", ".join(f"parallel.{name} {number or 'null'}" for name, number in numbers.items())
             raise ConfigError(
                 f"{asked} do not share out {counted(size, 'process', 'processes')}: replicate x shard x tensor must "
                 f"be {size}. Set those that are to be found out to null, and tensor to a number that divides it."

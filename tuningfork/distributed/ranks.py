@@ -176,7 +176,19 @@ def answered() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # which those of torch.distributed are
-        raise RankError(
-            "another process of the run has ended, or did not answer in time (parallel.timeout_minutes); its own "
-            f"words, if it had any, stand above. What was saved is whole: continue with --resume. ({error})"
-        ) from error
+        raise unanswered(error) from error
+
+
+def unanswered(error: BaseException) -> RankError:
+    """What the failure of a collective means to a user."""
+    return RankError(
+        "another process of the run has ended, or did not answer in time (parallel.timeout_minutes); its own "
+        f"words, if it had any, stand above. What was saved is whole: continue with --resume. ({error})"
+    )
+
+
+def of_a_collective(error: BaseException) -> bool:
+    """Whether an error comes from what processes exchange, wherever that is: FSDP does it within the model's passes."""
+    # Gloo's are bare RuntimeErrors, with the place in its own source.
+    # private: torch by its words for a failed collective
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))

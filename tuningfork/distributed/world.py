@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
+from threading import Thread
 
 import torch
 import torch.distributed as dist
 
 from tuningfork.distributed.config import ParallelConfig
 from tuningfork.distributed.layout import Layout
-from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
+from tuningfork.distributed.ranks import ONE_PROCESS, Ranks, of_a_collective, unanswered
 from tuningfork.errors import ConfigError, RankError, SaidElsewhere, TuningforkError
 
 OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -25,6 +26,7 @@ OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_A
 # SLURM_NTASKS is not among them: it is what was asked for, also where a batch script then starts one process.
 OTHER_LAUNCHERS = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun", "SLURM_STEP_NUM_TASKS": "srun"}
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # how often a launcher has started all anew, after one of them had failed
+ANSWER = 10.0  # seconds for what takes the store milliseconds
 FAILURES = "failures"  # how many processes have failed, in the store that all of them share
 
 
@@ -77,12 +79,15 @@ def world(parallel: ParallelConfig, cuda: bool, always: bool = False) -> Iterato
         with suppress(RuntimeError):
             store.wait([FAILURES], timeout)
         raise
-    except BaseException as error:
-        if not _first_to_fail(store):
-            raise SaidElsewhere() from error
-        if rank and isinstance(error, TuningforkError):
-            error.args = (f"rank {rank}: {error.args[0] if error.args else ''}", *error.args[1:])
-        raise
+    except BaseException as caught:
+        failure = unanswered(caught) if of_a_collective(caught) else caught
+        if not _first_to_fail(store, ANSWER + ranks.on_node):  # so that one speaks, where all wait in vain
+            raise SaidElsewhere() from failure
+        if rank and isinstance(failure, TuningforkError):
+            failure.args = (f"rank {rank}: {failure.args[0] if failure.args else ''}", *failure.args[1:])
+        if failure is caught:
+            raise
+        raise failure from caught
     finally:
         if sys.exc_info()[0] is None:  # else the others may be gone already, and must not be waited for
             dist.destroy_process_group()
@@ -124,9 +129,20 @@ def _number(name: str, absent: int | None = None) -> int:
     return int(said)
 
 
-def _first_to_fail(store: dist.Store) -> bool:
-    """Whether no other process has failed before this one; also where nobody can be asked any more."""
+def _first_to_fail(store: dist.Store, seconds: float) -> bool:
+    """Whether no other process has failed before this one, as far as can be told: also where the store does not answer
+    in `seconds`, which its own calls would wait for without end: the process that keeps it hangs, or its machine is
+    gone. Not where it has ended, for it has said why; nor where the launcher stops this one meanwhile."""
+    count: list[int] = []
+
+    def ask() -> None:
+        with suppress(RuntimeError):
+            count.append(store.add(FAILURES, 1))
+
+    asking = Thread(target=ask, daemon=True)
+    asking.start()
     try:
-        return store.add(FAILURES, 1) == 1
-    except RuntimeError:  # the process that keeps the store has ended, and has said why
+        asking.join(seconds)
+    except KeyboardInterrupt:
         return False
+    return asking.is_alive() or count == [1]

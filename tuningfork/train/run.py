@@ -70,7 +70,7 @@ def run(
         if loop.train():
             return _finish(config.output, prepared, loop)
         step = loop.progress.step
-        console.print(f"stopped after step {step} as asked; continue with {to_go_on(folder)}")
+        console.print(f"stopped after step {step} as asked; continue with {to_go_on(folder, session.ranks)}")
         return RunResult(folder, False, step, prepared.total_steps, prepared.checked, progress.before)
 
 

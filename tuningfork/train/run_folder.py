@@ -15,6 +15,7 @@ from pathlib import Path
 
 import xxhash
 
+from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
 from tuningfork.errors import RunFolderError
 from tuningfork.files import check_plain, is_aside, read_plain
 from tuningfork.report import sinks
@@ -47,9 +48,12 @@ def has_begun(folder: Path) -> bool:
     return os.path.lexists(folder / CONFIG)
 
 
-def to_go_on(folder: Path) -> str:
-    """The command that continues the run of a folder, with all settings that it has."""
-    return f"tuningfork train {shlex.quote(str(folder / CONFIG))} --resume"
+def to_go_on(folder: Path, ranks: Ranks = ONE_PROCESS) -> str:
+    """The command that continues the run of a folder, with all settings that it has, on as many processes."""
+    nodes = ranks.size // ranks.per_node
+    several = f"--nodes {nodes} --rendezvous HOST:PORT " if nodes > 1 else ""
+    launch = f"launch {several}--processes {ranks.per_node} " if ranks.size > 1 else ""
+    return f"tuningfork {launch}train {shlex.quote(str(folder / CONFIG))} --resume"
 
 
 def check_run_folder(folder: Path, resume: bool) -> None:
