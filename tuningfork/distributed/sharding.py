@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from tuningfork.distributed.layout import REPLICATE, SHARD, TENSOR, Layout
 from tuningfork.distributed.pace import Pace, Seconds
 from tuningfork.distributed.sums import Group
-from tuningfork.distributed.tensor import local, own_tokens
+from tuningfork.distributed.tensor import like, local, own_tokens
 from tuningfork.models.sink import WHOLE, Output, StepGradient, Vocabulary
 
 
@@ -161,7 +161,7 @@ class Sharding:
         if not same:
             together = self._tensor.sum(together)
         for weight, dtype, piece in zip(weights, dtypes, together.split([p.numel() for p in pieces]), strict=True):
-            weight.grad = _like(weight, piece.view_as(local(weight)).to(dtype))
+            weight.grad = like(weight, piece.view_as(local(weight)).to(dtype))
 
     def squared_norm(self, gradients: Iterable[Tensor]) -> Tensor:
         """The squared 2-norm of all gradients of the model, float64, the same bits on every process."""
@@ -198,16 +198,7 @@ def _add(weight: Tensor, gradient: Tensor) -> None:
     if weight.grad is not None:
         local(weight.grad).add_(gradient)
     else:
-        weight.grad = _like(weight, gradient.to(weight.grad_dtype or weight.dtype))
-
-
-def _like(weight: Tensor, own: Tensor) -> Tensor:
-    """This process's part of a tensor, as one that lies where a weight lies."""
-    if not isinstance(weight, DTensor):
-        return own
-    return DTensor.from_local(
-        own, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
-    )
+        weight.grad = like(weight, gradient.to(weight.grad_dtype or weight.dtype))
 
 
 def _dimensions(tensor: Tensor) -> set[str]:

@@ -177,6 +177,15 @@ def local(weight: Tensor) -> Tensor:
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
+def like(weight: Tensor, own: Tensor) -> Tensor:
+    """This process's part of a tensor, as one that lies where a weight lies."""
+    if not isinstance(weight, DTensor):
+        return own
+    return DTensor.from_local(
+        own, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
+
+
 def _distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:
     """Put a DTensor, which knows where it lies, in the place of each of a module's weights."""
     for name, placement in placements.items():

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from tuningfork.distributed.tensor import like
+
 
 @contextmanager
 def own_shards(optimizer: Optimizer) -> Iterator[None]:
@@ -80,7 +82,8 @@ class _Own:
         self.moments = {
             name: self.moments[name]
             if name in self.moments and self.moments[name][1] is value
-            else (_spread(weight, value), value)
+            # What is one number, such as the count of steps, is the same everywhere.
+            else (like(weight, value) if isinstance(value, Tensor) and value.ndim else value, value)
             for name, value in state.items()
         }
         return {name: spread for name, (spread, _) in self.moments.items()}
@@ -116,12 +119,3 @@ def _unviewed(value: Any) -> Any:
     own = _local(value)
     # private: torch.Tensor.__tensor_flatten__
     return own.clone() if hasattr(own, "__tensor_flatten__") else own
-
-
-def _spread(weight: DTensor, value: Any) -> Any:
-    """A moment spread as its weight is; what is one number, such as the count of steps, is the same everywhere."""
-    if not isinstance(value, Tensor) or value.ndim == 0:
-        return value
-    return DTensor.from_local(
-        value, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
-    )
