@@ -165,7 +165,9 @@ def measure(
     print(f"scored in {reference_s:.1f} s, checked in {check_s:.1f} s; training", file=sys.stderr, flush=True)
 
     steps = training_steps(loader, session, build_optimizer(session.policy.model, train), store, train, 0)
-    timed = _Timed(RunTotals(peak()), last_warmup=pairs // examples_per_step, last=last, epochs=epochs)
+    card = peak()
+    peak_of_all = None if card is None else card * ranks.size
+    timed = _Timed(RunTotals(peak_of_all), last_warmup=pairs // examples_per_step, last=last, epochs=epochs)
     timed.run(steps, DeviceProfile() if profile is not None else None)
     line = {
         "trainer": "tuningfork",
@@ -311,11 +313,12 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--sharded", action="store_true", help="by FSDP2 over one process; several always do")
     options.add_argument("--replicate", type=int, help="parallel.replicate, under torchrun")
     options.add_argument("--shard", type=int, help="parallel.shard")
+    options.add_argument("--tensor", type=int, default=1, help="parallel.tensor")
     options.add_argument("--reduce_dtype", default="float32", choices=DTYPES, help="parallel.reduce_dtype")
     options.add_argument("--profile", type=Path, help="write where the device time of three more steps goes")
     settings = vars(options.parse_args(argv))
     out = settings.pop("out")
-    parallel = ParallelConfig(**{name: settings.pop(name) for name in ("replicate", "shard", "reduce_dtype")})
+    parallel = ParallelConfig(**{name: settings.pop(name) for name in ("replicate", "shard", "tensor", "reduce_dtype")})
     if settings["sharded"] and not started_together():
         os.environ.update(ALONE)
     with world(parallel, device().type == "cuda", always=settings["sharded"]) as ranks:

@@ -117,6 +117,33 @@ def test_sizes_that_happen_to_be_equal_stay_two():
     assert graphs == {True: 2, False: 1}
 
 
+@lean("torch._dynamo.config.specialize_int")
+def test_numbers_of_a_layer_are_constants_of_its_graph():
+    class Layer(torch.nn.Module):
+        _is_fsdp_managed_module = _fsdp_use_orig_params = True  # as FSDP2 marks those whose weights it gathers
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.projection = torch.nn.Linear(8, 8)
+            self.width = 4
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return self.projection(rows).view(-1, self.width)
+
+    inputs = {}
+    for specialize in (True, False):
+        torch._dynamo.reset()
+
+        def note(graph: torch.fx.GraphModule, _: object, specialize: bool = specialize):
+            inputs[specialize] = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
+            return graph.forward
+
+        layer = Layer()
+        with torch._dynamo.config.patch(specialize_int=specialize):
+            torch.compile(layer.forward, backend=note, dynamic=True)(torch.zeros(12, 8))
+    assert "l_self_width" in inputs[False] and "l_self_width" not in inputs[True]
+
+
 @lean("torch._dynamo.utils.counters")
 def test_graphs_are_counted():
     from tuningfork.models.policy import graphs_compiled

@@ -17,7 +17,7 @@ from tuningfork.distributed.config import ParallelConfig
 from tuningfork.distributed.layout import Layout
 from tuningfork.distributed.parallelize import parallelize
 from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
-from tuningfork.distributed.world import _first_to_fail, world
+from tuningfork.distributed.world import _check_own_gpus, _first_to_fail, world
 from tuningfork.errors import ConfigError, RankError
 
 
@@ -194,3 +194,9 @@ def test_a_policy_is_made_ready_in_one_place() -> None:
     assert policy.activation_memory == "block" and not policy.compiled and policy.spread is None
     parallelize(policy, "none", compiled=True)
     assert policy.activation_memory == "none" and policy.compiled
+
+
+def test_two_ranks_on_one_gpu_are_refused() -> None:
+    _check_own_gpus(["a", "b", "c"])
+    with pytest.raises(ConfigError, match="ranks 1 and 3 have the same GPU, b. Start as many processes"):
+        _check_own_gpus(["a", "b", "c", "b"])

@@ -18,6 +18,7 @@ from tuningfork.distributed.layout import Layout
 from tuningfork.distributed.parallelize import parallelize
 from tuningfork.distributed.plan import plan_step
 from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
+from tuningfork.distributed.world import ALONE, world
 from tuningfork.models.policy import Policy
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.train.batch import StepBatch
@@ -74,3 +75,31 @@ def test_steps_are_those_of_one_process(size: int, layout: str, family: str) -> 
             torch.testing.assert_close(logps, logps_alone, rtol=1e-6, atol=0)
         for name, weight in weights.items():
             assert (theirs[name] - weight).norm() <= 1e-6 * weight.norm(), name
+
+
+def _graphs(monkeypatch: pytest.MonkeyPatch, always: bool) -> list[str]:
+    """The code of all graphs that the compiler makes of a model's blocks."""
+    compiler, graphs = torch.compile, []
+
+    def watched(forward: Any, dynamic: bool, **options: Any) -> Any:
+        return compiler(forward, dynamic=dynamic, backend=lambda graph, _: graphs.append(graph.code) or graph.forward)
+
+    torch._dynamo.reset()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "compile", watched)
+        policy = Policy.plain(tiny_model("olmo2", torch.float32), torch.float32)
+        parallelize(policy, "none", compiled=True, layout=Layout(), always=always)
+    scorer, limits = scorer_of(policy, 64), limits_of(64, "tree")
+    for tokens in (2, 5):
+        pack = pack_of(portions_of(random_examples([(3, (tokens, 4))]), limits), limits)
+        scorer.score(lay(pack.examples, pack.forest, pack.slots))
+    return graphs
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo, of plain attention
+def test_blocks_are_compiled_as_on_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ALONE.items():
+        monkeypatch.setenv(name, value)
+    alone = _graphs(monkeypatch, always=False)
+    with world(ParallelConfig(), cuda=False, always=True):
+        assert _graphs(monkeypatch, always=True) == alone != []

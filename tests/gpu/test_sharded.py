@@ -41,24 +41,25 @@ def _steps(spread: bool, family: str, tokens: int) -> tuple[list[torch.Tensor], 
     optimizer = build_optimizer(policy.model, TrainConfig(learning_rate=1e-3))
     for step in range(3):
         packs = build_packs(random_examples(SHAPES * 8, seed=step), limits)
-        assert len(packs) > 1
+        assert (len(packs) > 1) == (tokens == 1024)
         found.append(train_step(scorer, objective, optimizer, StepBatch.of(packs, objective, None), None).logps)
     weights = {n: getattr(w, "full_tensor", lambda w=w: w)().detach() for n, w in policy.model.named_parameters()}
     return found, weights
 
 
-@pytest.mark.parametrize("family", ["llama", "granite"])  # untied, tied
-def test_over_one_process_all_bits_are_those_of_the_plain_path(family, monkeypatch):
-    plain, weights = _steps(False, family, 1024)
+# Where embedding and head are one weight, a step of several packs adds their gradients up in another order.
+@pytest.mark.parametrize(("family", "tokens"), [("llama", 1024), ("granite", 8192)])
+def test_over_one_process_all_bits_are_those_of_the_plain_path(family, tokens, monkeypatch):
+    plain, weights = _steps(False, family, tokens)
     for name, value in ALONE.items():
         monkeypatch.setenv(name, value)
     with world(ParallelConfig(), cuda=True, always=True):
-        spread, spread_weights = _steps(True, family, 1024)
+        spread, spread_weights = _steps(True, family, tokens)
     assert [torch.equal(one, other) for one, other in zip(plain, spread, strict=True)] == [True] * 3
     assert [name for name, weight in weights.items() if not torch.equal(weight, spread_weights[name])] == []
 
 
-def _train(folder: Path, out: str, *launcher: str) -> list[dict]:
+def _start(folder: Path, out: str, *launcher: str) -> subprocess.CompletedProcess[str]:
     settings = {
         "model.path": "model",
         "data.train": "pairs.jsonl",
@@ -73,18 +74,37 @@ def _train(folder: Path, out: str, *launcher: str) -> list[dict]:
     }
     flags = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
     command = [sys.executable, *launcher, "-m", "tuningfork", "train", *flags]
-    done = subprocess.run(command, cwd=folder, env=dict(os.environ), capture_output=True, text=True, timeout=280)
+    return subprocess.run(command, cwd=folder, env=dict(os.environ), capture_output=True, text=True, timeout=280)
+
+
+def _train(folder: Path, out: str, *launcher: str) -> list[dict]:
+    done = _start(folder, out, *launcher)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert "step-0 check: margin exactly 0 for 8 of 8 pairs" in done.stdout
     return [json.loads(line) for line in (folder / out / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_two_processes_train_as_one(tmp_path):
-    """Over NCCL where there are two GPUs; on one GPU over Gloo."""
+def _launcher(processes: int) -> list[str]:
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+
+
+@pytest.fixture
+def folder(tmp_path):
     make_model(tmp_path / "model", hidden_size=64, intermediate_size=128, dtype=torch.bfloat16)
     write_rows(tmp_path / "pairs.jsonl", make_pairs(40))
-    one = _train(tmp_path, "one")
-    two = _train(tmp_path, "two", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    return tmp_path
+
+
+def test_more_processes_than_gpus_are_refused(folder):
+    done = _start(folder, "more", *_launcher(torch.cuda.device_count() + 1))
+    assert done.returncode != 0
+    assert done.stderr.count("have the same GPU") == 1
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_processes_train_as_one(folder):
+    one = _train(folder, "one")
+    two = _train(folder, "two", *_launcher(2))
     exact = ("loss", "logps/chosen", "logps/rejected", "rewards/margin", "examples", "tokens")
     assert {key: one[0][key] for key in exact} == {key: two[0][key] for key in exact}
     assert two[0]["ranks"] == 2

@@ -68,7 +68,7 @@ def load_spread(
         stored = {name: of[id(weight)] for name, weight in all_tensors(model) if id(weight) in of}
         for weight, there in draft.unread:
             kind = held_dtype(weight, there.shape, dtype)
-            if isinstance(weight, nn.Parameter) and weight.ndim > 1:
+            if isinstance(weight, nn.Parameter) and weight.ndim > 1 and layout.shard > 1:
                 _put(model, weight, torch.empty(there.shape, dtype=kind, device="meta"))
             else:
                 weight.data = torch.empty(there.shape, dtype=kind, device=device)

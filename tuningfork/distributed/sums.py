@@ -6,6 +6,7 @@ the same bits in whatever pack it comes, and every process has them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,3 +141,14 @@ class _Divided(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return _side_by_side(gradient, ctx.group), None
+
+
+def squared_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The squared 2-norm of tensors together, a float64 scalar on their device; each one's own norm is computed in
+    float32 at least."""
+    tensors = [tensor for tensor in tensors if tensor.numel()]
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    norms = torch._foreach_norm(tensors, 2.0, dtype)  # private: torch._foreach_norm
+    return torch.stack(norms).double().square().sum()

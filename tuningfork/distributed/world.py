@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -46,8 +46,8 @@ def world(parallel: ParallelConfig, cuda: bool, always: bool = False) -> Iterato
         always: find the others also where there are none, so that what one process does can be seen as one of several.
 
     Raises:
-        ConfigError: the launcher is none that says where the others are, or its variables are incomplete; or the
-            settings do not share out the processes.
+        ConfigError: the launcher is none that says where the others are, or its variables are incomplete; the settings
+            do not share out the processes; or two of them have one GPU.
         RankError: the others did not come in time.
     """
     if not started_together() and not always:
@@ -57,8 +57,7 @@ def world(parallel: ParallelConfig, cuda: bool, always: bool = False) -> Iterato
     timeout = timedelta(minutes=parallel.timeout_minutes)
     if cuda:
         torch.cuda.set_device(named["LOCAL_RANK"] % torch.cuda.device_count())
-    shared = cuda and named["LOCAL_WORLD_SIZE"] > torch.cuda.device_count()  # NCCL takes one process a GPU
-    backend = "cpu:gloo,cuda:gloo" if shared else "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     try:
         store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
         store = dist.PrefixStore(f"start {_number(RESTARTS, absent=0)}", store)  # a launcher may keep it from the last
@@ -73,6 +72,8 @@ def world(parallel: ParallelConfig, cuda: bool, always: bool = False) -> Iterato
         ) from error
     ranks = Ranks(rank, size, named["LOCAL_RANK"], named["LOCAL_WORLD_SIZE"], host=host)
     try:
+        if cuda:
+            _check_own_gpus(ranks.all(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)))
         ranks = replace(ranks, tensor=Layout.plan(parallel, ranks).tensor)
         yield ranks
     except SaidElsewhere:  # the one that fails counts first: the store may end with this one
@@ -111,6 +112,18 @@ def started_together() -> bool:
             "find the others. Start it with torchrun, or with tuningfork launch."
         )
     return True
+
+
+def _check_own_gpus(gpus: Sequence[str]) -> None:
+    """Raises ConfigError where two ranks have one GPU, which NCCL does not take. `gpus`: the name of each rank's."""
+    first: dict[str, int] = {}
+    for rank, gpu in enumerate(gpus):
+        if gpu in first:
+            raise ConfigError(
+                f"ranks {first[gpu]} and {rank} have the same GPU, {gpu}. Start as many processes on a machine as it "
+                "has GPUs, or set train.device to cpu."
+            )
+        first[gpu] = rank
 
 
 def restarted() -> bool:

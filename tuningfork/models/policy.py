@@ -191,6 +191,10 @@ class Policy:
         # gradients of norms, sums over rows whose order a graph decides, would not repeat.
         # private: torch.fx.experimental._config.use_duck_shape
         torch.fx.experimental._config.use_duck_shape = False
+        # Numbers that a layer has, its heads' width, say, are constants of a graph. Those of a module that FSDP manages
+        # would not be: views of heads then have unknown shapes, and hardly anything around attention is fused.
+        # private: torch._dynamo.config.specialize_int
+        torch._dynamo.config.specialize_int = True
         self.compiled = True
         self.keep_activations(self.activation_memory)
 

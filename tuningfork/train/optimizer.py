@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from tuningfork.distributed.sums import squared_norm
 from tuningfork.errors import ConfigError
 from tuningfork.models.hf.load import bears_8_bits
 from tuningfork.models.policy import Spread
@@ -61,16 +62,14 @@ def hold_gradients(model: nn.Module, config: TrainConfig) -> None:
 
 
 def gradient_norm(optimizer: Optimizer, spread: Spread | None = None) -> Tensor:
-    """The 2-norm of all gradients together, a scalar on their device, computed in float32 at least.
+    """The 2-norm of all gradients together, a scalar on their device: added up in float64, rounded to float32 where no
+    gradient is wider.
 
     `spread`: how they lie on the processes, where they are spread over some. The last bits depend on that.
     """
     gradients = _gradients(optimizer)
-    if spread is not None:
-        return spread.squared_norm(gradients).sqrt()
-    dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
-    # private: torch._foreach_norm
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype)))
+    squares = squared_norm(gradients, gradients[0].device) if spread is None else spread.squared_norm(gradients)
+    return squares.sqrt().to(torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32)
 
 
 def move_weights(optimizer: Optimizer, scale: Tensor | None = None) -> None:

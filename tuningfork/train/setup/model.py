@@ -81,12 +81,26 @@ def start_model(config: RunConfig, device: torch.device, console: Console, ranks
         layout,
         DTYPES[config.parallel.reduce_dtype],
     )
+    if layout.shard > 1 and device.type == "cuda":
+        _note_room(loaded, train, device, console)
     if check is not None:
         with console.stage("kernel check", "compiling and checking kernels and blocks"):
             check.compare(policy)
     for words in untried(policy):
         console.print(f"checks at the start: {words}")
     return Session(scorer, config.objective.build(), loaded, check, ranks, layout)
+
+
+def _note_room(loaded: Loaded, train: TrainConfig, device: torch.device, console: Console) -> None:
+    """Say so where weights are spread that need not be."""
+    weights = [(p.numel(), p.element_size() + (p.grad_dtype or p.dtype).itemsize) for p in loaded.model.parameters()]
+    needed = sum(count * size for count, size in weights) + optimizer_bytes(loaded.model, train)
+    room = torch.cuda.get_device_properties(device).total_memory
+    if needed <= room / 3:
+        console.print(
+            f"weights, gradients and moments take {needed / 1e9:.0f} of the {room / 1e9:.0f} GB that each GPU has: "
+            "with parallel.shard: 1 nothing would be gathered, which is faster"
+        )
 
 
 def choose_activations(
