@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from tuningfork import __version__
+from tuningfork.commands.launched import end_with_launcher
 from tuningfork.errors import READING, SCORING, TRAINING, ConfigError, SaidElsewhere, TuningforkError, enough_memory
 from tuningfork.library_words import show_library_words
 from tuningfork.report.run.console import Console
@@ -260,7 +261,7 @@ def _launch(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
 
     same = ["-m", "tuningfork", own.what, *own.arguments]
     limits = (own.max_restarts, own.grace, own.nodes, own.rendezvous)
-    return launch(same, own.processes, config.train.device, *limits)
+    return launch(same, own.processes, config.train.device, *limits, parallel=config.parallel)
 
 
 def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str]) -> int:
@@ -277,6 +278,7 @@ def _command(parser: argparse.ArgumentParser, name: str, arguments: Sequence[str
 
     with suppress(ValueError):  # not in the main thread: whoever embeds us handles signals
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends a command as Ctrl-C does
+        end_with_launcher()
     # Threads that wait should sleep, not spin: beside any other busy program, spinning costs several times the run.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Packs differ a little in size; with fixed blocks of memory each new size would leave holes behind.

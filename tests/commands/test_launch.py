@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -16,6 +17,7 @@ import pytest
 
 from tests.distributed.worlds import free_port
 from tuningfork.commands.launch import launch
+from tuningfork.distributed.config import ParallelConfig
 from tuningfork.errors import ConfigError
 
 SECONDS = 60.0
@@ -150,6 +152,25 @@ def stopped(script: str, folder: Path, *numbers: int, grace: float = SECONDS) ->
     process.join(SECONDS)
     assert process.exitcode is not None, "the launcher hangs"
     return process.exitcode, sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a process is told of its parent's end on Linux")
+def test_processes_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    script = (
+        "import os, sys, time; sys.path.insert(0, sys.argv[1]); from tuningfork.commands.launched import *; "
+        "end_with_launcher(); open(os.path.join(sys.argv[2], str(os.getpid())), 'x').close(); time.sleep(60)"
+    )
+    arguments = ["-S", "-c", script, str(Path(__file__).parents[2]), str(tmp_path)]
+    launcher = multiprocessing.get_context("fork").Process(target=launch, args=(arguments, 2, "cpu", 0, SECONDS))
+    launcher.start()
+    _until(lambda: len([*tmp_path.iterdir()]) == 2)
+    launcher.kill()
+    _until(lambda: not any(Path("/proc", process.name).exists() for process in tmp_path.iterdir()))
+
+
+def test_a_layout_that_does_not_fit_is_refused_before_any_process_starts() -> None:
+    with pytest.raises(ConfigError, match="do not share out 2 processes"):
+        launch(["-S", "-c", "raise SystemExit(9)"], 2, "cpu", 0, SECONDS, parallel=ParallelConfig(tensor=3))
 
 
 def _until(ready: Callable[[], bool]) -> None:

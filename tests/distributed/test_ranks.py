@@ -198,5 +198,5 @@ def test_a_policy_is_made_ready_in_one_place() -> None:
 
 def test_two_ranks_on_one_gpu_are_refused() -> None:
     _check_own_gpus(["a", "b", "c"])
-    with pytest.raises(ConfigError, match="ranks 1 and 3 have the same GPU, b. Start as many processes"):
+    with pytest.raises(ConfigError, match=r"ranks 1 and 3 have the same GPU, b\. Start as many processes"):
         _check_own_gpus(["a", "b", "c", "b"])

@@ -20,6 +20,10 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from tuningfork.commands.launched import LAUNCHER
+from tuningfork.distributed.config import ParallelConfig
+from tuningfork.distributed.layout import Layout
+from tuningfork.distributed.ranks import Ranks
 from tuningfork.errors import ConfigError, RankError
 from tuningfork.wording import first_line
 
@@ -27,6 +31,8 @@ INTERRUPTED = 130
 PASSED_ON = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
 """Signals to the launcher -> what it sends the processes: a terminal that closes stops a run as the scheduler does."""
 LOOK = 0.1  # seconds between two looks at the processes
+
+AS_IT_STANDS = ParallelConfig()
 
 
 def launch(
@@ -37,6 +43,7 @@ def launch(
     grace: float,
     nodes: int = 1,
     rendezvous: str | None = None,
+    parallel: ParallelConfig = AS_IT_STANDS,
 ) -> int:
     """Run Python several times, as processes that find each other, until all have ended.
 
@@ -48,6 +55,7 @@ def launch(
         grace: seconds that they have to save and end after a signal, before they are killed.
         nodes: machines on which the same is launched.
         rendezvous: host:port of one of them, where all meet; None for one machine, where any port will do.
+        parallel: what the processes will share out, or refuse to.
 
     Returns the exit status: 0, that of the process that failed first, 128 + the number of the signal that killed it,
     or 130 where the launcher was told to stop. Raises ConfigError.
@@ -58,6 +66,8 @@ def launch(
             "a free port of one of them."
         )
     count = processes or _gpus(device)
+    Layout.plan(parallel, Ranks(size=nodes * count, per_node=count))  # each of them would find out, once it has begun
+    os.environ[LAUNCHER] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a process that has lost another shows stacks of C++
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are ours: in 2.11 its patience ends in 30 s

@@ -40,7 +40,7 @@ class Choice:
     peaks: dict[str, int | None] = field(default_factory=dict)
 
 
-def fastest_that_fits(peak: Peak, rows: int, smallest: int, room: int, compiled: bool) -> Choice:
+def fastest_that_fits(peak: Peak, rows: int, smallest: int, room: int, budgets: bool) -> Choice:
     """The fastest mode whose peak with a pack of `rows` rows is at most `room` bytes.
 
     `none` comes first. Where it does not fit, `block` bounds the memory of every budget from below and tells the budget
@@ -49,7 +49,7 @@ def fastest_that_fits(peak: Peak, rows: int, smallest: int, room: int, compiled:
     Args:
         peak: does a dry run. Asked for full packs, and to find what `none` would take, for smaller ones.
         smallest: rows below which a pack says nothing.
-        compiled: whether budgets are possible.
+        budgets: whether they are possible.
     """
     choice = Choice()
 
@@ -65,7 +65,7 @@ def fastest_that_fits(peak: Peak, rows: int, smallest: int, room: int, compiled:
     if not fits("block"):
         fits("offload")
         return choice
-    if compiled:
+    if budgets:
         least = choice.peaks["block"] or 0
         most = choice.peaks["none"] or _extrapolated(peak, least, rows, smallest)
         for budget in BUDGETS:
@@ -154,12 +154,17 @@ def _pairs(rows: int, vocabulary: int, positions: int) -> Iterator[TokenExample]
 
 
 def choose_activation_memory(
-    scorer: Scorer, limits: PackLimits, optimizer_bytes: Callable[[torch.nn.Module], int], console: Console
+    scorer: Scorer,
+    limits: PackLimits,
+    optimizer_bytes: Callable[[torch.nn.Module], int],
+    console: Console,
+    budgets: bool = True,
 ) -> None:
     """Let the policy keep its activations by the fastest mode that fits its GPU, and say which; on a CPU, by `none`.
 
     Args:
         optimizer_bytes: what the optimizer will hold for a model.
+        budgets: whether compiled blocks can have one.
 
     Raises:
         ConfigError: a full pack fits by no mode.
@@ -172,7 +177,8 @@ def choose_activation_memory(
     console.print("activation memory: auto, trying full packs by one mode after the other, the fastest first")
     usable, states = _usable(policy.device), optimizer_bytes(policy.model)
     dry = DryRun(scorer, limits, _cuda_peak)
-    choice = fastest_that_fits(dry.peak, limits.slots(limits.tokens), limits.smallest, usable - states, policy.compiled)
+    budgets = budgets and policy.compiled
+    choice = fastest_that_fits(dry.peak, limits.slots(limits.tokens), limits.smallest, usable - states, budgets)
     tried = ", ".join(f"{mode} {_gib(taken, states)}" for mode, taken in choice.peaks.items())
     if choice.mode is None:
         raise ConfigError(

@@ -13,6 +13,7 @@ from tuningfork.distributed.layout import Layout
 from tuningfork.distributed.load import load_spread
 from tuningfork.distributed.parallelize import parallelize
 from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
+from tuningfork.errors import ConfigError
 from tuningfork.models import activations
 from tuningfork.models.hf import export
 from tuningfork.models.hf.load import Loaded, load
@@ -48,6 +49,12 @@ def start_model(config: RunConfig, device: torch.device, console: Console, ranks
     # What cannot be had is said now, before minutes of reading and scoring.
     activations.check_mode(train.activation_memory, compiled)
     layout = Layout.plan(config.parallel, ranks)
+    if layout.tensor > 1 and activations.budget_of(train.activation_memory) is not None:
+        raise ConfigError(
+            f"train.activation_memory is {train.activation_memory}, and parallel.tensor {layout.tensor}: the compiler "
+            "takes no budget of blocks that several processes compute together. Set the one to none, block or auto, or "
+            "the other to 1."
+        )
     with console.stage("device", f"setting up {device_name(device)}"):
         torch.zeros(1, device=device)  # the first use of a GPU sets it up, which is no part of what follows
     held = DTYPES[model.weights]
@@ -126,7 +133,8 @@ def choose_activations(
         console.print(f"activation memory: {mode}, as chosen when the run began")
     else:
         with console.startup.time("activation memory"):
-            choose_activation_memory(session.scorer, limits, partial(optimizer_bytes, config=train), console)
+            of_optimizer = partial(optimizer_bytes, config=train)
+            choose_activation_memory(session.scorer, limits, of_optimizer, console, budgets=session.layout.tensor == 1)
     if session.check is not None and session.policy.activation_memory != "block":  # which `start_model` has compared
         with console.stage("kernel check", "compiling and checking kernels and blocks"):
             session.check.compare(session.policy)
