@@ -51,9 +51,15 @@ def test_of_two_ranks_the_slower_one_is_named() -> None:
     assert found == (0, 1.5)
 
 
+def test_a_rank_that_is_slow_in_most_steps_is_named() -> None:
+    watch = PaceWatch()
+    said = [watch.add([1.0, 3.0 if step % 3 else 1.0, float("nan")]) for step in range(STEPS)]
+    assert said[-1] == (1, 3.0)
+
+
 def test_a_slow_step_now_and_then_is_nobodys_fault() -> None:
     watch = PaceWatch()
-    said = [watch.add([1.0, 3.0 if step % 3 else 1.0, 1.2, SLOW * 0.99]) for step in range(4 * STEPS)]
+    said = [watch.add([1.0, 1.0 if step % 3 else 3.0, 1.2, SLOW * 0.99]) for step in range(4 * STEPS)]
     assert said == [None] * (4 * STEPS)
     assert watch.add([float("nan")] * 4) is None
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 
-SLOW = 1.3  # times the others' time for the same work: more than the noise of a step
-STEPS = 10  # in a row
+SLOW = 1.3  # times the others' time for the same work: more than cards of a kind differ
+STEPS = 20  # of whose half a rank must have been so slow: one step may be disturbed by anything
 _KEPT = 8192  # passes of blocks: those of a long scoring, which nobody asks for, must not fill the memory
 
 
@@ -77,14 +77,14 @@ def _between(begin: Any, end: Any) -> float:
 
 
 class SlowRank(NamedTuple):
-    """A rank that computes more slowly than the others, step after step."""
+    """A rank that usually computes more slowly than the others."""
 
     rank: int
     times: float  # the others' time for the same work, which is the lower median of all
 
 
 class PaceWatch:
-    """Finds a rank that is slow for many steps in a row: a card that is hot, or shared with another program."""
+    """Finds a rank that is slow in most of many steps: a card that is hot, or shared with another program."""
 
     def __init__(self) -> None:
         self._last: deque[np.ndarray] = deque(maxlen=STEPS)
@@ -99,9 +99,12 @@ class PaceWatch:
         self._last.append(paces / np.nanquantile(paces, 0.5, method="lower"))
         if len(self._last) < STEPS:
             return None
-        least = np.nanmin(np.stack(self._last), axis=0)
-        rank = int(np.nanargmax(least)) if np.isfinite(least).any() else 0
-        if not least[rank] > SLOW or rank in self._named:
+        paces = np.stack(self._last)
+        ranks = np.flatnonzero(np.isfinite(paces).any(axis=0))  # that had something to do
+        usual = np.nanmedian(paces[:, ranks], axis=0)
+        slowest = int(usual.argmax())
+        rank = int(ranks[slowest])
+        if not usual[slowest] > SLOW or rank in self._named:
             return None
         self._named.add(rank)
-        return SlowRank(rank, float(np.nanmedian(np.stack(self._last), axis=0)[rank]))
+        return SlowRank(rank, float(usual[slowest]))
