@@ -55,7 +55,8 @@ from tuningfork.distributed.ranks import Ranks, of_a_collective
 from tuningfork.errors import is_of_memory, is_panic
 from tuningfork.models import compiler
 from tuningfork.models.hf import attention
-from tuningfork.models.hf.load import bears_8_bits, comparable
+from tuningfork.models.hf.comparable import comparable
+from tuningfork.models.hf.load import bears_8_bits
 from tuningfork.models.hf.trust import take_no_kernels
 from tuningfork.recipe.validate import allowed
 from tuningfork.report.sinks.tensorboard import open_sink
