@@ -14,6 +14,7 @@ import torch
 
 from tuningfork.errors import ModelError
 from tuningfork.kernels.attention.plain import PlainAttention
+from tuningfork.kernels.gated_delta.plain import PlainGatedDelta
 from tuningfork.kernels.row_logps import plain as plain_rows
 
 Sizes = Mapping[str, int]
@@ -71,12 +72,24 @@ def _fork_attention(head_width: int) -> tuple[str, Any]:
     return "fork", ForkAttention
 
 
+def _gated_delta(key_width: int, value_width: int) -> tuple[str, Any]:
+    return "plain", PlainGatedDelta
+
+
 def _triton_row_logps() -> tuple[str, Any]:
     from tuningfork.kernels.row_logps import fast
 
     return "triton", fast
 
 
-_PLAIN: dict[str, Any] = {"attention": PlainAttention, "row_logps": plain_rows}
-_FAST: dict[str, Callable[..., tuple[str, Any]]] = {"attention": _fork_attention, "row_logps": _triton_row_logps}
+_PLAIN: dict[str, Any] = {
+    "attention": PlainAttention,
+    "gated_delta": PlainGatedDelta,
+    "row_logps": plain_rows,
+}
+_FAST: dict[str, Callable[..., tuple[str, Any]]] = {
+    "attention": _fork_attention,
+    "gated_delta": _gated_delta,
+    "row_logps": _triton_row_logps,
+}
 """Name and form of each op's fast kernel for some sizes; Triton is imported only where it is used."""
