@@ -43,7 +43,7 @@ def _separate(layer: Any, rows: Tensor) -> _Projected:
 
 def _by_key_head(layer: Any, rows: Tensor) -> _Projected:
     """Qwen3-Next: two projections, in which all that belongs to a key head lies together."""
-    # private: transformers.fix_query_key_value_ordering
+    # private: transformers.GatedDeltaNet
     sort = layer.fix_query_key_value_ordering
     query, key, value, gate, strength, step = (
         part[0] for part in sort(layer.in_proj_qkvz(rows)[None], layer.in_proj_ba(rows)[None])
@@ -66,7 +66,7 @@ class _Kind(NamedTuple):
     out: str
 
 
-# private: transformers by names of GatedDeltaNet
+# private: transformers.GatedDeltaNet
 _KINDS: Mapping[str, _Kind] = {
     "OlmoHybridGatedDeltaNet": _Kind(_separate, "o_norm", "o_proj"),
     "Qwen3NextGatedDeltaNet": _Kind(_by_key_head, "norm", "out_proj"),
