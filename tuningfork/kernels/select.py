@@ -15,6 +15,7 @@ import torch
 from tuningfork.errors import ModelError
 from tuningfork.kernels.attention.plain import PlainAttention
 from tuningfork.kernels.causal_conv.plain import PlainCausalConv
+from tuningfork.kernels.gated_delta.plain import PlainGatedDelta
 from tuningfork.kernels.row_logps import plain as plain_rows
 
 Sizes = Mapping[str, int]
@@ -82,16 +83,26 @@ def _causal_conv(width: int) -> tuple[str, Any]:
     return "triton", TritonCausalConv
 
 
+def _gated_delta(key_width: int, value_width: int) -> tuple[str, Any]:
+    return "plain", PlainGatedDelta
+
+
 def _triton_row_logps() -> tuple[str, Any]:
     from tuningfork.kernels.row_logps import fast
 
     return "triton", fast
 
 
-_PLAIN: dict[str, Any] = {"attention": PlainAttention, "causal_conv": PlainCausalConv, "row_logps": plain_rows}
+_PLAIN: dict[str, Any] = {
+    "attention": PlainAttention,
+    "causal_conv": PlainCausalConv,
+    "gated_delta": PlainGatedDelta,
+    "row_logps": plain_rows,
+}
 _FAST: dict[str, Callable[..., tuple[str, Any]]] = {
     "attention": _fork_attention,
     "causal_conv": _causal_conv,
+    "gated_delta": _gated_delta,
     "row_logps": _triton_row_logps,
 }
 """Name and form of each op's fast kernel for some sizes; Triton is imported only where it is used."""

@@ -29,6 +29,7 @@ SCORING = (
     "models/compiler.py",
     "models/head.py",
     "models/hf/attention.py",
+    "models/hf/gated_delta.py",
     "models/hf/load.py",
     "models/hf/watch.py",  # finds the blocks that are compiled
     "models/mixers",

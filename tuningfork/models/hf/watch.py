@@ -17,7 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode  # private: torch.uti
 from transformers import PreTrainedModel
 
 from tuningfork.errors import LOADING, ModelError, OutOfMemory, enough_memory
+from tuningfork.kernels.causal_conv.plain import Heads
+from tuningfork.models.hf import gated_delta
 from tuningfork.models.mixers.attention import KEYWORD, Attention, AttentionLayer
+from tuningfork.models.mixers.gated_delta import GatedDelta, GatedDeltaLayer, PreparedGatedDelta
 from tuningfork.models.mixers.mixer import Mixer
 from tuningfork.wording import first_line
 
@@ -31,21 +34,24 @@ class Watched:
     weights: of all matrix products, each as often as it is used for a row, not counting the head.
     forward_only: those of them that take no part in the backward pass.
     attention: its calls in their order; a layer that runs twice has two.
+    gated_delta: the same of the gated delta rule; models of attention alone have none.
     blocks: the decoder blocks in the order of their first call: entries of lists of modules in which a mixer runs.
     """
 
     weights: int = 0
     forward_only: int = 0
     attention: list[AttentionLayer] = field(default_factory=list)
+    gated_delta: list[GatedDeltaLayer] = field(default_factory=list)
     blocks: list[nn.Module] = field(default_factory=list)
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
-        return (Attention(tuple(self.attention)),)
+        recurrent = (GatedDelta(tuple(self.gated_delta)),) if self.gated_delta else ()
+        return (Attention(tuple(self.attention)), *recurrent)
 
 
 def watch(model: PreTrainedModel, precision: AbstractContextManager[Any], run: Callable[..., Any]) -> Watched:
-    """Run the model once under a context of precision, with attention that only looks on. Nothing of it changes.
+    """Run the model once under a context of precision, with mixers that only look on. Nothing of it changes.
 
     `run` runs its backbone, which is gathered for it where the model is spread over processes.
 
@@ -55,13 +61,16 @@ def watch(model: PreTrainedModel, precision: AbstractContextManager[Any], run: C
     seen = Watched()
     ids = torch.zeros(1, _ROWS, dtype=torch.long, device=next(model.parameters()).device)
     fork = _Onlooker(seen)
+    told: dict[str, Any] = {KEYWORD: fork}
+    if gated_delta.layers(model):
+        told[gated_delta.KEYWORD] = PreparedGatedDelta(conv=fork, scan=fork)
     where = f"{model.name_or_path}: " if model.name_or_path else ""
     kind = type(model).__name__
     try:
         memory = enough_memory("watching the model", LOADING)
         with memory, torch.enable_grad(), precision, _blocks(model, fork), _Products(seen):
             positions = torch.arange(_ROWS, device=ids.device)[None]
-            run(input_ids=ids, position_ids=positions, use_cache=False, **{KEYWORD: fork})
+            run(input_ids=ids, position_ids=positions, use_cache=False, **told)
     except ModelError as error:
         raise ModelError(f"{where}{error}") from error
     except OutOfMemory:
@@ -76,7 +85,7 @@ def watch(model: PreTrainedModel, precision: AbstractContextManager[Any], run: C
 
 
 class _Onlooker:
-    """Stands for prepared attention: notes the call, and gives zeros of the right shape."""
+    """Stands for what mixers prepare: notes the call, and gives zeros of the right shape."""
 
     def __init__(self, seen: Watched) -> None:
         self._seen = seen
@@ -87,13 +96,26 @@ class _Onlooker:
         value_width = value.shape[-1]
         widths = heads * (width + value_width) // 2, max(width, value_width)
         self._seen.attention.append(AttentionLayer(widths[0], window, widths[1], backward=torch.is_grad_enabled()))
+        self._note_block()
+        return query.new_zeros(*query.shape[:2], value_width)
+
+    def query_key_value(self, x: Tensor, weight: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+        layer = GatedDeltaLayer(heads, weight.shape[1], backward=torch.is_grad_enabled())
+        self._seen.gated_delta.append(layer)
+        self._note_block()
+        keys = (len(x), heads.keys, heads.key_width)
+        return x.new_zeros(keys), x.new_zeros(keys), x.new_zeros(len(x), heads.values, heads.value_width)
+
+    def scan(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        return torch.zeros_like(value)
+
+    def _note_block(self) -> None:
         if self.inside and not any(self.inside[0] is block for block in self._seen.blocks):
             self._seen.blocks.append(self.inside[0])
-        return query.new_zeros(*query.shape[:2], value_width)
 
 
 class _Products(TorchDispatchMode):
-    """Adds up the weights of matrix products. Attention's own are not among them: it only looks on."""
+    """Adds up the weights of matrix products. Mixers' own are not among them: they only look on."""
 
     def __init__(self, seen: Watched) -> None:
         super().__init__()
