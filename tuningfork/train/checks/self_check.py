@@ -20,7 +20,7 @@ from tuningfork.data.packing.pack import SMALLEST_COMPILED, PackLimits
 from tuningfork.data.packing.tree import Share, grow
 from tuningfork.errors import LOADING, ModelError, OutOfMemory, enough_memory
 from tuningfork.models.backbone import Backbone
-from tuningfork.models.hf import attention, gated_delta
+from tuningfork.models.hf import attention, layers
 from tuningfork.models.policy import Policy, Spread
 from tuningfork.records import GRID, PackedBatch, Source, TokenAnswer, TokenExample
 
@@ -64,7 +64,7 @@ def _compare(policy: Policy, path: str) -> None:
                 "starting policy. Set every rate of dropout or layer drop in config.json to 0."
             )
         try:
-            with enough_memory("checking the model", LOADING), gated_delta.taken_out(model):
+            with enough_memory("checking the model", LOADING), layers.taken_out(model):
                 alone = torch.cat([score for example in batch.examples for score in _score_alone(model, example)])
         except OutOfMemory:
             raise
