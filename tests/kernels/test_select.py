@@ -55,3 +55,13 @@ def test_heads_wider_than_the_gpus_kernel_are_refused(monkeypatch):
     assert (chosen["attention"], chosen["row_logps"]) == (fork.ForkAttention, rows)
     with pytest.raises(ModelError, match="heads up to 512 wide, these have 513"):
         select({"attention": {"head_width": 513}}, torch.device("cuda"), torch.bfloat16)
+
+
+def test_keys_wider_than_the_gpus_scan_are_refused(monkeypatch):
+    fast = SimpleNamespace(WIDEST_KEY=128, TritonGatedDelta=object)
+    monkeypatch.setitem(sys.modules, "tuningfork.kernels.gated_delta.fast", fast)  # the real one needs Triton
+    asked = {"gated_delta": {"key_width": 128, "value_width": 256}}
+    chosen = select(asked, torch.device("cuda"), torch.bfloat16)
+    assert (chosen["gated_delta"], chosen.names) == (object, {"gated_delta": "triton"})
+    with pytest.raises(ModelError, match="keys up to 128 wide, these have 160, beside values of 64"):
+        select({"gated_delta": {"key_width": 160, "value_width": 64}}, torch.device("cuda"), torch.bfloat16)
