@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from bench import (
     attention,
+    causal_conv,
     elementwise,
     head,
     learning,
@@ -231,6 +232,16 @@ def test_attention_counts_visible_pairs():
     layouts = attention.Layouts.of(shapes.random_pairs([(3, 2, 1)], 10), 1024)
     assert attention.visible_pairs(layouts.examples) == (6 + (15 - 6) + (10 - 6), 15 + 10)
     assert attention.kernels(None, torch.device("cpu")) == {"plain": PlainAttention}
+
+
+def test_causal_conv_measures_both_kinds_of_layers(capsys):
+    causal_conv.main(["--shapes", "2x4x2x6/4", "8/3", "--tokens", "4096", "--pairs", "4"])
+    with_heads, alone = json_lines(capsys.readouterr().out)
+    assert (with_heads["shape"], alone["shape"]) == ("2x4x2x6/4", "8/3")
+    for line in (with_heads, alone):
+        assert line["form"] == "plain" and "note" not in line
+        assert 0 < line["forward_ms"] < line["train_ms"]
+        assert all(0 < line[f"error_{kind}"] < 1e-6 for kind in ("results", "rows", "weight"))  # float32 on a CPU
 
 
 def test_elementwise_compares_every_part(capsys):
