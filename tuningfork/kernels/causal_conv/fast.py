@@ -32,11 +32,11 @@ WIDEST_HEAD = 512
 _REACH = WIDEST - 1
 
 # How programs are cut up is fixed, since tuning at run time would change the order of addition.
-_ELEMENTS = 4096  # of a program: 32 rows of 128 channels
 _LANES = 128  # channels of a program, where there are no heads
-_WARPS = 8
-_EDGE_LANES = 512
-_EDGE_READERS = 8  # that are under way at once
+_ELEMENTS, _WARPS = 4096, 8  # of a program: its rows times its channels
+_SUMMED, _SUMMED_WARPS = 1024, 4  # the same where a program goes on through a tile, for its sums stay in registers
+_TILE = 128  # rows of that
+_EDGE = {"LANES": 512, "AT_ONCE": 8}
 
 
 class TritonCausalConv(NamedTuple):
@@ -92,22 +92,23 @@ class _Part(NamedTuple):
     def size(self) -> int:
         return self.channels.stop - self.channels.start
 
-    def grid(self, tiles: int) -> tuple[int, int]:
-        return triton.cdiv(self.size, self.constants["SPAN"]), tiles
+    @property
+    def blocks(self) -> int:
+        """Programs beside each other."""
+        return int(triton.cdiv(self.size, self.constants["SPAN"]))
+
+    def rows(self, elements: int) -> int:
+        """Of a program that has so many elements at once."""
+        return min(_TILE, elements // self.constants["LANES"])
 
 
 def _parts(channels: int, keys: int, key_width: int, silu: bool, has_bias: bool, width: int) -> list[_Part]:
-    constants = {"SILU": silu, "HAS_BIAS": has_bias, "WIDTH": width, "REACH": _REACH, "ROWS": _rows(key_width)}
-    rest = {"NORMED": False, "SPAN": _LANES, "LANES": _LANES, "num_warps": _WARPS, **constants}
+    constants = {"SILU": silu, "HAS_BIAS": has_bias, "WIDTH": width, "REACH": _REACH}
+    rest = {"NORMED": False, "SPAN": _LANES, "LANES": _LANES, **constants}
     head = {**rest, "NORMED": True, "SPAN": key_width, "LANES": triton.next_power_of_2(key_width)}
     own = keys * key_width
     normed = [_Part(0, slice(0, own), key_width**-0.5, head), _Part(1, slice(own, 2 * own), 1.0, head)] if keys else []
     return [*normed, _Part(2, slice(2 * own, channels), 1.0, rest)]
-
-
-def _rows(key_width: int) -> int:
-    """Rows of a program."""
-    return _ELEMENTS // max(_LANES, triton.next_power_of_2(key_width))
 
 
 @torch.library.custom_op("tuningfork::causal_conv", mutates_args=())
@@ -120,10 +121,11 @@ def _conv(
     (rows, channels), width = x.shape, weight.shape[1]
     results = _results(x, keys, key_width)
     for part in _parts(channels, keys, key_width, silu, bias is not None, width):
-        of = part.channels
-        kernels.conv_forward[part.grid(triton.cdiv(rows, _rows(key_width)))](
+        of, its_rows = part.channels, part.rows(_ELEMENTS)
+        kernels.conv_forward[(part.blocks, triton.cdiv(rows, its_rows))](
             x[:, of], taps[:, of], taps if bias is None else bias[of], sources, results[part.place],
-            rows, x.stride(0), channels, part.size, part.scale, NORM_EPS, **part.constants,
+            rows, x.stride(0), channels, part.size, part.scale, NORM_EPS,
+            **part.constants, ROWS=its_rows, num_warps=_WARPS,
         )  # fmt: skip
     return results
 
@@ -138,25 +140,25 @@ def _conv_backward(
     x, taps = x if x.stride(1) == 1 else x.contiguous(), weight.t().contiguous()
     (rows, channels), width = x.shape, weight.shape[1]
     gradients = [t.contiguous() for t in (d_query, d_key, d_value)]
-    tiles = triton.cdiv(rows, _rows(key_width))
+    tiles = triton.cdiv(rows, _TILE)
     sums = x.new_empty((tiles, width + 1, channels), dtype=torch.float32)
     d_convolved = x.new_empty(x.shape) if silu else gradients[2]  # without SiLU there are no heads, and it is the same
     for part in _parts(channels, keys, key_width, silu, bias is not None, width):
         of = part.channels
-        kernels.conv_gradient[part.grid(tiles)](
+        kernels.conv_gradient[(part.blocks, tiles)](
             x[:, of], taps[:, of], taps if bias is None else bias[of], sources, gradients[part.place],
             d_convolved[:, of], sums[:, :, of],
-            rows, x.stride(0), channels, channels, channels, part.size, part.scale, NORM_EPS, **part.constants,
+            rows, x.stride(0), channels, channels, channels, part.size, part.scale, NORM_EPS,
+            **part.constants, ROWS=part.rows(_SUMMED), TILE=_TILE, num_warps=_SUMMED_WARPS,
         )  # fmt: skip
     d_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    blocks, its_rows = triton.cdiv(channels, _LANES), _ELEMENTS // _LANES
-    kernels.conv_gradient_of_rows[(blocks, triton.cdiv(rows, its_rows))](
+    its_rows = _ELEMENTS // _LANES
+    kernels.conv_gradient_of_rows[(triton.cdiv(channels, _LANES), triton.cdiv(rows, its_rows))](
         d_convolved, taps, sources, d_x, rows, channels, channels,
         WIDTH=width, REACH=_REACH, LANES=_LANES, ROWS=its_rows, num_warps=_WARPS,
     )  # fmt: skip
-    kernels.conv_gradient_of_edges[(triton.cdiv(channels, _EDGE_LANES), len(edges))](
-        d_convolved, taps, edges, readers, d_x, channels, channels,
-        WIDTH=width, REACH=_REACH, LANES=_EDGE_LANES, AT_ONCE=_EDGE_READERS,
+    kernels.conv_gradient_of_edges[(triton.cdiv(channels, _EDGE["LANES"]), len(edges))](
+        d_convolved, taps, edges, readers, d_x, channels, channels, WIDTH=width, REACH=_REACH, **_EDGE
     )  # fmt: skip
     return d_x, sums.sum(0)
 
