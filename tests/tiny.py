@@ -18,7 +18,7 @@ from tuningfork.data.packing.tree import Share
 from tuningfork.kernels.row_logps import plain as plain_rows
 from tuningfork.kernels.select import Kernels, plain
 from tuningfork.models.head import Head
-from tuningfork.models.hf import attention, gated_delta
+from tuningfork.models.hf import attention, layers
 from tuningfork.models.policy import Policy
 from tuningfork.models.scorer import Scorer
 from tuningfork.records import PackedBatch, Source, TokenAnswer, TokenExample
@@ -64,12 +64,17 @@ HYBRIDS: dict[str, Any] = {
     "qwen3_next": lambda: transformers.Qwen3NextConfig(**_DELTA, head_dim=16, num_experts=0),
     "qwen3_5_text": lambda: transformers.Qwen3_5TextConfig(**_DELTA, head_dim=16),
 }
+_LFM2: dict[str, Any] = {**_BASE, "layer_types": ["conv", "conv", "full_attention", "conv"]}
+SHORT_CONVS: dict[str, Any] = {
+    "lfm2": lambda: transformers.Lfm2Config(**_LFM2),
+    "lfm2_with_biases": lambda: transformers.Lfm2Config(**_LFM2, conv_bias=True, conv_L_cache=4),
+}
 
 
 def tiny_model(family: str = "llama", dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
     """A random model whose logits are spread enough that mistakes show."""
     torch.manual_seed(seed)
-    config = {**FAMILIES, **HYBRIDS}[family]()
+    config = {**FAMILIES, **HYBRIDS, **SHORT_CONVS}[family]()
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation=attention.NAME, dtype=torch.float32
     )
@@ -180,7 +185,7 @@ def scorer_of(policy: Policy, chunk_rows: int = 8192) -> Scorer:
 
 def score_alone(model: PreTrainedModel, example: TokenExample, form: str | None = None) -> list[torch.Tensor]:
     """Each answer's summed log-prob from plain transformers, its sequence alone in a batch of one: the truth."""
-    with gated_delta.taken_out(model):
+    with layers.taken_out(model):
         return _score_alone(model, example, form)
 
 

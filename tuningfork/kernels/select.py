@@ -74,7 +74,13 @@ def _fork_attention(head_width: int) -> tuple[str, Any]:
 
 
 def _causal_conv(width: int) -> tuple[str, Any]:
-    return "plain", PlainCausalConv
+    from tuningfork.kernels.causal_conv.fast import WIDEST, TritonCausalConv
+
+    if width > WIDEST:
+        raise ModelError(
+            f"Convolutions on a GPU take up to {WIDEST} tokens, these have {width}. Use train.device: cpu."
+        )
+    return "triton", TritonCausalConv
 
 
 def _gated_delta(key_width: int, value_width: int) -> tuple[str, Any]:

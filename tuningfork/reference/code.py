@@ -30,7 +30,9 @@ SCORING = (
     "models/head.py",
     "models/hf/attention.py",
     "models/hf/gated_delta.py",
+    "models/hf/layers.py",
     "models/hf/load.py",
+    "models/hf/short_conv.py",
     "models/hf/watch.py",  # finds the blocks that are compiled
     "models/mixers",
     "models/offload.py",

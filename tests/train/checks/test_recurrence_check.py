@@ -9,7 +9,7 @@ from tests.tiny import HYBRIDS, tiny_model, tiny_policy
 from tuningfork.errors import ModelError
 from tuningfork.kernels.causal_conv.plain import PlainCausalConv
 from tuningfork.kernels.gated_delta.plain import PlainGatedDelta
-from tuningfork.models.hf import gated_delta
+from tuningfork.models.hf import gated_delta, short_conv
 from tuningfork.train.checks.self_check import check_packed_equals_alone, probes, untried
 
 
@@ -20,7 +20,7 @@ def test_a_model_passes_and_is_left_as_it_was(family, dtype) -> None:
     before = [weight.clone() for weight in model.parameters()]
     check_packed_equals_alone(model, "here")
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    assert all("forward" in vars(layer) and not layer._forward_hooks for layer in gated_delta.layers(model))
+    assert all("forward" in vars(layer) and not layer._forward_hooks for layer in gated_delta.layers(model) or short_conv.layers(model))
 
 
 def test_examples_cross_chunks_and_what_a_convolution_reads() -> None:

@@ -1,14 +1,11 @@
-"""The gated delta rule under transformers' model classes: how their layers come to run our mixer.
+"""The gated delta rule under transformers' model classes: how their layers come to run our mixer (see layers.py).
 
-Their layers look no function up. So ours takes the place of `forward` in each of them: it makes the same products with
-the same weights, and has convolution and scan from what the model call hands on as ``gated_delta=<prepared>``.
+Convolution and scan are from what the model call hands on as ``gated_delta=<prepared>``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +14,8 @@ from torch.nn import functional as F
 
 from tuningfork.errors import ModelError
 from tuningfork.kernels.causal_conv.plain import Heads
-from tuningfork.models.hf.attention import HARMLESS
-from tuningfork.models.mixers import attention
+from tuningfork.models.hf.layers import prepared, put
 from tuningfork.models.mixers.gated_delta import KEYWORD
-
-_OTHERS = {attention.KEYWORD}  # what other kinds of layers are told
-_CACHES = ("cache", "cache_params")  # in either version of the library
 
 
 class _Projected(NamedTuple):
@@ -94,18 +87,7 @@ def patch(model: nn.Module) -> None:
             )
         if layer.conv1d.bias is not None:
             raise ModelError(f"the convolution of {kind} has a bias. Not supported.")
-        layer.forward = partial(_forward, layer)
-
-
-@contextmanager
-def taken_out(model: nn.Module) -> Iterator[None]:
-    """The model with its class's own layers, which know of no pack: for single sequences alone."""
-    ours = [(layer, vars(layer).pop("forward")) for layer in layers(model) if "forward" in vars(layer)]
-    try:
-        yield
-    finally:
-        for layer, forward in ours:
-            layer.forward = forward
+        put(layer, _forward)
 
 
 def _forward(layer: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **keywords: Any) -> Tensor:
@@ -114,32 +96,17 @@ def _forward(layer: Any, hidden_states: Tensor, attention_mask: Tensor | None = 
     Weights are read in here alone, where a model that is spread over processes has gathered them. Gates are float32 at
     least whatever the products are: decays add up along a chunk, and bfloat16 has no digits for that.
     """
-    kind, prepared = type(layer).__name__, keywords.pop(KEYWORD, None)
-    if any(keywords.pop(name, None) is not None for name in _CACHES):
-        raise ModelError(f"{kind} is given a cache: packs are no place to generate in. Call the model with none.")
-    if attention_mask is not None:
-        raise ModelError(f"{kind} is given a mask, which a pack has not: its layout says who sees whom.")
-    for name, given in keywords.items():
-        if given is not None and given is not False and name not in HARMLESS | _OTHERS:
-            raise ModelError(
-                f"layers of this model ({kind}) take {name!r} into account, which the packed gated delta rule does not "
-                "know. Not supported."
-            )
-    if prepared is None:
-        raise ModelError(
-            f"layers of this model ({kind}) are not told which tokens belong to one example: its blocks do not hand on "
-            "what the model is given. Not supported."
-        )
-    of, rows = _KINDS[kind], hidden_states[0]
+    ops = prepared(layer, KEYWORD, "the packed gated delta rule", attention_mask, keywords)
+    of, rows = _KINDS[type(layer).__name__], hidden_states[0]
     mixed, gate, strength, step = of.project(layer, rows)
     heads = Heads(layer.num_k_heads, layer.head_k_dim, layer.num_v_heads, layer.head_v_dim)
-    query, key, value = prepared.conv.query_key_value(mixed, layer.conv1d.weight.squeeze(1), heads)
+    query, key, value = ops.conv.query_key_value(mixed, layer.conv1d.weight.squeeze(1), heads)
     wide = torch.promote_types(mixed.dtype, torch.float32)
     beta = strength.to(wide).sigmoid()
     if getattr(layer, "allow_neg_eigval", False):
         beta = 2 * beta
     decay = -layer.A_log.to(wide).exp() * F.softplus(step.to(wide) + layer.dt_bias.to(wide))
-    out = prepared.scan.scan(query, key, value, decay, beta)
+    out = ops.scan.scan(query, key, value, decay, beta)
     normed = getattr(layer, of.norm)(out.flatten(0, 1), gate.flatten(0, 1))
     projected: Tensor = getattr(layer, of.out)(normed.view(len(rows), -1))
     return projected[None]

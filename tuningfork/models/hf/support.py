@@ -14,19 +14,26 @@ from torch.nn.modules.dropout import _DropoutNd  # private: torch.nn.modules.dro
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from tuningfork.errors import ModelError
-from tuningfork.models.hf import gated_delta
+from tuningfork.models.hf import gated_delta, short_conv
 from tuningfork.models.hf.attention import AHEAD
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-_GATED_DELTA = {"olmo_hybrid", "qwen3_next", "qwen3_5_text"}  # whose layers of type linear_attention run ours
-_SUPPORTED = "the gated delta rule, in the dense models of OLMo Hybrid, Qwen3-Next and Qwen3.5"
+_OUR_LAYERS = {
+    **dict.fromkeys(("olmo_hybrid", "qwen3_next", "qwen3_5_text"), "linear_attention"),  # the gated delta rule
+    "lfm2": "conv",
+}
+"""The type of the layers whose `forward` is ours, by the type of the model."""
+_SUPPORTED = (
+    "the gated delta rule, in the dense models of OLMo Hybrid, Qwen3-Next and Qwen3.5, and gated short convolutions, "
+    "in those of LFM2"
+)
 _MAMBA_2 = "Mamba-2 layers, each with a convolution and a state"
 _KDA = "Kimi delta attention, convolutions and a state that decays by key channel"
 _RECURRENT = {
     **dict.fromkeys(("nemotron_h", "bamba", "granitemoehybrid", "mamba2", "zamba2", "falcon_h1"), _MAMBA_2),
     **dict.fromkeys(("kimi_linear", "glm5_next", "bailing_hybrid"), _KDA),
     **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), "Mamba layers, each with a convolution and a state"),
-    **dict.fromkeys(("lfm2", "lfm2_moe"), "gated short convolutions"),
+    "lfm2_moe": "gated short convolutions beside experts",
     **dict.fromkeys(("minimax", "minimax_text_01"), "lightning attention, which has a state"),
     "recurrent_gemma": "gated linear recurrences, each behind a convolution",
     "rwkv": "RWKV layers, which have a state and look at the token before",
@@ -80,7 +87,7 @@ def check_config(config: Any, path: str) -> None:
         raise ModelError(f"{where} has is_causal set to false: {AHEAD}")
     if config.model_type in _RECURRENT:
         raise ModelError(f"{where} has {_RECURRENT[config.model_type]}: they carry {_STATE}")
-    known = _ATTENTION_LAYERS | ({"linear_attention"} if config.model_type in _GATED_DELTA else set())
+    known = {*_ATTENTION_LAYERS, _OUR_LAYERS.get(config.model_type)}
     other = sorted(set(getattr(config, "layer_types", None) or ()) - known)
     if other:
         raise ModelError(
@@ -129,12 +136,11 @@ def check_modules(model: PreTrainedModel, path: str) -> None:
     What no setting changes comes first: nobody should set rates of dropout to 0 in vain.
     """
     _check_head(model, path)
-    ours = {*gated_delta.layers(model)}
+    ours = {*gated_delta.layers(model), *short_conv.layers(model)}
+    parts = {part for layer in ours for part in layer.children()}  # such as their convolution
     for name, module in model.named_modules():
         kind = type(module).__name__
-        if name.endswith(".conv1d") and model.get_submodule(name.removesuffix(".conv1d")) in ours:
-            continue
-        if not ours.isdisjoint(module.modules()):  # such as the block of such a layer
+        if module in parts or not ours.isdisjoint(module.modules()):  # such as the block of such a layer
             continue
         if isinstance(module, nn.Conv1d | nn.RNNBase) or any(word in kind for word in _RECURRENT_WORDS):
             raise ModelError(f"{path}: {name or 'the model'} ({kind}) carries {_STATE}")

@@ -18,10 +18,11 @@ from transformers import PreTrainedModel
 
 from tuningfork.errors import LOADING, ModelError, OutOfMemory, enough_memory
 from tuningfork.kernels.causal_conv.plain import Heads
-from tuningfork.models.hf import gated_delta
+from tuningfork.models.hf import gated_delta, short_conv
 from tuningfork.models.mixers.attention import KEYWORD, Attention, AttentionLayer
 from tuningfork.models.mixers.gated_delta import GatedDelta, GatedDeltaLayer, PreparedGatedDelta
 from tuningfork.models.mixers.mixer import Mixer
+from tuningfork.models.mixers.short_conv import ShortConv, ShortConvLayer
 from tuningfork.wording import first_line
 
 _ROWS = 2  # one row would look like a step of generation
@@ -35,6 +36,7 @@ class Watched:
     forward_only: those of them that take no part in the backward pass.
     attention: its calls in their order; a layer that runs twice has two.
     gated_delta: the same of the gated delta rule; models of attention alone have none.
+    short_conv: and of gated short convolutions.
     blocks: the decoder blocks in the order of their first call: entries of lists of modules in which a mixer runs.
     """
 
@@ -42,12 +44,14 @@ class Watched:
     forward_only: int = 0
     attention: list[AttentionLayer] = field(default_factory=list)
     gated_delta: list[GatedDeltaLayer] = field(default_factory=list)
+    short_conv: list[ShortConvLayer] = field(default_factory=list)
     blocks: list[nn.Module] = field(default_factory=list)
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
         recurrent = (GatedDelta(tuple(self.gated_delta)),) if self.gated_delta else ()
-        return (Attention(tuple(self.attention)), *recurrent)
+        convolutions = (ShortConv(tuple(self.short_conv)),) if self.short_conv else ()
+        return (Attention(tuple(self.attention)), *recurrent, *convolutions)
 
 
 def watch(model: PreTrainedModel, precision: AbstractContextManager[Any], run: Callable[..., Any]) -> Watched:
@@ -64,6 +68,8 @@ def watch(model: PreTrainedModel, precision: AbstractContextManager[Any], run: C
     told: dict[str, Any] = {KEYWORD: fork}
     if gated_delta.layers(model):
         told[gated_delta.KEYWORD] = PreparedGatedDelta(conv=fork, scan=fork)
+    if short_conv.layers(model):
+        told[short_conv.KEYWORD] = fork
     where = f"{model.name_or_path}: " if model.name_or_path else ""
     kind = type(model).__name__
     try:
@@ -108,6 +114,11 @@ class _Onlooker:
 
     def scan(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         return torch.zeros_like(value)
+
+    def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, silu: bool = True) -> Tensor:
+        self._seen.short_conv.append(ShortConvLayer(weight.shape[0], weight.shape[1], torch.is_grad_enabled()))
+        self._note_block()
+        return torch.zeros_like(x)
 
     def _note_block(self) -> None:
         if self.inside and not any(self.inside[0] is block for block in self._seen.blocks):

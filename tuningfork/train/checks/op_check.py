@@ -124,6 +124,16 @@ class _Attention(_Beside):
 
 
 class _CausalConv(_Beside):
+    def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, silu: bool = True) -> Tensor:
+        given = {"channels": x, "weights": weight, **({} if bias is None else {"biases": bias})}
+
+        def convolve(form: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            out: Tensor = form.conv(x, weight, bias, silu=silu)
+            return out
+
+        _, _, usual, _ = self.compare(convolve, given, ["outputs"])
+        return usual[0].to(x.dtype)
+
     def query_key_value(self, x: Tensor, weight: Tensor, heads: Heads) -> tuple[Tensor, ...]:
         def split(form: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
             parts: tuple[Tensor, ...] = form.query_key_value(x, weight, heads)

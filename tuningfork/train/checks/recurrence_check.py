@@ -1,7 +1,7 @@
-"""At every start of a model with a recurrence: which of its ops is it, where a packed example is not what it is alone?
+"""At every start of a hybrid model: which op is it, where a packed example is not what it is alone?
 
-A leak through a state may be small by the time that it comes to a logit. So the first layer that has a state is held
-against its class's own by itself, too.
+What leaks through a state may be small by the time that it comes to a logit. So the first layer that has a state, a
+recurrence's or a convolution's, is held against its class's own by itself, too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tuningfork.data.packing.layout import build_pack
 from tuningfork.errors import ModelError
-from tuningfork.models.hf import gated_delta
+from tuningfork.models.hf import gated_delta, short_conv
 from tuningfork.models.policy import Policy
 from tuningfork.records import ForkLayout, PackedBatch, TokenExample
 
@@ -36,7 +36,7 @@ def first_state(model: nn.Module) -> Iterator[list[Tensor]]:
     def hear(layer: Any, given: Any, out: Tensor) -> None:
         heard.append(out[0].float().cpu())
 
-    hooks = [layer.register_forward_hook(hear) for layer in gated_delta.layers(model)[:1]]
+    hooks = [layer.register_forward_hook(hear) for layer in _layers(model)[:1]]
     try:
         yield heard
     finally:
@@ -60,7 +60,7 @@ def check_first_state(
     expected = torch.cat([out[p - 1 : p + a - 1] for out, (p, a) in zip(alone, sequences, strict=True)])
     worst = apart(packed[rows], expected)
     if not worst <= TOLERANCE:
-        kind = type(gated_delta.layers(policy.model)[0]).__name__
+        kind = type(_layers(policy.model)[0]).__name__
         raise ModelError(
             f"{path}: the first {kind} gives packed examples other numbers than the same examples alone (relative "
             f"difference {worst:.1e}). Training it would be wrong, so it is not supported."
@@ -74,7 +74,7 @@ def blamed(policy: Policy, batch: PackedBatch, score: Score) -> str:
     Each sequence goes alone through the same ops, at first with the scan left out. What then differs is the
     convolution's doing; what differs with it alone is the scan's.
     """
-    if not gated_delta.layers(policy.model):
+    if not _layers(policy.model):
         return ""
     without = replace(policy.kernels, forms={**policy.kernels.forms, _SCAN: _ValuesAsTheyAre})
     for kernels, words in (
@@ -93,6 +93,10 @@ def blamed(policy: Policy, batch: PackedBatch, score: Score) -> str:
 
 def _by_itself(example: TokenExample) -> PackedBatch:
     return build_pack([example], example.longest, "none")
+
+
+def _layers(model: nn.Module) -> list[Any]:
+    return gated_delta.layers(model) or short_conv.layers(model)
 
 
 class _ValuesAsTheyAre:

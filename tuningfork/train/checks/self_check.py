@@ -20,7 +20,7 @@ from tuningfork.data.packing.pack import SMALLEST_COMPILED, PackLimits
 from tuningfork.data.packing.tree import Share, grow
 from tuningfork.errors import LOADING, ModelError, OutOfMemory, enough_memory
 from tuningfork.models.backbone import Backbone
-from tuningfork.models.hf import attention, gated_delta
+from tuningfork.models.hf import attention, layers
 from tuningfork.models.policy import Policy, Spread
 from tuningfork.records import GRID, PackedBatch, Source, TokenAnswer, TokenExample
 from tuningfork.train.checks.recurrence_check import TOLERANCE, apart, blamed, check_first_state, first_state
@@ -65,7 +65,7 @@ def _compare(policy: Policy, path: str) -> None:
             )
         try:
             memory = enough_memory("checking the model", LOADING)
-            with memory, gated_delta.taken_out(model), first_state(model) as alone_state:
+            with memory, layers.taken_out(model), first_state(model) as alone_state:
                 alone = torch.cat([score for example in batch.examples for score in _score_alone(model, example)])
         except OutOfMemory:
             raise
