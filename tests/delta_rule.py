@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.forests import Known, normal, paths
+from tuningfork.kernels.gated_delta.plain import PlainGatedDelta
 from tuningfork.records import ForkLayout, PackedBatch
 
 NAMES = ["out", "d query", "d key", "d value", "d decay", "d beta"]
@@ -124,3 +125,22 @@ def check_paths_decide_bits(
                 met += key in first
                 assert torch.equal(first.setdefault(key, tensor[row]), tensor[row]), (name, row)
     assert met > 2 * len(packs[0].input_ids)
+
+
+def check_error_and_repeat(form: Any, batch: PackedBatch, heads: Heads, dtype: torch.dtype, **how: Any) -> None:
+    """A fast form is as near to the truth as its dtype allows, and another run has the same bits.
+
+    In float32 every sum is float32, as in the plain form, and the only loss is theirs. In a narrower dtype operands of
+    products are rounded, too, each by a third of a unit of its last place as a mean: some ten of them, one after the
+    other, lose about one unit of an output's size, and twice as many about twice that of a gradient's.
+    """
+    numbers = Known().rows(batch.to(torch.device("cpu")))
+    ours, again = (scanned(form, batch, numbers, heads, dtype, **how) for _ in range(2))
+    truth = scanned(PlainGatedDelta, batch, numbers, heads, torch.float64, rounded=dtype, **how)
+    for place, (name, o, a, t) in enumerate(zip(NAMES, ours, again, truth, strict=True)):
+        assert torch.isfinite(o).all(), f"{name}: not every element was written"
+        unit = torch.finfo(dtype).eps
+        bound = 1e-4 if dtype == torch.float32 else (1.3 if place == 0 else 2.6) * unit
+        error = ((o.double() - t).norm() / t.norm()).item()
+        assert error <= bound, f"{name}: {error:.1e}"
+        assert torch.equal(o, a), f"{name}: another run has other bits"

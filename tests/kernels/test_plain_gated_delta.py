@@ -141,3 +141,13 @@ def test_what_paths_share_is_scanned_once():
     there = Chunks.of(batch.layout).number >= 0
     assert int(there.sum()) <= 1 + 30 + 1  # a whole chunk of the prompt; its last rows go with each answer; padding
     assert len(Chunks.of(laid(random_forest(0), "tree").layout).rows[0]) == CHUNK
+
+
+def test_gates_that_would_be_rounded_are_refused():
+    batch = laid(random_forest(1), "tree")
+    query, key, value, decay, beta = random_inputs(Known().rows(batch), Heads(), torch.float32)
+    form = PlainGatedDelta.prepare(batch.layout)
+    with pytest.raises(TypeError, match=r"beta have to be torch\.float32, and they are torch\.bfloat16"):
+        form.scan(query, key, value, decay.bfloat16(), beta)
+    with pytest.raises(TypeError, match=r"have to be torch\.float64, and they are torch\.float32 and torch\.float32"):
+        form.scan(query.double(), key.double(), value.double(), decay, beta)

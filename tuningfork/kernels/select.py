@@ -83,8 +83,15 @@ def _causal_conv(width: int) -> tuple[str, Any]:
     return "triton", TritonCausalConv
 
 
-def _gated_delta(key_width: int, value_width: int) -> tuple[str, Any]:
-    return "plain", PlainGatedDelta
+def _triton_gated_delta(key_width: int, value_width: int) -> tuple[str, Any]:
+    from tuningfork.kernels.gated_delta.fast import WIDEST_KEY, TritonGatedDelta
+
+    if key_width > WIDEST_KEY:  # values of any width do: they are taken some columns at a time
+        raise ModelError(
+            f"The gated delta rule on a GPU takes keys up to {WIDEST_KEY} wide, these have {key_width}, "
+            f"beside values of {value_width}. Use train.device: cpu."
+        )
+    return "triton", TritonGatedDelta
 
 
 def _triton_row_logps() -> tuple[str, Any]:
@@ -102,7 +109,7 @@ _PLAIN: dict[str, Any] = {
 _FAST: dict[str, Callable[..., tuple[str, Any]]] = {
     "attention": _fork_attention,
     "causal_conv": _causal_conv,
-    "gated_delta": _gated_delta,
+    "gated_delta": _triton_gated_delta,
     "row_logps": _triton_row_logps,
 }
 """Name and form of each op's fast kernel for some sizes; Triton is imported only where it is used."""

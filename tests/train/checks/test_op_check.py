@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from tests.tiny import HYBRIDS, tiny_model, with_forms
+from tests.tiny import HYBRIDS, SHORT_CONVS, tiny_model, with_forms
 from tuningfork.errors import ModelError
 from tuningfork.kernels.causal_conv.plain import PlainCausalConv
 from tuningfork.kernels.gated_delta.plain import PlainGatedDelta
@@ -28,6 +29,10 @@ def kernels_of(conv: Change | None = None, scan: Change | None = None) -> Kernel
         def query_key_value(self, *args):
             return conv(super().query_key_value, *args) if conv else super().query_key_value(*args)
 
+        def conv(self, x, weight, bias=None, silu=True):
+            plain = partial(super().conv, silu=silu)
+            return conv(plain, x, weight, bias) if conv else plain(x, weight, bias)
+
     class Scan(PlainGatedDelta):
         def scan(self, *args):
             return scan(super().scan, *args) if scan else super().scan(*args)
@@ -41,8 +46,9 @@ def begin(kernels: Kernels, family: str, dtype: torch.dtype) -> tuple[Policy, Ke
     return policy, KernelCheck.begin(policy, "here", "prompt", compiling=False)
 
 
-def finely_conv(plain, x, weight, heads):
-    return tuple(t.to(x.dtype) for t in plain(x.double(), weight.double(), heads))
+def finely_conv(plain, x, weight, more):
+    out = plain(x.double(), weight.double(), more.double() if isinstance(more, torch.Tensor) else more)
+    return tuple(t.to(x.dtype) for t in out) if isinstance(out, tuple) else out.to(x.dtype)
 
 
 def finely_scan(plain, *given):
@@ -50,7 +56,7 @@ def finely_scan(plain, *given):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", [*HYBRIDS, *SHORT_CONVS])
 def test_kernels_that_only_round_otherwise_pass(family, dtype):
     policy, check = begin(kernels_of(finely_conv, finely_scan), family, dtype)
     check.compare(policy)
@@ -91,6 +97,13 @@ def test_a_wrong_gradient_of_the_scan_is_named(name, dtype):
 def test_a_wrong_gradient_of_the_convolution_is_named(name, place, dtype):
     with pytest.raises(ModelError, match=f"^here: convolution kernel other, call 1: gradients of {name} are"):
         begin(kernels_of(conv=half(place)), "qwen3_next", dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "place"), [("channels", 0), ("weights", 1), ("biases", 2)])
+def test_a_wrong_gradient_of_a_short_convolution_is_named(name, place, dtype):
+    with pytest.raises(ModelError, match=f"^here: convolution kernel other, call 1: gradients of {name} are"):
+        begin(kernels_of(conv=half(place)), "lfm2_with_biases", dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.tiny import HYBRIDS, tiny_model, tiny_policy
+from tests.tiny import HYBRIDS, SHORT_CONVS, tiny_model, tiny_policy
 from tuningfork.errors import ModelError
 from tuningfork.kernels.causal_conv.plain import PlainCausalConv
 from tuningfork.kernels.gated_delta.plain import PlainGatedDelta
@@ -14,13 +14,16 @@ from tuningfork.train.checks.self_check import check_packed_equals_alone, probes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", [*HYBRIDS, *SHORT_CONVS])
 def test_a_model_passes_and_is_left_as_it_was(family, dtype) -> None:
     model = tiny_model(family, dtype)
     before = [weight.clone() for weight in model.parameters()]
     check_packed_equals_alone(model, "here")
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    assert all("forward" in vars(layer) and not layer._forward_hooks for layer in gated_delta.layers(model) or short_conv.layers(model))
+    assert all(
+        "forward" in vars(layer) and not layer._forward_hooks
+        for layer in gated_delta.layers(model) or short_conv.layers(model)
+    )
 
 
 def test_examples_cross_chunks_and_what_a_convolution_reads() -> None:
@@ -63,6 +66,15 @@ def test_a_leak_is_named(family, plant, words, monkeypatch) -> None:
     plant(monkeypatch)
     with pytest.raises(
         ModelError, match=rf"^here: .* gives packed examples other .* Of its layers with a state {words}"
+    ):
+        check_packed_equals_alone(tiny_model(family, torch.float32), "here")
+
+
+@pytest.mark.parametrize("family", SHORT_CONVS)
+def test_a_leak_of_a_convolution_without_a_scan_is_named(family, monkeypatch) -> None:
+    leaking_conv(monkeypatch)
+    with pytest.raises(
+        ModelError, match=r"with a state its convolution \(causal_conv\) reads tokens of other examples"
     ):
         check_packed_equals_alone(tiny_model(family, torch.float32), "here")
 

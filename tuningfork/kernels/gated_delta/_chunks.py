@@ -68,3 +68,17 @@ class Chunks(NamedTuple):
             number=torch.where(there, number, -1),
             of_row=torch.searchsorted(last, torch.arange(total, device=device)),
         )
+
+
+def check_gates(value: Tensor, decay: Tensor, beta: Tensor) -> None:
+    """Refuse decays and rates whose sums over a chunk would be rounded.
+
+    Raises:
+        TypeError: they are not float32, or, beside float64, float64.
+    """
+    wide = torch.promote_types(value.dtype, torch.float32)
+    if decay.dtype != wide or beta.dtype != wide:
+        raise TypeError(
+            f"The gated delta rule sums the logs of decays over {CHUNK} rows. Beside values of {value.dtype}, decay "
+            f"and beta have to be {wide}, and they are {decay.dtype} and {beta.dtype}."
+        )

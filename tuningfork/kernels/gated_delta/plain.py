@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from tuningfork.kernels.gated_delta._chunks import CHUNK, Chunks
+from tuningfork.kernels.gated_delta._chunks import CHUNK, Chunks, check_gates
 from tuningfork.kernels.sums import sum_by_place
 from tuningfork.records import ForkLayout
 
@@ -59,7 +59,11 @@ class PlainGatedDelta(NamedTuple):
 
         Returns:
             [T, Hv, dv], in the value's dtype.
+
+        Raises:
+            TypeError: decay or beta is narrower than float32.
         """
+        check_gates(value, decay, beta)
         out: Tensor = _Scan.apply(self, query, key, value, decay, beta)
         return out
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tuningfork.kernels.causal_conv.plain import Heads
 from tuningfork.models.policy import Policy
 from tuningfork.records import ForkLayout, PackedBatch
 from tuningfork.train.checks.rounding import FLOOR, check_rounding, noise
@@ -134,7 +133,7 @@ class _CausalConv(_Beside):
         _, _, usual, _ = self.compare(convolve, given, ["outputs"])
         return usual[0].to(x.dtype)
 
-    def query_key_value(self, x: Tensor, weight: Tensor, heads: Heads) -> tuple[Tensor, ...]:
+    def query_key_value(self, x: Tensor, weight: Tensor, heads: Any) -> tuple[Tensor, ...]:
         def split(form: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
             parts: tuple[Tensor, ...] = form.query_key_value(x, weight, heads)
             return parts
