@@ -197,11 +197,11 @@ def _scan(
     decay, beta = decay.contiguous(), beta.contiguous()
     launch = _Launch(rows, trees, k, v)
     gamma = launch.of_chunks(decay, CHUNK)
-    inverse = launch.of_chunks(v, CHUNK, CHUNK)
+    work, inverse = (launch.of_chunks(like, CHUNK, CHUNK) for like in (decay, v))
     forward.sum_decays[(launch.chunks,)](
         decay, gamma, rows, launch.total, HEADS=launch.heads, LANES=_lanes(launch.heads), CHUNK=CHUNK
     )
-    forward.solve[launch.by_chunk](k, beta, gamma, inverse, rows, launch.total, *_strides(k), **launch.sizes)
+    forward.solve[launch.by_chunk](k, beta, gamma, work, inverse, rows, launch.total, *_strides(k), **launch.sizes)
     _, _, states, fresh = launch.incoming_states(tables, k, v, beta, gamma, inverse)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     forward.read_states[launch.by_chunk](
