@@ -48,7 +48,7 @@ def _fading_on(decays, places):
 
 
 @triton.jit(do_not_specialize=["total"])
-def fresh_gradient(
+def delta_fresh_gradient(
     q, k, gamma, grad, d_fresh, rows, kept_from, total, stride_q, head_q, stride_k, head_k,
     GROUP: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_LANES: tl.constexpr, VALUE: tl.constexpr,
     COLUMNS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
@@ -76,7 +76,7 @@ def fresh_gradient(
 
 
 @triton.jit(do_not_specialize=["total"])
-def state_gradients(
+def delta_state_gradients(
     q, k, w, gamma, grad, d_states, d_fresh, handed, rows, kept_from, parents, slots, joins, trees, total,
     stride_q, head_q, stride_k, head_k,
     GROUP: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_LANES: tl.constexpr, VALUE: tl.constexpr,
@@ -134,7 +134,7 @@ def state_gradients(
 
 
 @triton.jit(do_not_specialize=["total"])
-def solve_gradient(
+def delta_solve_gradient(
     k, v, beta, gamma, inverse, states, d_fresh, x_u, x_w, d_beta, d_gamma, rows, total,
     stride_k, head_k, stride_v, head_v,
     GROUP: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_LANES: tl.constexpr, VALUE: tl.constexpr,
@@ -170,7 +170,7 @@ def solve_gradient(
 
 
 @triton.jit(do_not_specialize=["total"])
-def query_gradient(
+def delta_query_gradient(
     q, k, gamma, states, fresh, grad, d_q, d_gamma, rows, kept_from, total, stride_q, head_q, stride_k, head_k,
     GROUP: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_LANES: tl.constexpr, VALUE: tl.constexpr,
     COLUMNS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
@@ -210,7 +210,7 @@ def query_gradient(
 
 
 @triton.jit(do_not_specialize=["total"])
-def key_gradient(
+def delta_key_gradient(
     q, k, beta, gamma, u, w, x_u, x_w, states, d_states, fresh, grad, d_k, d_beta, d_gamma, rows, kept_from, total,
     stride_q, head_q, stride_k, head_k,
     GROUP: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_LANES: tl.constexpr, VALUE: tl.constexpr,
@@ -282,7 +282,7 @@ def key_gradient(
 
 
 @triton.jit(do_not_specialize=["total"])
-def sum_places(
+def delta_sum_places(
     parts, scale, out, starts, places, total,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HAS_SCALE: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr,

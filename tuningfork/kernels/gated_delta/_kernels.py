@@ -66,7 +66,7 @@ def chunk_rows(rows, chunk, total, CHUNK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["total"])
-def sum_decays(decay, gamma, rows, total, HEADS: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr):
+def delta_decays(decay, gamma, rows, total, HEADS: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr):
     chunk = tl.program_id(0)
     at, live = chunk_rows(rows, chunk, total, CHUNK)
     heads = tl.arange(0, LANES)
@@ -109,7 +109,7 @@ def _fill_below(work, first: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constex
 
 
 @triton.jit(do_not_specialize=["total"])
-def solve(
+def delta_solve(
     k, beta, gamma, work, inverse, rows, total, stride_k, head_k,
     GROUP: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_LANES: tl.constexpr, CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -145,7 +145,7 @@ def solve(
 
 
 @triton.jit(do_not_specialize=["total"])
-def apply_inverse(
+def delta_apply_inverse(
     k, v, beta, gamma, inverse, u, w, rows, total, stride_k, head_k, stride_v, head_v,
     GROUP: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_LANES: tl.constexpr, VALUE: tl.constexpr,
     COLUMNS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
@@ -181,7 +181,7 @@ def apply_inverse(
 
 
 @triton.jit(do_not_specialize=["total"])
-def scan_states(
+def delta_states(
     k, u, w, gamma, states, fresh, handed, rows, parents, slots, trees, total, stride_k, head_k,
     GROUP: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_LANES: tl.constexpr, VALUE: tl.constexpr,
     COLUMNS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
@@ -222,7 +222,7 @@ def scan_states(
 
 
 @triton.jit(do_not_specialize=["total"])
-def read_states(
+def delta_read(
     q, k, gamma, states, fresh, out, rows, kept_from, total, stride_q, head_q, stride_k, head_k,
     GROUP: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_LANES: tl.constexpr, VALUE: tl.constexpr,
     COLUMNS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
