@@ -19,10 +19,10 @@ from tuningfork.models.hf.attention import AHEAD
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 _OUR_LAYERS = {
-    **dict.fromkeys(("olmo_hybrid", "qwen3_next", "qwen3_5_text"), "linear_attention"),  # the gated delta rule
+    **dict.fromkeys(("olmo_hybrid", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "linear_attention"),
     "lfm2": "conv",
 }
-"""The type of the layers whose `forward` is ours, by the type of the model."""
+"""The type of the layers that are no attention and known, by the type of the model."""
 _SUPPORTED = (
     "the gated delta rule, in the dense models of OLMo Hybrid, Qwen3-Next and Qwen3.5, and gated short convolutions, "
     "in those of LFM2"
