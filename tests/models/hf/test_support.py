@@ -69,7 +69,6 @@ def test_layers_of_unknown_types_are_refused_by_the_config(tmp_path, family):
 
 
 RECURRENT = {
-    "lfm2_moe": "gated short convolutions beside experts",
     "nemotron_h": "Mamba-2 layers",
     "bamba": "Mamba-2 layers",
     "granitemoehybrid": "Mamba-2 layers",
