@@ -49,13 +49,14 @@ from tests.data.tiny_tokenizers import CHATML, byte_bpe, sentence_piece, word_le
 from tests.distributed.worlds import ended
 from tests.payload import Payload
 from tests.private_uses import PAGE, listed, marks, sources, unmarked
-from tests.tiny import tiny_model
+from tests.tiny import HYBRIDS, SHORT_CONVS, tiny_model
 from tuningfork.data.tokens.template_date import with_fixed_date
 from tuningfork.distributed.ranks import Ranks, of_a_collective
 from tuningfork.errors import is_of_memory, is_panic
 from tuningfork.models import compiler
-from tuningfork.models.hf import attention
-from tuningfork.models.hf.load import bears_8_bits, comparable
+from tuningfork.models.hf import attention, gated_delta, short_conv
+from tuningfork.models.hf.comparable import comparable
+from tuningfork.models.hf.load import bears_8_bits
 from tuningfork.models.hf.trust import take_no_kernels
 from tuningfork.recipe.validate import allowed
 from tuningfork.report.sinks.tensorboard import open_sink
@@ -602,6 +603,38 @@ def test_a_tensor_that_is_handed_to_the_library_becomes_a_weight_without_a_copy(
     }
     assert set(info["unexpected_keys"]) == {"left.over"}
     assert not info["missing_keys"] and not info["mismatched_keys"]
+
+
+@lean("transformers.GatedDeltaNet")
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_layers_of_the_gated_delta_rule_have_what_our_forward_pass_takes(family):
+    layers = gated_delta.layers(tiny_model(family, torch.float32))
+    assert len(layers) == 3
+    own = {"olmo_hybrid": 7 + 1 + 3, "qwen3_next": 3 + 1 + 3, "qwen3_5_text": 5 + 1 + 3}[family]
+    for layer in layers:
+        assert len(list(layer.parameters())) == own  # products, a convolution, A_log, dt_bias and a norm: all are used
+        assert layer.activation == "silu" and layer.conv1d.bias is None
+        sizes = layer.num_k_heads, layer.head_k_dim, layer.num_v_heads, layer.head_v_dim
+        assert (*sizes, *layer.conv1d.weight.shape) == (2, 8, 4, 12, 80, 1, 4)
+        if family == "qwen3_next":
+            query, key, value, gate, strength, step = layer.fix_query_key_value_ordering(
+                torch.arange(128.0).expand(1, 3, 128), torch.arange(8.0).expand(1, 3, 8)
+            )
+            assert query[0, 0, 1].tolist() == [*range(64, 72)] and key[0, 0, 1].tolist() == [*range(72, 80)]
+            assert value[0, 0, 2].tolist() == [*range(80, 92)] and gate[0, 0, 2].tolist() == [*range(104, 116)]
+            assert strength[0, 0].tolist() == [0, 1, 4, 5] and step[0, 0].tolist() == [2, 3, 6, 7]
+
+
+@lean("transformers.Lfm2ShortConv")
+@pytest.mark.parametrize("family", SHORT_CONVS)
+def test_short_convolutions_have_what_our_forward_pass_takes(family):
+    layers = short_conv.layers(tiny_model(family, torch.float32))
+    assert len(layers) == 3
+    for layer in layers:
+        biased = family == "lfm2_with_biases"
+        assert len(list(layer.parameters())) == 3 * (1 + biased)  # two products and a convolution: all are used
+        assert layer.conv.weight.shape == (32, 1, 3 + biased) and (layer.conv.bias is not None) == biased
+        assert (layer.in_proj.out_features, layer.out_proj.in_features) == (96, 32)
 
 
 @lean("transformers by inspect.getsource")

@@ -18,7 +18,7 @@ from tuningfork.data.packing.tree import Share
 from tuningfork.kernels.row_logps import plain as plain_rows
 from tuningfork.kernels.select import Kernels, plain
 from tuningfork.models.head import Head
-from tuningfork.models.hf import attention
+from tuningfork.models.hf import attention, layers
 from tuningfork.models.policy import Policy
 from tuningfork.models.scorer import Scorer
 from tuningfork.records import PackedBatch, Source, TokenAnswer, TokenExample
@@ -51,18 +51,39 @@ FAMILIES: dict[str, Any] = {
     "phi": lambda: transformers.PhiConfig(**_BASE, resid_pdrop=0.0),  # its head has a bias
 }
 
+_DELTA: dict[str, Any] = {
+    **_BASE,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+# Three layers of the gated delta rule, then one of attention.
+HYBRIDS: dict[str, Any] = {
+    "olmo_hybrid": lambda: transformers.OlmoHybridConfig(**_DELTA, rope_parameters={"rope_theta": None}),
+    "qwen3_next": lambda: transformers.Qwen3NextConfig(**_DELTA, head_dim=16, num_experts=0),
+    "qwen3_5_text": lambda: transformers.Qwen3_5TextConfig(**_DELTA, head_dim=16),
+}
+_LFM2: dict[str, Any] = {**_BASE, "layer_types": ["conv", "conv", "full_attention", "conv"]}
+SHORT_CONVS: dict[str, Any] = {
+    "lfm2": lambda: transformers.Lfm2Config(**_LFM2),
+    "lfm2_with_biases": lambda: transformers.Lfm2Config(**_LFM2, conv_bias=True, conv_L_cache=4),
+}
+
 
 def tiny_model(family: str = "llama", dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
     """A random model whose logits are spread enough that mistakes show."""
     torch.manual_seed(seed)
-    config = FAMILIES[family]()
+    config = {**FAMILIES, **HYBRIDS, **SHORT_CONVS}[family]()
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation=attention.NAME, dtype=torch.float32
     )
     with torch.no_grad():
-        for weight in model.parameters():
+        for name, weight in model.named_parameters():
             if weight.ndim >= 2:
                 weight.normal_(0, 0.2)
+            elif name.endswith("A_log"):  # a state that lasts for many tokens, so that a leak shows
+                weight.uniform_(-5, -1)
             else:  # norms: away from the value that hides a missing multiplication
                 weight.add_(0.1 * torch.randn_like(weight))
     return model.to(dtype).train()
@@ -109,7 +130,12 @@ def tiny_gpt2(dtype: torch.dtype = torch.float64) -> Policy:
 
 def with_form(op: str, form: Any) -> Kernels:
     """The plain kernels, but for what runs one op."""
-    return replace(plain(), forms={**plain().forms, op: form})
+    return with_forms(**{op: form})
+
+
+def with_forms(**forms: Any) -> Kernels:
+    """The plain kernels, but for what runs some ops."""
+    return replace(plain(), forms={**plain().forms, **forms})
 
 
 def with_row_logps(**functions: Any) -> Kernels:
@@ -159,6 +185,11 @@ def scorer_of(policy: Policy, chunk_rows: int = 8192) -> Scorer:
 
 def score_alone(model: PreTrainedModel, example: TokenExample, form: str | None = None) -> list[torch.Tensor]:
     """Each answer's summed log-prob from plain transformers, its sequence alone in a batch of one: the truth."""
+    with layers.taken_out(model):
+        return _score_alone(model, example, form)
+
+
+def _score_alone(model: PreTrainedModel, example: TokenExample, form: str | None) -> list[torch.Tensor]:
     # The sdpa form keeps float64 throughout; the eager one, which soft-capping needs, rounds its softmax to float32.
     capped = getattr(model.config, "attn_logit_softcapping", None)
     model.set_attn_implementation(form or ("eager" if capped else "sdpa"))

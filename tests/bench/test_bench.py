@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from bench import (
     attention,
+    causal_conv,
     elementwise,
+    gated_delta,
     head,
     learning,
     memory,
@@ -129,6 +131,7 @@ def test_ids_are_taken_modulo_a_smaller_vocabulary():
         ("void pytorch_flash::flash_bwd_convert_dq_kernel<Flash_bwd_kernel_traits<128, 64>", "attention"),
         ("triton_tem_fused_flex_attention_0", "attention"),
         ("_query_gradient", "attention"),
+        ("delta_query_gradient", "scan"),
         ("void at::native::indexFuncLargeIndex<c10::BFloat16, long, unsigned int, ReduceAdd>", "gather/scatter"),
         ("void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*)", "gather/scatter"),
         ("void at::native::(anonymous namespace)::sum_and_scatter<float, long>(long const*)", "gather/scatter"),
@@ -227,10 +230,28 @@ def test_sharing_fills_a_pack_with_what_fits():
     assert [len(sharing.fill(examples, rows, False).examples) for rows in (70, 100)] == [1, 2]
 
 
+def test_the_scan_is_timed_and_compared_with_float64(capsys):
+    gated_delta.main(["--shapes", "1x2x8x12", "--pairs", "2", "--tokens", "2048", "--repeats", "1"])
+    lines = json_lines(capsys.readouterr().out)
+    assert [line["layout"] for line in lines] == ["shared", "unshared", "document"]
+    assert all(line["kernel"] == "plain" and line["train_ms"] > 0 and "note" not in line for line in lines)
+    assert all(0 < max(line["error"], line["error_gradient"]) < 1e-5 for line in lines)
+
+
 def test_attention_counts_visible_pairs():
     layouts = attention.Layouts.of(shapes.random_pairs([(3, 2, 1)], 10), 1024)
     assert attention.visible_pairs(layouts.examples) == (6 + (15 - 6) + (10 - 6), 15 + 10)
     assert attention.kernels(None, torch.device("cpu")) == {"plain": PlainAttention}
+
+
+def test_causal_conv_measures_both_kinds_of_layers(capsys):
+    causal_conv.main(["--shapes", "2x4x2x6/4", "8/3", "--tokens", "4096", "--pairs", "4"])
+    with_heads, alone = json_lines(capsys.readouterr().out)
+    assert (with_heads["shape"], alone["shape"]) == ("2x4x2x6/4", "8/3")
+    for line in (with_heads, alone):
+        assert line["form"] == "plain" and "note" not in line
+        assert line["forward_ms"] > 0 and line["train_ms"] > 0
+        assert all(0 < line[f"error_{kind}"] < 1e-6 for kind in ("results", "rows", "weight"))  # float32 on a CPU
 
 
 def test_elementwise_compares_every_part(capsys):

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.worlds import together
-from tests.tiny import limits_of, random_examples, scorer_of, tiny_model
+from tests.tiny import HYBRIDS, limits_of, random_examples, scorer_of, tiny_model
 from tuningfork.data.packing.layout import lay
 from tuningfork.data.packing.pack import pack_of, portions_of
 from tuningfork.distributed.config import ParallelConfig
@@ -30,12 +30,19 @@ STEPS = 3
 LAYOUTS = {"FSDP": {"shard": None}, "HSDP": {"replicate": 2}, "DDP": {"shard": 1}}
 
 
-def steps_of(ranks: Ranks, family: str, parallel: dict[str, Any], examples: list, settings: dict[str, Any]) -> Any:
+def steps_of(
+    ranks: Ranks,
+    family: str,
+    parallel: dict[str, Any],
+    examples: list,
+    settings: dict[str, Any],
+    activations: str = "none",
+) -> Any:
     """Some steps of a tiny model: what each found, the weights in the end, and the scores before."""
     policy = Policy.plain(tiny_model(family, torch.float32), torch.float32)
     layout = Layout.plan(ParallelConfig(**parallel), ranks)
     ranks = replace(ranks, tensor=layout.tensor)
-    parallelize(policy, "none", compiled=False, layout=layout)
+    parallelize(policy, activations, compiled=False, layout=layout)
     scorer, limits = scorer_of(policy, 64), limits_of(64, "tree")
     objective = ObjectiveConfig(**settings).build()
     reference = -torch.arange(sum(len(e.answers) for e in examples), dtype=torch.float64).numpy() / 7 - 20
@@ -64,9 +71,23 @@ def steps_of(ranks: Ranks, family: str, parallel: dict[str, Any], examples: list
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "granite"])  # untied, tied
 def test_steps_are_those_of_one_process(size: int, layout: str, family: str) -> None:
+    check_steps(size, family, LAYOUTS[layout], "none")
+
+
+@pytest.mark.parametrize("activations", ["none", "block"])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_steps_of_a_hybrid_model_are_those_of_one_process(family: str, activations: str) -> None:
+    check_steps(2, family, LAYOUTS["FSDP"], activations)
+
+
+def test_steps_of_copies_of_a_hybrid_model_that_is_spread_are_those_of_one_process() -> None:
+    check_steps(4, "olmo_hybrid", LAYOUTS["HSDP"], "none")
+
+
+def check_steps(size: int, family: str, parallel: dict[str, Any], activations: str) -> None:
     examples = random_examples([(n % 7 + 1, (2 * n % 11 + 1, 3 + n % 5)) for n in range(11)])
     expected, weights = steps_of(ONE_PROCESS, family, {}, examples, {})
-    for found, theirs in together(size, steps_of, family, LAYOUTS[layout], examples, {}):
+    for found, theirs in together(size, steps_of, family, parallel, examples, {}, activations):
         assert found[0][0] == expected[0][0]
         assert torch.equal(found[0][2], expected[0][2])  # before the first step: the same bits
         for (loss, norm, logps), (loss_alone, norm_alone, logps_alone) in zip(found, expected, strict=True):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed.test_sharding import steps_of
 from tests.distributed.worlds import together
-from tests.tiny import one_pack, random_examples, scorer_of, tiny_model
+from tests.tiny import HYBRIDS, one_pack, random_examples, scorer_of, tiny_model
 from tuningfork.distributed.layout import Layout
 from tuningfork.distributed.parallelize import parallelize
 from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
@@ -184,3 +184,10 @@ def test_plans_that_are_not_enough_are_refused(plan: dict[str, str] | None, word
     model.base_model._tp_plan = plan if plan is None else {**whole, **plan}
     with pytest.raises(ConfigError, match=words):
         split_blocks(Policy.plain(model, torch.float32), SimpleNamespace(size=lambda: 2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_layers_with_a_recurrence_are_not_split(family: str) -> None:
+    policy = Policy.plain(tiny_model(family, torch.float32), torch.float32)
+    with pytest.raises(ConfigError, match=r"parallel.tensor is 2, but .* says nothing of layers\.0\.linear_attn"):
+        split_blocks(policy, SimpleNamespace(size=lambda: 2))  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed.worlds import together
 from tests.models.hf.folders import folder_of, plain_load, rewrite
+from tests.models.hf.released_folders import RELEASED, forms
 from tests.tiny import random_examples, tiny_model
 from tuningfork.data.packing.layout import build_pack
 from tuningfork.distributed import export
@@ -95,6 +96,16 @@ def test_an_export_of_four_processes_is_that_of_one_to_the_byte(tmp_path, layout
     together(4, exports, tmp_path / "four", original, LAYOUTS[layout], dtype)
     assert contents(tmp_path / "four") == contents(tmp_path / "one")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["four", "one", "original"]
+
+
+@pytest.mark.parametrize("name", ["olmo_hybrid with old names", "qwen3_5 with tied weights"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_an_export_of_a_released_hybrid_model_is_that_of_one_process_to_the_byte(tmp_path, name, dtype) -> None:
+    original = RELEASED[name](tmp_path / "original")
+    exports(ONE_PROCESS, tmp_path / "one", original, {}, dtype)
+    together(2, exports, tmp_path / "two", original, {}, dtype)
+    assert contents(tmp_path / "two") == contents(tmp_path / "one")
+    assert forms(tmp_path / "two").keys() == forms(original).keys()
 
 
 def in_small_files(ranks: Ranks, *args: Any) -> None:
@@ -213,6 +224,19 @@ def test_each_process_reads_its_own_rows_and_all_have_the_model_of_one(tmp_path,
     assert sum(one[-1] for one in found) == matrices + size * others
 
 
+@pytest.mark.parametrize("name", RELEASED)
+def test_each_process_reads_its_own_rows_of_a_released_hybrid_model(tmp_path, name) -> None:
+    """Also where a tensor lies in parts, of which a process's rows are some of one and some of another."""
+    path = RELEASED[name](tmp_path)
+    alone = Policy.plain(load(str(path)).model, torch.float32)
+    with torch.no_grad():
+        hidden = alone.hidden_rows(a_pack())
+    expected = starting_weights(alone, Console())
+    for digest, numbers, _, dtypes, notes, _ in together(3, read_by_each, path, {}, torch.float32):
+        assert digest == expected and torch.equal(numbers, hidden)
+        assert dtypes.keys() and WHOLE not in notes
+
+
 def started(ranks: Ranks, path: Path, weights: str, share: str) -> Any:
     """A session as a run starts it, its blocks compiled as far as their check goes."""
     config = RunConfig()
@@ -227,13 +251,15 @@ def started(ranks: Ranks, path: Path, weights: str, share: str) -> Any:
 
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "granite"])
+@pytest.mark.parametrize("family", ["llama", "granite", "olmo_hybrid"])
 def test_a_run_starts_with_the_weights_of_one_process_and_every_check(tmp_path, family, weights) -> None:
     path = folder_of(tmp_path / "original", family)
     digest, dtypes, sizes = started(ONE_PROCESS, path, weights, "tree")
     for found in together(2, started, path, weights, "tree"):
         assert found[:2] == (digest, dtypes)
         assert found[2].keys() == sizes.keys()  # a gradient has reached every weight
+    if family == "olmo_hybrid":
+        assert {kind for name, kind in dtypes.items() if name.endswith(("A_log", "dt_bias"))} == {torch.float32}
 
 
 def replaced(ranks: Ranks, path: Path, other: Path) -> str:

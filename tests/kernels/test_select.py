@@ -55,3 +55,22 @@ def test_heads_wider_than_the_gpus_kernel_are_refused(monkeypatch):
     assert (chosen["attention"], chosen["row_logps"]) == (fork.ForkAttention, rows)
     with pytest.raises(ModelError, match="heads up to 512 wide, these have 513"):
         select({"attention": {"head_width": 513}}, torch.device("cuda"), torch.bfloat16)
+
+
+def test_convolutions_wider_than_the_gpus_kernel_are_refused(monkeypatch):
+    fast = SimpleNamespace(WIDEST=4, TritonCausalConv=object)
+    monkeypatch.setitem(sys.modules, "tuningfork.kernels.causal_conv.fast", fast)  # the real one needs Triton
+    chosen = select({"causal_conv": {"width": 4}}, torch.device("cuda"), torch.bfloat16)
+    assert (chosen.names, chosen["causal_conv"]) == ({"causal_conv": "triton"}, fast.TritonCausalConv)
+    with pytest.raises(ModelError, match="up to 4 tokens, these have 5"):
+        select({"causal_conv": {"width": 5}}, torch.device("cuda"), torch.bfloat16)
+
+
+def test_keys_wider_than_the_gpus_scan_are_refused(monkeypatch):
+    fast = SimpleNamespace(WIDEST_KEY=128, TritonGatedDelta=object)
+    monkeypatch.setitem(sys.modules, "tuningfork.kernels.gated_delta.fast", fast)  # the real one needs Triton
+    asked = {"gated_delta": {"key_width": 128, "value_width": 256}}
+    chosen = select(asked, torch.device("cuda"), torch.bfloat16)
+    assert (chosen["gated_delta"], chosen.names) == (object, {"gated_delta": "triton"})
+    with pytest.raises(ModelError, match="keys up to 128 wide, these have 160, beside values of 64"):
+        select({"gated_delta": {"key_width": 160, "value_width": 64}}, torch.device("cuda"), torch.bfloat16)

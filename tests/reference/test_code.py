@@ -45,6 +45,8 @@ DECIDE_NO_BIT = {
     "models.hf.digests": "refuses an export that was spoilt",
     "models.flops": "counts what a token costs",
     "models.hf.folder": "what lies beside the weights; the model's config is in the fingerprint",
+    "models.hf.comparable": "which configs are of one model; the model's config is in the fingerprint",
+    "models.hf.released": "which of a folder's tensors are which of the model's, which are digested in memory",
     "models.hf.support": "refuses models, and examples that are too long for one",
     "models.hf.tokenizer_file": "refuses tokenizers that ask for too much",
     "models.hf.trust": "refuses folders that ask for code of others",

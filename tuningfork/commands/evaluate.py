@@ -16,8 +16,9 @@ from tuningfork.distributed.ranks import Ranks
 from tuningfork.distributed.world import world
 from tuningfork.errors import ModelError
 from tuningfork.models.config import ModelConfig
+from tuningfork.models.hf.comparable import comparable
 from tuningfork.models.hf.hub import hub_name
-from tuningfork.models.hf.load import comparable, load_config, replace_weights
+from tuningfork.models.hf.load import load_config, replace_weights
 from tuningfork.recipe.run_config import RunConfig
 from tuningfork.report.run import eval_files
 from tuningfork.report.run.console import Console, table

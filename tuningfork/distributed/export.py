@@ -24,6 +24,7 @@ from tuningfork.errors import SAVING, OutOfMemory, RunFolderError, is_of_memory
 from tuningfork.files import CURE, whole_folder
 from tuningfork.models.hf import digests, export
 from tuningfork.models.hf.load import Loaded
+from tuningfork.models.hf.released import Place
 from tuningfork.models.hf.safetensors_reader import INDEX, stored_tensors
 from tuningfork.models.hf.safetensors_writer import Forms, in_order, written
 from tuningfork.wording import first_line
@@ -87,14 +88,14 @@ class _Turns:
 def _fill(loaded: Loaded, turns: _Turns, aside: Path, dtype: torch.dtype | None) -> None:
     """Write the files of a folder that the first rank has made; it checks in the end what the others have written."""
     ranks = turns.ranks
-    names = ranks.from_first(export.names_on_disk(loaded) if ranks.first else None)  # the library saves at the first
+    places = ranks.from_first(export.places_on_disk(loaded) if ranks.first else None)  # the library saves at the first
     forms: Forms = {}
-    if names is None:
+    if places is None:
         _write_at_first(loaded, turns, aside, dtype)
         sums: dict[str, str] = {}
     else:
         kinds, state = export.exported_dtypes(loaded, dtype), export.state_of(loaded)
-        parts = {disk: _Part(state[own].detach(), kinds[own]) for disk, own in names.items()}
+        parts = {disk: _Part(state[at.name].detach(), kinds[at.name], at) for disk, at in places.items()}
         forms = {name: part.form for name, part in parts.items()}
         plan = split_torch_state_dict_into_shards(
             {n: p.without_numbers() for n, p in parts.items()}, max_shard_size=FILE
@@ -112,17 +113,23 @@ def _fill(loaded: Loaded, turns: _Turns, aside: Path, dtype: torch.dtype | None)
 
 @dataclass(frozen=True)
 class _Part:
-    """A tensor, spread or whole, and in what it is exported."""
+    """Rows of a tensor, spread or whole, and in what they are exported."""
 
     tensor: Tensor
     dtype: torch.dtype
+    place: Place
 
     @property
     def form(self) -> tuple[torch.Size, torch.dtype]:
-        return self.tensor.shape, self.dtype
+        numbers = self.without_numbers()
+        return numbers.shape, numbers.dtype
 
     def without_numbers(self) -> Tensor:
-        return torch.empty(self.tensor.shape, dtype=self.dtype, device="meta")
+        return self.place.of(torch.empty(self.tensor.shape, dtype=self.dtype, device="meta"))
+
+    def numbers(self) -> Tensor:
+        """All processes must ask together."""
+        return self.place.of(_whole(self.tensor))
 
 
 def _write_files(parts: Mapping[str, _Part], files: Mapping[str, Forms], turns: _Turns, aside: Path) -> dict[str, str]:
@@ -137,10 +144,10 @@ def _write_files(parts: Mapping[str, _Part], files: Mapping[str, Forms], turns: 
             own = None
             for rank, name in enumerate(turn):
                 if name is not None:
-                    whole = _whole(parts[name].tensor)
+                    numbers = parts[name].numbers()
                     if rank == ranks.rank:
-                        own = turns.attempt(whole.to, "cpu", parts[name].dtype)
-                    del whole
+                        own = turns.attempt(numbers.to, "cpu", parts[name].dtype)
+                    del numbers
             if own is not None:
                 turns.attempt(writing.send, own)
             del own

@@ -26,7 +26,7 @@ from tuningfork.models.hf.load import (
     read,
     without_memory,
 )
-from tuningfork.models.hf.safetensors_reader import Stored
+from tuningfork.models.hf.safetensors_reader import Lying
 from tuningfork.models.policy import Policy
 
 WHOLE = (
@@ -105,9 +105,9 @@ def replace_spread(model: PreTrainedModel, path: str) -> tuple[str, ...]:
     return (*notes, WHOLE)
 
 
-def _own(model: PreTrainedModel, stored: dict[str, Stored], draft: Draft) -> Draft:
+def _own(model: PreTrainedModel, stored: dict[str, Lying], draft: Draft) -> Draft:
     """What this process has to read, each tensor once: its rows of those that are spread, and the others whole."""
-    unread: dict[int, tuple[Tensor, Stored]] = {}
+    unread: dict[int, tuple[Tensor, Lying]] = {}
     for name, tensor in all_tensors(model):
         if name in stored and id(tensor) not in unread:
             there = stored[name]

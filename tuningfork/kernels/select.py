@@ -14,6 +14,8 @@ import torch
 
 from tuningfork.errors import ModelError
 from tuningfork.kernels.attention.plain import PlainAttention
+from tuningfork.kernels.causal_conv.plain import PlainCausalConv
+from tuningfork.kernels.gated_delta.plain import PlainGatedDelta
 from tuningfork.kernels.row_logps import plain as plain_rows
 
 Sizes = Mapping[str, int]
@@ -71,12 +73,43 @@ def _fork_attention(head_width: int) -> tuple[str, Any]:
     return "fork", ForkAttention
 
 
+def _triton_causal_conv(width: int) -> tuple[str, Any]:
+    from tuningfork.kernels.causal_conv.fast import WIDEST, TritonCausalConv
+
+    if width > WIDEST:
+        raise ModelError(
+            f"Convolutions on a GPU take up to {WIDEST} tokens, these have {width}. Use train.device: cpu."
+        )
+    return "triton", TritonCausalConv
+
+
+def _triton_gated_delta(key_width: int, value_width: int) -> tuple[str, Any]:
+    from tuningfork.kernels.gated_delta.fast import WIDEST_KEY, TritonGatedDelta
+
+    if key_width > WIDEST_KEY:  # values of any width do: they are taken some columns at a time
+        raise ModelError(
+            f"The gated delta rule on a GPU takes keys up to {WIDEST_KEY} wide, these have {key_width}, "
+            f"beside values of {value_width}. Use train.device: cpu."
+        )
+    return "triton", TritonGatedDelta
+
+
 def _triton_row_logps() -> tuple[str, Any]:
     from tuningfork.kernels.row_logps import fast
 
     return "triton", fast
 
 
-_PLAIN: dict[str, Any] = {"attention": PlainAttention, "row_logps": plain_rows}
-_FAST: dict[str, Callable[..., tuple[str, Any]]] = {"attention": _fork_attention, "row_logps": _triton_row_logps}
+_PLAIN: dict[str, Any] = {
+    "attention": PlainAttention,
+    "causal_conv": PlainCausalConv,
+    "gated_delta": PlainGatedDelta,
+    "row_logps": plain_rows,
+}
+_FAST: dict[str, Callable[..., tuple[str, Any]]] = {
+    "attention": _fork_attention,
+    "causal_conv": _triton_causal_conv,
+    "gated_delta": _triton_gated_delta,
+    "row_logps": _triton_row_logps,
+}
 """Name and form of each op's fast kernel for some sizes; Triton is imported only where it is used."""

@@ -17,8 +17,8 @@ from tuningfork.kernels.select import Kernels, Sizes, plain, select
 from tuningfork.kernels.sums import sum_by_place
 from tuningfork.models import activations, compiler
 from tuningfork.models.flops import FlopCounter
-from tuningfork.models.hf import attention
-from tuningfork.models.hf.load import comparable
+from tuningfork.models.hf import attention, gated_delta, short_conv
+from tuningfork.models.hf.comparable import comparable
 from tuningfork.models.hf.support import positions
 from tuningfork.models.hf.watch import watch
 from tuningfork.models.mixers.mixer import Mixer
@@ -84,6 +84,8 @@ class Policy:
         self.activation_memory = "none"  # see activations.py
         self.spread = spread  # over several processes
         attention.patch(model)
+        gated_delta.patch(model)
+        short_conv.patch(model)
         self._watched = watch(model, self._precision(), model.base_model if spread is None else spread.run)
 
     @classmethod

@@ -29,7 +29,10 @@ SCORING = (
     "models/compiler.py",
     "models/head.py",
     "models/hf/attention.py",
+    "models/hf/gated_delta.py",
+    "models/hf/layers.py",
     "models/hf/load.py",
+    "models/hf/short_conv.py",
     "models/hf/watch.py",  # finds the blocks that are compiled
     "models/mixers",
     "models/offload.py",

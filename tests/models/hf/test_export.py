@@ -17,8 +17,9 @@ from tests.models.hf.folders import edit, folder_of, logits, plain_load, rewrite
 from tests.tiny import FAMILIES, tiny_model
 from tuningfork.errors import ModelError
 from tuningfork.models.hf import attention, digests
+from tuningfork.models.hf.comparable import comparable
 from tuningfork.models.hf.export import check_exportable, exported_config, exported_dtype, save
-from tuningfork.models.hf.load import Loaded, comparable, load, load_config, load_tokenizer
+from tuningfork.models.hf.load import Loaded, load, load_config, load_tokenizer
 
 F32, BF16 = torch.float32, torch.bfloat16
 NORM, HEAD = "model.norm.weight", "lm_head.weight"

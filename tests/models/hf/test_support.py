@@ -57,24 +57,60 @@ def config_refused(path: Path, config, match: str) -> None:
     assert f"{path} ({config.model_type})" in str(caught.value)
 
 
-RECURRENT = {
-    "qwen3_next": lambda: transformers.Qwen3NextConfig(
-        **TINY, num_experts=0, layer_types=["linear_attention", "full_attention"]
-    ),
-    "lfm2": lambda: transformers.Lfm2Config(**TINY, layer_types=["conv", "full_attention"]),
-    "olmo_hybrid": lambda: transformers.OlmoHybridConfig(**TINY, layer_types=["linear_attention", "full_attention"]),
-    "mamba": lambda: transformers.MambaConfig(vocab_size=64, hidden_size=16, state_size=4, num_hidden_layers=2),
+UNKNOWN_LAYERS = {
     "llama4": lambda: transformers.Llama4TextConfig(**TINY, layer_types=["chunked_attention", "full_attention"]),
+    "exaone": lambda: transformers.Exaone4Config(**TINY, layer_types=["linear_attention", "full_attention"]),
 }
 
 
-@pytest.mark.parametrize("family", RECURRENT)
-def test_layers_that_mix_neighbours_in_a_pack_are_refused_by_the_config(tmp_path, family):
+@pytest.mark.parametrize("family", UNKNOWN_LAYERS)
+def test_layers_of_unknown_types_are_refused_by_the_config(tmp_path, family):
+    config_refused(tmp_path, UNKNOWN_LAYERS[family](), r"has layers of type (linear_attention|chunked_attention)")
+
+
+RECURRENT = {
+    "nemotron_h": "Mamba-2 layers",
+    "bamba": "Mamba-2 layers",
+    "granitemoehybrid": "Mamba-2 layers",
+    "mamba2": "Mamba-2 layers",
+    "zamba2": "Mamba-2 layers",
+    "falcon_h1": "Mamba-2 layers",
+    "bailing_hybrid": "Kimi delta attention",
+    "minimax": "lightning attention",
+    "jamba": "Mamba layers",
+    "mamba": "Mamba layers",
+    "recurrent_gemma": "gated linear recurrences",
+    "rwkv": "RWKV layers",
+    "xlstm": "xLSTM layers",
+}
+
+
+@pytest.mark.parametrize("family", [kind for kind in RECURRENT if kind in transformers.CONFIG_MAPPING])
+def test_other_recurrent_families_are_refused_with_their_mixer_and_what_is_supported(family):
     """transformers#46851, Automodel#2147, ms-swift#9618: state that leaks across packed documents."""
-    config_refused(tmp_path, RECURRENT[family](), r"has layers of type (linear_attention|conv|chunked_attention)")
+    with pytest.raises(ModelError) as caught:
+        check_config(transformers.CONFIG_MAPPING[family](), "here")
+    message = str(caught.value)
+    assert message.startswith(f"here ({family}) has {RECURRENT[family]}")
+    assert "would leak from one example into the next" in message
+    assert "the gated delta rule, in the dense models of OLMo Hybrid, Qwen3-Next and Qwen3.5" in message
 
 
-def test_recurrent_models_without_layer_types_are_refused_by_their_code(tmp_path):
+HYBRID = {**TINY, "layer_types": ["linear_attention", "full_attention"]}
+
+
+@pytest.mark.parametrize("config", ["Qwen3NextConfig", "OlmoHybridConfig", "Qwen3_5TextConfig"])
+def test_dense_models_with_the_gated_delta_rule_are_not_refused(config):
+    check_config(getattr(transformers, config)(**HYBRID, **({"num_experts": 0} if "Next" in config else {})), "here")
+
+
+def test_such_a_model_with_experts_is_refused():
+    for kind, experts in ((transformers.Qwen3NextConfig, 4), (transformers.Qwen3_5MoeTextConfig, 4)):
+        with pytest.raises(ModelError, match="is a mixture of experts"):
+            check_config(kind(**HYBRID, num_experts=experts), "here")
+
+
+def test_recurrent_models_without_layer_types_are_refused(tmp_path):
     rwkv = transformers.RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, context_length=64)
     config_refused(tmp_path, rwkv, "carry state from token to token")
 

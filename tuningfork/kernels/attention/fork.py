@@ -29,6 +29,7 @@ from torch.nn.functional import pad
 from torch.utils.flop_counter import register_flop_formula  # private: torch.utils.flop_counter
 
 from tuningfork.kernels.attention import _fork_kernels as kernels
+from tuningfork.kernels.tables import spread
 from tuningfork.records import ForkLayout
 
 WIDEST_HEAD = 512
@@ -64,7 +65,7 @@ class ForkAttention(NamedTuple):
         start, end, _, first_position, subtree_end, _ = segments.unbind(1)
         rows = len(layout.position_of_row)
         places = rows // TABLE_TILE + len(segments)
-        segment, number, there = _spread((end - start + TABLE_TILE - 1) // TABLE_TILE, places)
+        segment, number, there = spread((end - start + TABLE_TILE - 1) // TABLE_TILE, places)
         first = start[segment] + number * TABLE_TILE  # beyond its segment's end where there is no tile
         keys_read = torch.where(there, first_position[segment] + first - start[segment], -1)
         query_tiles = torch.stack([segment, first], 1)[keys_read.argsort(descending=True)]
@@ -74,7 +75,7 @@ class ForkAttention(NamedTuple):
         count = (readers + length - 1) // length
         slots = torch.where(count > 1, count, 0)
         first_slot = slots.cumsum(0) - slots
-        tile, number, there = _spread(count, places + MORE_PARTS)
+        tile, number, there = spread(count, places + MORE_PARTS)
         begin = first[tile] + number * length
         stop = torch.minimum(begin + length, subtree_end[segment[tile]])
         slot = torch.where(count[tile] > 1, first_slot[tile] + number, -1)
@@ -82,7 +83,7 @@ class ForkAttention(NamedTuple):
         parts = torch.stack([segment[tile], its_first, begin, stop, slot], 1)
         parts = parts[torch.where(there, stop - begin, -1).argsort(descending=True)]
 
-        tile, _, there = _spread((count > 1).long(), MORE_PARTS)
+        tile, _, there = spread((count > 1).long(), MORE_PARTS)
         its_end = torch.where(there, end[segment[tile]], 0)
         merges = torch.stack([first[tile], its_end, first_slot[tile], count[tile]], 1)
         return cls(
@@ -125,19 +126,6 @@ class ForkAttention(NamedTuple):
             value = pad(value, (0, width - value_width))
         out, _ = _attend(*self, query, key, value, sinks, scale, min(window or 0, WIDEST_WINDOW), softcap or 0.0)
         return out[..., :value_width]
-
-
-def _spread(counts: Tensor, places: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Hand out places: entry i gets the next counts[i] of them. The device need not be asked how many there are.
-
-    Returns:
-        For each place, int64 or bool [places]: the entry that has it, which of that entry's it is, and whether there is
-        any; where there is none, the place goes to the last entry, behind its own.
-    """
-    ends = counts.cumsum(0)
-    place = torch.arange(places, device=counts.device)
-    entry = torch.searchsorted(ends, place, right=True).clamp(max=len(counts) - 1)
-    return entry, place - (ends - counts)[entry], place < ends[-1]
 
 
 def _round_up(value: Tensor, multiple: int) -> Tensor:

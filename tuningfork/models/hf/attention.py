@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tuningfork.errors import ModelError
+from tuningfork.models.mixers import gated_delta, short_conv
 from tuningfork.models.mixers.attention import KEYWORD
 
 NAME = "tuningfork"
@@ -20,8 +21,9 @@ AHEAD = (
     "supported."
 )
 
-# Keywords of the model call that attention may ignore: they say nothing that the fork layout does not.
-_HARMLESS = {"position_ids", "use_cache", "cache_position", "past_key_values", "output_attentions", "is_causal"}
+HARMLESS = {"position_ids", "use_cache", "cache_position", "past_key_values", "output_attentions", "is_causal"}
+"""Keywords of the model call that a mixer may ignore: they say nothing that the fork layout does not."""
+_OTHERS = {gated_delta.KEYWORD, short_conv.KEYWORD}  # what other kinds of layers are told
 
 # Decoder blocks that are given keywords and do not pass them to their attention.
 # private: transformers.DecoderLayer
@@ -47,7 +49,7 @@ def _attention(
     `s_aux` [H] are attention sinks.
     """
     for name, given in other.items():
-        if given is not None and given is not False and name not in _HARMLESS:
+        if given is not None and given is not False and name not in HARMLESS | _OTHERS:
             raise ModelError(
                 f"attention of this model ({type(module).__name__}) takes {name!r} into account, which packed "
                 "attention does not know. Not supported."

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ _SLACK = 1 << 27  # numbers, half a GB; masks that some small models have as buf
 _TRAINABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-def check_layers(config: Any, stored: Mapping[str, Any]) -> None:
+def check_layers(config: Any, stored: Collection[str]) -> None:
     """Before a model is built, which takes a while for each layer: every layer has a tensor at least.
 
     Raises:

@@ -21,8 +21,10 @@ from transformers import GenerationConfig, PreTrainedModel
 from tuningfork.errors import SAVING, ModelError, enough_memory
 from tuningfork.files import scratch
 from tuningfork.models.hf import digests
+from tuningfork.models.hf.comparable import comparable
 from tuningfork.models.hf.folder import CONFIG, GENERATION, to_json
-from tuningfork.models.hf.load import Loaded, comparable, only_renamed
+from tuningfork.models.hf.load import Loaded, only_renamed
+from tuningfork.models.hf.released import Place, Released
 from tuningfork.models.hf.safetensors_reader import ONE_FILE
 from tuningfork.wording import first_line
 
@@ -122,18 +124,25 @@ def exported_dtypes(loaded: Loaded, dtype: torch.dtype | None) -> dict[str, torc
 
 
 def write_weights(loaded: Loaded, folder: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> None:
-    """Write the weights files, by the library's own names and layout, of all tensors of `state_of`."""
+    """Write the weights files of all tensors of `state_of`: by the library's own names and layout or, in families whose
+    released folders we know, by those."""
     # Tied weights stay one tensor; one that merely shares memory with another, such as a part of it, is one of its own.
     cast: dict[int, torch.Tensor] = {}
     kinds, owners = exported_dtypes(loaded, dtype), {name: id(owner) for name, owner in state_of(loaded).items()}
     for name, owner in owners.items():
         if owner not in cast:
             cast[owner] = tensors[name].to("cpu", kinds[name])
-    _save_by_the_library(loaded.model, folder, {name: cast[owner] for name, owner in owners.items()})
+    places = _released(loaded)
+    if places is None:
+        _save_by_the_library(loaded.model, folder, {name: cast[owner] for name, owner in owners.items()})
+        return
+    # Parts in memory of their own: of tensors that share some, the library writes one.
+    parts = {name: place.of(cast[owners[place.name]]).clone() for name, place in places.items()}
+    _save_by_the_library(loaded.model, folder, parts, save_original_format=False)
 
 
-def names_on_disk(loaded: Loaded) -> dict[str, str] | None:
-    """The name in the weights files -> that in `state_of`, each tensor once; None where the library does more to
+def places_on_disk(loaded: Loaded) -> dict[str, Place] | None:
+    """The name in the weights files -> where in `state_of` it is, each tensor once; None where the library does more to
     tensors than to name them.
 
     The library saves stand-ins of a single number each, and so decides as ever which name of tied weights counts, and
@@ -142,6 +151,9 @@ def names_on_disk(loaded: Loaded) -> dict[str, str] | None:
     Raises:
         RunFolderError: there is no place for temporary files.
     """
+    places = _released(loaded)
+    if places is not None:
+        return places
     if not only_renamed(loaded.model):
         return None
     names, state = [*state_of(loaded)], state_of(loaded)
@@ -149,16 +161,28 @@ def names_on_disk(loaded: Loaded) -> dict[str, str] | None:
     with scratch() as folder:
         _save_by_the_library(loaded.model, folder, {name: numbers[id(tensor)] for name, tensor in state.items()})
         stood = load_file(folder / ONE_FILE)
-    return {name: names[int(number)] for name, number in stood.items()}
+    return {name: Place(names[int(number)]) for name, number in stood.items()}
 
 
-def _save_by_the_library(model: PreTrainedModel, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+def _released(loaded: Loaded) -> dict[str, Place] | None:
+    """The same as `places_on_disk` in families whose released folders we know; None in others."""
+    released = loaded.released or Released.of(loaded.model.config)
+    if released is None:
+        return None
+    names: dict[int, str] = {}  # of tied weights, which are one, that which the starting folder had
+    for name, tensor in state_of(loaded).items():
+        if id(tensor) not in names or (name in released.names and names[id(tensor)] not in released.names):
+            names[id(tensor)] = name
+    return released.published(names.values())
+
+
+def _save_by_the_library(model: PreTrainedModel, folder: Path, tensors: dict[str, torch.Tensor], **how: Any) -> None:
     """What transformers writes of a model, which stays as it is: files of these weights, and a config.json."""
     in_memory, generation = model.config.dtype, model.generation_config
     # What the library finds wrong with generation settings, as with many published ones, must not cost the export.
     model.generation_config = GenerationConfig()
     try:
-        model.save_pretrained(folder, state_dict=tensors)
+        model.save_pretrained(folder, state_dict=tensors, **how)
     except safetensors.SafetensorError as error:  # a full disk, in its own words
         raise OSError(errno.EIO, str(error)) from error
     finally:
@@ -167,12 +191,12 @@ def _save_by_the_library(model: PreTrainedModel, folder: Path, tensors: dict[str
 
 
 def _of_this_model(start: Mapping[str, Any], loaded: Any) -> dict[str, Any]:
-    """What the starting config.json says; of a model that was built and not loaded, what the library says."""
-    return (
-        copy.deepcopy(dict(start))
-        if start.get("model_type") == loaded.model_type
-        else json.loads(loaded.to_json_string())
-    )
+    """What the starting config.json says, or that part of it which is the language model's; of a model that was built
+    and not loaded, what the library says."""
+    for config in (start, start.get("text_config")):
+        if isinstance(config, Mapping) and config.get("model_type") == loaded.model_type:
+            return copy.deepcopy(dict(config))
+    return json.loads(loaded.to_json_string())  # type: ignore[no-any-return]
 
 
 def _known_to_older_readers(config: Mapping[str, Any], model: PreTrainedModel) -> Iterator[tuple[str, Any]]:

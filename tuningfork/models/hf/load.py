@@ -28,21 +28,14 @@ from transformers.core_model_loading import WeightRenaming  # private: transform
 from tuningfork.errors import LOADING, ModelError, enough_memory, is_of_memory, is_panic
 from tuningfork.models.hf import attention, checks, digests, folder, safetensors_reader, trust
 from tuningfork.models.hf.folder import Origin
-from tuningfork.models.hf.safetensors_reader import Found, Stored
+from tuningfork.models.hf.released import PARTS_OF_MORE, Released
+from tuningfork.models.hf.safetensors_reader import Lying, Stack
 from tuningfork.models.hf.support import check_config, check_modules
 from tuningfork.models.hf.tokenizer_file import check_tokenizer_file
 from tuningfork.wording import first_line
 
 _CPU = torch.device("cpu")
 _LEAST_IN_8_BITS = 4096  # private: torchao.optim.AdamW8bit
-
-_NUMBERS_DO_NOT_DEPEND_ON = (
-    # private: transformers._name_or_path
-    *("_name_or_path", "transformers_version", "dtype", "architectures", "use_cache"),
-    *("auto_map", "pad_token_id", "bos_token_id", "eos_token_id"),
-    *("output_attentions", "output_hidden_states", "return_dict"),
-)
-
 
 _AS_WE_NEED_IT: dict[str, Any] = {
     "dtype": torch.float32,
@@ -60,6 +53,7 @@ class Loaded:
     stored_dtype: torch.dtype  # that most of its weights had on the disk
     stored_bytes: int = 0  # read from there; 0 where they lay in older files than safetensors
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)  # of what lay on the disk, by the model's names
+    released: Released | None = None  # how its files differ from it, in families of which we know it
     origin: Origin = field(default_factory=Origin)  # what else its folder held, for the export
     notes: tuple[str, ...] = ()  # what was done about something odd in the folder, for the user
 
@@ -131,6 +125,10 @@ def _config(path: str) -> Any:
             f"{path}: {library} knows no model of type {kind!r}, which config.json names{own}. If the model is newer, "
             "use a transformers that is newer, too; else train a model of a type that transformers has."
         ) from error
+    if config.model_type in PARTS_OF_MORE:
+        whole, config = config, config.get_text_config()
+        if getattr(whole, "quantization_config", None) is not None:  # of all parts
+            config.quantization_config = whole.quantization_config
     trust.take_no_kernels(config)
     # What a model hands out beside its hidden states, and how: nobody here asks for more, and with our attention the
     # library saves no config that does. An export says what config.json says.
@@ -210,10 +208,15 @@ def opened(path: str, progress: Callable[[int, int], None] = lambda done, total:
     digests.check_export(path, weights=True)
     try:
         found = safetensors_reader.stored_tensors(Path(path))
-        if found is not None:
-            checks.check_layers(config, found.tensors)
-        draft = None if found is None else _draft(config, path, found.tensors)
-        draft = draft or _whole(config, path, found, progress)
+        pickled = _pickled(path) if found is None else {}
+        names = pickled.keys() if found is None else found.tensors.keys()
+        checks.check_layers(config, names)
+        released = Released.of(config, names)
+        stored: dict[str, Lying] = {} if found is None else {**found.tensors}
+        if released is not None:
+            stored, pickled = released.joined(stored, Stack.of), released.joined(pickled, torch.cat)
+        draft = None if found is None else _draft(config, path, stored, released is not None)
+        draft = draft or _whole(config, path, pickled or _in_memory(stored, progress))
     except Exception as error:
         if is_of_memory(error):
             raise
@@ -226,9 +229,10 @@ def opened(path: str, progress: Callable[[int, int], None] = lambda done, total:
     checks.check_ties(model, path)
     checks.check_dtypes(model, draft.dtypes, path)
     check_modules(model, path)
-    size = sum(there.bytes for there in found.tensors.values()) if found else 0
-    notes += found.notes if found else ()
-    return draft, Loaded(model, _stored_dtype(model, draft.dtypes, config), size, draft.dtypes, origin, notes)
+    size = sum(there.bytes for there in stored.values())
+    notes += (found.notes if found else ()) + (released.note() if released else ())
+    stored_dtype = _stored_dtype(model, draft.dtypes, config)
+    return draft, Loaded(model, stored_dtype, size, draft.dtypes, released, origin, notes)
 
 
 def read(draft: Draft, path: str, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
@@ -253,16 +257,18 @@ class Draft:
 
     model: PreTrainedModel
     info: dict[str, Any]
-    unread: list[tuple[Tensor, Stored]]
+    unread: list[tuple[Tensor, Lying]]
     dtypes: dict[str, torch.dtype]  # of stored tensors, by the model's names or, of those it converts, their own
 
 
-def _draft(config: Any, path: str, stored: dict[str, Stored]) -> Draft | None:
+def _draft(config: Any, path: str, stored: dict[str, Lying], renamed: bool) -> Draft | None:
     """The model with weights of the right shape but without memory, each with its place on the disk.
 
     The library loads stand-ins of a single number each. So it decides as ever which stored tensor becomes which weight,
     what is missing or left over and what is tied, and computes the buffers; only the reading is ours: its own passes
     the GPU's weights through the host, casts them there, and reads no faster than page faults come.
+
+    `renamed`: what is stored has the model's names already, see released.py.
 
     None where a stored tensor does not become one weight as it is: where the library converts a family's old layout, or
     where the folder holds both copies of tied weights, which the library compares.
@@ -271,7 +277,7 @@ def _draft(config: Any, path: str, stored: dict[str, Stored]) -> Draft | None:
     unread = {name: (weight, stored[name]) for name, weight in traced.values()}
     dtypes = {own: stored[name].dtype for own, (name, _) in traced.items()}
     # A conversion may leave a stand-in's shape and place as they are, such as a permuted rotation: only its name tells.
-    if not only_renamed(model):
+    if not renamed and not only_renamed(model):
         return None
     refused = {*info["unexpected_keys"], *(str(key[0]) for key in info["mismatched_keys"])}
     if len(unread) + len(refused | _computed(model, stored.keys() - unread.keys())) != len(stored):
@@ -285,16 +291,20 @@ def only_renamed(model: PreTrainedModel) -> bool:
     return conversions is not None and all(isinstance(conversion, WeightRenaming) for conversion in conversions)
 
 
-def _whole(config: Any, path: str, found: Found | None, progress: Callable[[int, int], None]) -> Draft:
+def _pickled(path: str) -> dict[str, Tensor]:
+    checks.check_room(safetensors_reader.bytes_in(Path(path)))
+    return safetensors_reader.pickled_tensors(Path(path))
+
+
+def _in_memory(stored: dict[str, Lying], progress: Callable[[int, int], None]) -> dict[str, Tensor]:
+    checks.check_room(sum(there.bytes for there in stored.values()))
+    state = {name: torch.empty(there.shape, dtype=there.dtype) for name, there in stored.items()}
+    safetensors_reader.read_weights(((state[name], there) for name, there in stored.items()), progress)
+    return state
+
+
+def _whole(config: Any, path: str, state: dict[str, Tensor]) -> Draft:
     """The model with its weights on the CPU; which tensors it gets is ours to say, all else the library's."""
-    if found is None:
-        checks.check_room(safetensors_reader.bytes_in(Path(path)))
-        state = safetensors_reader.pickled_tensors(Path(path))
-        checks.check_layers(config, state)
-    else:
-        checks.check_room(sum(there.bytes for there in found.tensors.values()))
-        state = {name: torch.empty(there.shape, dtype=there.dtype) for name, there in found.tensors.items()}
-        safetensors_reader.read_weights(((state[name], there) for name, there in found.tensors.items()), progress)
     _, _, traced = _traced(config, path, state)
     dtypes = {own: state[name].dtype for own, (name, _) in traced.items()}
     model, info = _from_state(config, path, state)
@@ -312,7 +322,7 @@ def _computed(model: PreTrainedModel, left: Iterable[str]) -> set[str]:
 
 
 def _traced(
-    config: Any, path: str, stored: Mapping[str, Stored] | Mapping[str, Tensor]
+    config: Any, path: str, stored: Mapping[str, Lying] | Mapping[str, Tensor]
 ) -> tuple[PreTrainedModel, dict[str, Any], dict[str, tuple[str, Tensor]]]:
     """The library's model of stand-ins, what it says of them, and by the model's names which became what in it."""
     stand_ins = {
@@ -373,16 +383,6 @@ def held_dtype(weight: Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.d
     """In what a weight or buffer of this shape is kept in a model whose matrices are kept in `dtype`."""
     matrix = isinstance(weight, nn.Parameter) and len(shape) >= 2
     return dtype if matrix and bears_8_bits(shape) else weight.dtype
-
-
-def comparable(config: Any) -> dict[str, Any]:
-    """What of a config decides a model's numbers: all but names, versions, special ids and the stored dtype."""
-    values = config.to_dict()
-    for key in _NUMBERS_DO_NOT_DEPEND_ON:
-        values.pop(key, None)
-    if "partial_rotary_factor" in (values.get("rope_parameters") or {}):
-        values.pop("partial_rotary_factor", None)  # some versions give StableLM's a default that nobody reads
-    return values
 
 
 def _stored_dtype(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype], config: Any) -> torch.dtype:

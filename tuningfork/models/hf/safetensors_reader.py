@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from queue import SimpleQueue
 from typing import BinaryIO
@@ -59,6 +60,52 @@ class Stored:
         shape = torch.Size((count, *self.shape[1:]))
         width = shape[1:].numel() * self.dtype.itemsize
         return Stored(self.path, self.offset + start * width, self.dtype, shape)
+
+    @property
+    def parts(self) -> tuple[Stored, ...]:
+        return (self,)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A tensor that lies on the disk as several, to be put one above the other."""
+
+    parts: tuple[Stored, ...]
+
+    @classmethod
+    def of(cls, tensors: Iterable[Lying]) -> Stack:
+        """Raises ValueError where they do not fit together."""
+        parts = tuple(part for tensor in tensors for part in tensor.parts)
+        if len({part.shape[1:] for part in parts}) > 1 or any(not part.shape for part in parts):
+            shapes = ", ".join(f"{tuple(part.shape)} in {part.path.name}" for part in parts)
+            raise ValueError(f"tensors that are parts of one have shapes that do not fit: {shapes}; get weights anew")
+        return cls(parts)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return reduce(torch.promote_types, (part.dtype for part in self.parts))
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:]))
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+    def rows(self, start: int, count: int) -> Stack:
+        """Some of its rows, which lie together in it."""
+        found, end = [], start + count
+        for part in self.parts:
+            first, last = max(start, 0), min(end, part.shape[0])
+            if first < last:
+                found.append(part.rows(first, last - first))
+            start, end = start - part.shape[0], end - part.shape[0]
+        return Stack(tuple(found) or (self.parts[0].rows(0, 0),))
+
+
+Lying = Stored | Stack
+"""A tensor on the disk, however it lies there."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +291,7 @@ def _first(things: list[str]) -> str:
 
 
 def read_weights(
-    tensors: Iterable[tuple[Tensor, Stored]], progress: Callable[[int, int], None] = lambda done, total: None
+    tensors: Iterable[tuple[Tensor, Lying]], progress: Callable[[int, int], None] = lambda done, total: None
 ) -> None:
     """Fill contiguous tensors, on any device, with what lies on the disk, cast to their dtype there.
 
@@ -296,13 +343,16 @@ class _Piece:
         return self.bytes
 
 
-def _pieces(tensors: Iterable[tuple[Tensor, Stored]]) -> Iterator[_Piece]:
+def _pieces(tensors: Iterable[tuple[Tensor, Lying]]) -> Iterator[_Piece]:
     for tensor, stored in tensors:
-        flat, size = tensor.view(-1), stored.dtype.itemsize
-        for start in range(0, stored.bytes, _PIECE):
-            count = min(_PIECE, stored.bytes - start)
-            target = flat[start // size : (start + count) // size]
-            yield _Piece(stored.path, stored.offset + start, count, stored.dtype, target)
+        flat, first = tensor.view(-1), 0
+        for part in stored.parts:
+            size = part.dtype.itemsize
+            for start in range(0, part.bytes, _PIECE):
+                count = min(_PIECE, part.bytes - start)
+                target = flat[first + start // size : first + (start + count) // size]
+                yield _Piece(part.path, part.offset + start, count, part.dtype, target)
+            first += part.shape.numel()
 
 
 def _fill(buffer: memoryview, file: BinaryIO, path: Path) -> None:

@@ -14,9 +14,31 @@ from torch.nn.modules.dropout import _DropoutNd  # private: torch.nn.modules.dro
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from tuningfork.errors import ModelError
+from tuningfork.models.hf import gated_delta, short_conv
 from tuningfork.models.hf.attention import AHEAD
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+_OUR_LAYERS = {
+    **dict.fromkeys(("olmo_hybrid", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "linear_attention"),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), "conv"),
+}
+"""The type of the layers that are no attention and known, by the type of the model."""
+_SUPPORTED = (
+    "the gated delta rule, in the dense models of OLMo Hybrid, Qwen3-Next and Qwen3.5, and gated short convolutions, "
+    "in those of LFM2"
+)
+_MAMBA_2 = "Mamba-2 layers, each with a convolution and a state"
+_KDA = "Kimi delta attention, convolutions and a state that decays by key channel"
+_RECURRENT = {
+    **dict.fromkeys(("nemotron_h", "bamba", "granitemoehybrid", "mamba2", "zamba2", "falcon_h1"), _MAMBA_2),
+    **dict.fromkeys(("kimi_linear", "glm5_next", "bailing_hybrid"), _KDA),
+    **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), "Mamba layers, each with a convolution and a state"),
+    **dict.fromkeys(("minimax", "minimax_text_01"), "lightning attention, which has a state"),
+    "recurrent_gemma": "gated linear recurrences, each behind a convolution",
+    "rwkv": "RWKV layers, which have a state and look at the token before",
+    "xlstm": "xLSTM layers, which have a state",
+}
+"""What carries something from token to token in other families, by the type of the model."""
 _RECURRENT_WORDS = (
     *("Mamba", "SSM", "Recurrent", "DeltaNet", "Rwkv", "RWKV", "LinearAttention", "ShortConv", "LRU"),
     *("LSTM", "GRU", "RNN"),
@@ -24,8 +46,8 @@ _RECURRENT_WORDS = (
 _EXPERTS = re.compile(r"(^|_)(n|num)_(local_|routed_)?experts$")
 _EXPERTS_IN_USE = ("is_moe", "enable_moe_block")  # where a config has such a switch
 _STATE = (
-    "state from token to token; in a pack it would leak from one example into the next. Recurrent and convolutional "
-    "layers are not supported."
+    "state from token to token; in a pack it would leak from one example into the next. Of recurrent and convolutional "
+    f"layers only {_SUPPORTED}, are supported."
 )
 _OTHER_INPUTS = ("vision", "audio", "image", "video", "speech")  # in a part's name, such as vision_config
 _TEXT_CONFIGS = ("text_config", "decoder", "generator", "text_encoder")  # where transformers looks for it
@@ -62,11 +84,14 @@ def check_config(config: Any, path: str) -> None:
         raise ModelError(f"{where} is no causal language model that transformers {transformers.__version__} knows.")
     if getattr(config, "is_causal", True) is False:
         raise ModelError(f"{where} has is_causal set to false: {AHEAD}")
-    other = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS)
+    if config.model_type in _RECURRENT:
+        raise ModelError(f"{where} has {_RECURRENT[config.model_type]}: they carry {_STATE}")
+    known = {*_ATTENTION_LAYERS, _OUR_LAYERS.get(config.model_type)}
+    other = sorted(set(getattr(config, "layer_types", None) or ()) - known)
     if other:
         raise ModelError(
-            f"{where} has layers of type {', '.join(other)}. Only full and sliding-window attention are known to keep "
-            "neighbouring examples of a pack apart, so others are not supported."
+            f"{where} has layers of type {', '.join(other)}. Only full and sliding-window attention, and {_SUPPORTED}, "
+            "are known to keep neighbouring examples of a pack apart, so others are not supported."
         )
     if _has_experts(config.to_dict()):
         raise ModelError(f"{where} is a mixture of experts; only dense models are supported.")
@@ -110,8 +135,12 @@ def check_modules(model: PreTrainedModel, path: str) -> None:
     What no setting changes comes first: nobody should set rates of dropout to 0 in vain.
     """
     _check_head(model, path)
+    ours = {*gated_delta.layers(model), *short_conv.layers(model)}
+    parts = {part for layer in ours for part in layer.children()}  # such as their convolution
     for name, module in model.named_modules():
         kind = type(module).__name__
+        if module in parts or not ours.isdisjoint(module.modules()):  # such as the block of such a layer
+            continue
         if isinstance(module, nn.Conv1d | nn.RNNBase) or any(word in kind for word in _RECURRENT_WORDS):
             raise ModelError(f"{path}: {name or 'the model'} ({kind}) carries {_STATE}")
     _check_chance(model, path)

@@ -17,8 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode  # private: torch.uti
 from transformers import PreTrainedModel
 
 from tuningfork.errors import LOADING, ModelError, OutOfMemory, enough_memory
+from tuningfork.kernels.causal_conv.plain import Heads
+from tuningfork.models.hf import gated_delta, short_conv
 from tuningfork.models.mixers.attention import KEYWORD, Attention, AttentionLayer
+from tuningfork.models.mixers.gated_delta import GatedDelta, GatedDeltaLayer, PreparedGatedDelta
 from tuningfork.models.mixers.mixer import Mixer
+from tuningfork.models.mixers.short_conv import ShortConv, ShortConvLayer
 from tuningfork.wording import first_line
 
 _ROWS = 2  # one row would look like a step of generation
@@ -31,21 +35,27 @@ class Watched:
     weights: of all matrix products, each as often as it is used for a row, not counting the head.
     forward_only: those of them that take no part in the backward pass.
     attention: its calls in their order; a layer that runs twice has two.
+    gated_delta: the same of the gated delta rule; models of attention alone have none.
+    short_conv: and of gated short convolutions.
     blocks: the decoder blocks in the order of their first call: entries of lists of modules in which a mixer runs.
     """
 
     weights: int = 0
     forward_only: int = 0
     attention: list[AttentionLayer] = field(default_factory=list)
+    gated_delta: list[GatedDeltaLayer] = field(default_factory=list)
+    short_conv: list[ShortConvLayer] = field(default_factory=list)
     blocks: list[nn.Module] = field(default_factory=list)
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
-        return (Attention(tuple(self.attention)),)
+        recurrent = (GatedDelta(tuple(self.gated_delta)),) if self.gated_delta else ()
+        convolutions = (ShortConv(tuple(self.short_conv)),) if self.short_conv else ()
+        return (Attention(tuple(self.attention)), *recurrent, *convolutions)
 
 
 def watch(model: PreTrainedModel, precision: AbstractContextManager[Any], run: Callable[..., Any]) -> Watched:
-    """Run the model once under a context of precision, with attention that only looks on. Nothing of it changes.
+    """Run the model once under a context of precision, with mixers that only look on. Nothing of it changes.
 
     `run` runs its backbone, which is gathered for it where the model is spread over processes.
 
@@ -55,13 +65,18 @@ def watch(model: PreTrainedModel, precision: AbstractContextManager[Any], run: C
     seen = Watched()
     ids = torch.zeros(1, _ROWS, dtype=torch.long, device=next(model.parameters()).device)
     fork = _Onlooker(seen)
+    told: dict[str, Any] = {KEYWORD: fork}
+    if gated_delta.layers(model):
+        told[gated_delta.KEYWORD] = PreparedGatedDelta(conv=fork, scan=fork)
+    if short_conv.layers(model):
+        told[short_conv.KEYWORD] = fork
     where = f"{model.name_or_path}: " if model.name_or_path else ""
     kind = type(model).__name__
     try:
         memory = enough_memory("watching the model", LOADING)
         with memory, torch.enable_grad(), precision, _blocks(model, fork), _Products(seen):
             positions = torch.arange(_ROWS, device=ids.device)[None]
-            run(input_ids=ids, position_ids=positions, use_cache=False, **{KEYWORD: fork})
+            run(input_ids=ids, position_ids=positions, use_cache=False, **told)
     except ModelError as error:
         raise ModelError(f"{where}{error}") from error
     except OutOfMemory:
@@ -76,7 +91,7 @@ def watch(model: PreTrainedModel, precision: AbstractContextManager[Any], run: C
 
 
 class _Onlooker:
-    """Stands for prepared attention: notes the call, and gives zeros of the right shape."""
+    """Stands for what mixers prepare: notes the call, and gives zeros of the right shape."""
 
     def __init__(self, seen: Watched) -> None:
         self._seen = seen
@@ -87,13 +102,31 @@ class _Onlooker:
         value_width = value.shape[-1]
         widths = heads * (width + value_width) // 2, max(width, value_width)
         self._seen.attention.append(AttentionLayer(widths[0], window, widths[1], backward=torch.is_grad_enabled()))
+        self._note_block()
+        return query.new_zeros(*query.shape[:2], value_width)
+
+    def query_key_value(self, x: Tensor, weight: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+        layer = GatedDeltaLayer(heads, weight.shape[1], backward=torch.is_grad_enabled())
+        self._seen.gated_delta.append(layer)
+        self._note_block()
+        keys = (len(x), heads.keys, heads.key_width)
+        return x.new_zeros(keys), x.new_zeros(keys), x.new_zeros(len(x), heads.values, heads.value_width)
+
+    def scan(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        return torch.zeros_like(value)
+
+    def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, silu: bool = True) -> Tensor:
+        self._seen.short_conv.append(ShortConvLayer(weight.shape[0], weight.shape[1], torch.is_grad_enabled()))
+        self._note_block()
+        return torch.zeros_like(x)
+
+    def _note_block(self) -> None:
         if self.inside and not any(self.inside[0] is block for block in self._seen.blocks):
             self._seen.blocks.append(self.inside[0])
-        return query.new_zeros(*query.shape[:2], value_width)
 
 
 class _Products(TorchDispatchMode):
-    """Adds up the weights of matrix products. Attention's own are not among them: it only looks on."""
+    """Adds up the weights of matrix products. Mixers' own are not among them: they only look on."""
 
     def __init__(self, seen: Watched) -> None:
         super().__init__()

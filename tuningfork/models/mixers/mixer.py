@@ -1,7 +1,7 @@
 """What a kind of layer says of itself. A *mixer* lets tokens see each other, so it alone must know a pack's layout.
 
-All else in a model treats each token by itself. Attention is a mixer, of all layers that have it; a scan or a
-convolution along the sequence would be another. A class of our own runs its mixers itself; under a class of
+All else in a model treats each token by itself. Attention is a mixer, of all layers that have it; the gated delta rule,
+a convolution and a scan along the sequence, is another. A class of our own runs its mixers itself; under a class of
 transformers a module of models/hf puts them (`patch`), and models/hf/watch.py finds their layers.
 """
 

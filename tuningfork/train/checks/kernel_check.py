@@ -3,17 +3,15 @@
 Tests show that a kernel is right on the cards and compilers that they ran on. A new card, driver or compiler may break
 one, and then a run trains on numbers that are only a little wrong. So the run's own model takes a pack through both.
 
-A number is measured against the plain kernels' in float32. What may lie between is known from the plain kernels in the
-run's own dtype: they round as often as the fast ones, though not at the same places, so the errors of the two are of
-one size, and one that is several times the other is no rounding.
+Each kernel is tried by itself first (op_check.py); how far numbers may lie apart is in rounding.py.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,16 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tuningfork.data.packing.tree import Share
-from tuningfork.errors import LOADING, ModelError, enough_memory
+from tuningfork.errors import LOADING, enough_memory
 from tuningfork.models.policy import Policy, Spread
-from tuningfork.records import ForkLayout, PackedBatch
-from tuningfork.train.checks.head_check import NOTHING_IS_TRAINED
+from tuningfork.records import PackedBatch
+from tuningfork.train.checks.op_check import check_ops
+from tuningfork.train.checks.rounding import FLOOR, check_rounding, noise
 from tuningfork.train.checks.self_check import in_float32, probe_pack, probes
 
-# The plain kernels' own error, taken over all rows at once: there two errors of a kind are closer than that.
-_TIMES = 3.0
-# Of a quantity's size: a thousand roundings of float32, for where the plain kernels are the measure itself.
-_FLOOR = 1e-4
 _DIRECTIONS = 16  # of a sketch: the size of a gradient of rank one is then met within a fifth, of others much closer
 
 
@@ -72,7 +67,7 @@ class KernelCheck:
         usual_policy = Policy.plain(policy.model, policy.dtype, policy.spread)
         batch = probe_pack(probes(policy), share, compiling).to(policy.device)
         with enough_memory("checking the kernels", LOADING):
-            _check_attention(policy, batch, path)
+            check_ops(policy, batch, path)
             usual_policy.keep_activations("block")  # where memory is short, it is short here too
             usual = _through(usual_policy, batch)
             with in_float32(policy.model):
@@ -87,29 +82,18 @@ class KernelCheck:
         with enough_memory("checking the kernels", LOADING):
             found = _through(policy, self.batch)
         what = f"{self.path}: the {'compiled ' if policy.compiled else ''}blocks"
-        _check(what, "hidden states", found.hidden, self.usual.hidden, self.exact.hidden)
-        _check(what, "gradients of embedded tokens", found.d_embedded, self.usual.d_embedded, self.exact.d_embedded)
+        check_rounding(what, "hidden states", found.hidden, self.usual.hidden, self.exact.hidden)
+        check_rounding(
+            what, "gradients of embedded tokens", found.d_embedded, self.usual.d_embedded, self.exact.d_embedded
+        )
         kinds = _by_kind(found.d_weights, self.usual.d_weights, self.exact.d_weights)
         sizes = {kind: float(exact.double().norm()) for kind, (_, _, exact) in kinds.items()}
         # A gradient that is 0 but for rounding, such as that of a bias of keys, has no size to go by.
-        floor = _FLOOR * 1e-2 * max(sizes.values(), default=0.0)
+        floor = FLOOR * 1e-2 * max(sizes.values(), default=0.0)
         for kind, (f, u, e) in kinds.items():
             # Of few numbers, such as a norm's, the plain kernels' rounding may be little by chance.
             few = torch.finfo(policy.dtype).eps * sizes[kind]
-            _check(what, f"gradients of {kind}", f, u, e, floor + few)
-
-
-def _check(what: str, quantity: str, found: Tensor, usual: Tensor, exact: Tensor, floor: float = 0.0) -> None:
-    """Raises ModelError where one is further from the exact than rounding takes it; `floor` is added to what may be."""
-    size, error, rounding = (float(t.double().norm()) for t in (exact, found - exact, usual - exact))
-    if error <= _TIMES * rounding + _FLOOR * size + floor:  # not so for NaN
-        return
-    size = size or 1.0
-    raise ModelError(
-        f"{what}: {quantity} are {error / size:.1e} of their size away from those of plain kernels in float32; plain "
-        f"kernels in the run's dtype are {rounding / size:.1e} away. {NOTHING_IS_TRAINED} Set model.compile to off, if "
-        "blocks are compiled; or use train.device cpu, or other versions."
-    )
+            check_rounding(what, f"gradients of {kind}", f, u, e, floor + few)
 
 
 def _through(policy: Policy, batch: PackedBatch) -> _Numbers:
@@ -118,7 +102,7 @@ def _through(policy: Policy, batch: PackedBatch) -> _Numbers:
     ways = _weight_gradients(policy.model) if policy.spread is None else _spread_gradients(policy, policy.spread)
     with torch.enable_grad(), _embedded(policy) as embedded, ways as d_weights:
         hidden = policy.hidden_rows(batch, last=True)
-        hidden.backward(_noise(hidden, seed=0))
+        hidden.backward(noise(hidden, seed=0))
     gradient = embedded[0].grad
     assert gradient is not None
     return _Numbers(hidden.detach().float().cpu(), gradient.float().cpu(), d_weights)
@@ -174,7 +158,7 @@ def _sketch(gradient: Tensor) -> Tensor:
     exact = (gradient.to_local() if isinstance(gradient, DTensor) else gradient).detach().float()
     if exact.ndim < 2 or exact.shape[-1] <= _DIRECTIONS:
         return exact.cpu()
-    directions = _noise(exact.new_empty(exact.shape[-1], _DIRECTIONS), seed=2)
+    directions = noise(exact.new_empty(exact.shape[-1], _DIRECTIONS), seed=2)
     return (exact @ directions / _DIRECTIONS**0.5).cpu()
 
 
@@ -209,85 +193,3 @@ def _embedded(policy: Policy) -> Iterator[list[Tensor]]:
         yield seen
     finally:
         hook.remove()
-
-
-def _noise(like: Tensor, seed: int) -> Tensor:
-    """Normal numbers of a tensor's shape, the same whenever asked, and from no generator that the run uses."""
-    return torch.randn(like.shape, generator=torch.Generator().manual_seed(seed)).to(like.device, like.dtype)
-
-
-# --- each kernel by itself --------------------------------------------------------------------------------------------
-
-
-def _check_attention(policy: Policy, batch: PackedBatch, path: str) -> None:
-    """Every call of attention in a forward pass, with its own queries, keys and values."""
-    watched = Policy.plain(policy.model, policy.dtype, policy.spread)
-    what = f"{path}: attention kernel {policy.kernels.names['attention']}"
-    beside = _Beside(watched.kernels["attention"], policy.kernels["attention"], what)
-    watched.kernels = replace(watched.kernels, forms={**watched.kernels.forms, "attention": beside})
-    with torch.no_grad():
-        watched.hidden_rows(batch)
-
-
-class _Beside:
-    """Plain attention that has another kind do the same, forward and backward, and compares."""
-
-    def __init__(self, plain: Any, other: Any, what: str) -> None:
-        self._kinds = plain, other
-        self._what, self._calls = what, 0
-
-    def prepare(self, layout: ForkLayout) -> _Beside:
-        self._positions = layout.position_of_row
-        self._plain, self._other = (kind.prepare(layout) for kind in self._kinds)
-        return self
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None, **how: Any) -> Tensor:
-        self._calls += 1
-        given = [query, key, value, *([] if sinks is None else [sinks])]
-        in_float32 = [t.float() for t in given]
-        exact, usual, found = (
-            _attended(kind, leaves, how)
-            for kind, leaves in ((self._plain, in_float32), (self._plain, given), (self._other, given))
-        )
-        sizes = [float(t.double().norm()) for t in exact]
-        # A gradient that is 0 but for rounding, such as that of scores of a single key, has no size to go by.
-        floor = _FLOOR * 1e-2 * max(sizes[1:])
-        # A sink is one number for each head: so few that the plain kernels' rounding may be little by chance.
-        few = torch.finfo(query.dtype).eps * sizes[-1]
-        names = ("outputs", *(f"gradients of {name}" for name in ("queries", "keys", "values", "sinks")))
-        what = f"{self._what}, call {self._calls}"
-        for name, f, u, e in zip(names, found, usual, exact, strict=False):
-            _check(what, name, f, u, e, floor + (few if name == "gradients of sinks" else 0.0))
-        edge = self._at_the_windows_edge(how["window"])
-        if edge:  # one key more or less is one of many, which only float32 shows
-            again = found if query.dtype == torch.float32 else _attended(self._other, in_float32, how)
-            for name, f, e in zip(names, again, exact, strict=False):
-                if name in edge:
-                    f, e = f[edge[name]], e[edge[name]]
-                    _check(f"{what}, beyond its window", name, f, e, e, floor)
-        return usual[0].to(query.dtype)
-
-    def _at_the_windows_edge(self, window: int | None) -> dict[str, Tensor]:
-        """The rows [n] whose numbers a window decides, by quantity: few of all, among whom an error of theirs is lost.
-
-        Those are the outputs and queries' gradients of rows that do not see their whole sequence, and the gradients of
-        keys and values that some later row of the longest sequence does not see.
-        """
-        positions, last = self._positions, int(self._positions.max())
-        if window is None or last < window:
-            return {}
-        rows, keys = (positions >= window).nonzero()[:, 0], (positions + window <= last).nonzero()[:, 0]
-        late, early = ("outputs", "gradients of queries"), ("gradients of keys", "gradients of values")
-        return {**dict.fromkeys(late, rows), **dict.fromkeys(early, keys)}
-
-
-def _attended(attention: Any, given: Sequence[Tensor], how: dict[str, Any]) -> list[Tensor]:
-    """Its output, and the gradients of a fixed sum of it by query, key, value and sinks, if there are; float32."""
-    query, key, value, *sinks = leaves = [t.detach().requires_grad_() for t in given]
-    more = {"sinks": sinks[0]} if sinks else {}
-    # Autocast, under which the model runs, would take float32 for bfloat16 here.
-    with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
-        out = attention.attend(query, key, value, **how, **more)
-        # What it does not depend on has a gradient of 0, which the others' then say is wrong.
-        gradients = torch.autograd.grad(out, leaves, _noise(out, seed=1), materialize_grads=True)
-    return [t.detach().float() for t in (out, *gradients)]

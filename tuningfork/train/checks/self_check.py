@@ -20,12 +20,12 @@ from tuningfork.data.packing.pack import SMALLEST_COMPILED, PackLimits
 from tuningfork.data.packing.tree import Share, grow
 from tuningfork.errors import LOADING, ModelError, OutOfMemory, enough_memory
 from tuningfork.models.backbone import Backbone
-from tuningfork.models.hf import attention
+from tuningfork.models.hf import attention, layers
 from tuningfork.models.policy import Policy, Spread
 from tuningfork.records import GRID, PackedBatch, Source, TokenAnswer, TokenExample
+from tuningfork.train.checks.recurrence_check import TOLERANCE, apart, blamed, check_first_state, first_state
 
 _LONGEST = {"cpu": 640, "cuda": 4608}  # tokens: beyond the windows of 512 and of 4,096 that models have
-_TOLERANCE = 1e-3  # of the largest log-prob of a token; float32 differs by 1e-6, a wrong model by its whole size
 
 
 def check_packed_equals_alone(model: PreTrainedModel, path: str, spread: Spread | None = None) -> None:
@@ -49,7 +49,7 @@ def _compare(policy: Policy, path: str) -> None:
     batch = probe_pack(probes(policy), "tree", compiled=False).to(model.device)
     with torch.no_grad():
         try:
-            with enough_memory("checking the model", LOADING):
+            with enough_memory("checking the model", LOADING), first_state(model) as packed_state:
                 packed, again = (_score_packed(policy, batch) for _ in range(2))
         except (ModelError, OutOfMemory):
             raise
@@ -64,7 +64,8 @@ def _compare(policy: Policy, path: str) -> None:
                 "starting policy. Set every rate of dropout or layer drop in config.json to 0."
             )
         try:
-            with enough_memory("checking the model", LOADING):
+            memory = enough_memory("checking the model", LOADING)
+            with memory, layers.taken_out(model), first_state(model) as alone_state:
                 alone = torch.cat([score for example in batch.examples for score in _score_alone(model, example)])
         except OutOfMemory:
             raise
@@ -73,13 +74,16 @@ def _compare(policy: Policy, path: str) -> None:
                 f"{path}: {type(model).__name__} does not run with its own eager attention ({error}), so packed "
                 "numbers cannot be checked against it. Not supported."
             ) from error
-    worst = float((packed - alone).abs().max() / alone.abs().max())
-    if not worst <= _TOLERANCE:
-        raise ModelError(
-            f"{path}: {type(model).__name__} gives packed examples other log-probs than the same examples alone "
-            f"(relative difference {worst:.1e}). Some layer of it looks across examples or ahead, or changes its "
-            "logits in a way that is not known here. Training it would be wrong, so it is not supported."
-        )
+        worst = apart(packed, alone)
+        if not worst <= TOLERANCE:
+            raise ModelError(
+                f"{path}: {type(model).__name__} gives packed examples other log-probs than the same examples alone "
+                f"(relative difference {worst:.1e}). Some layer of it looks across examples or ahead, or changes its "
+                "logits in a way that is not known here. Training it would be wrong, so it is not supported."
+                f"{blamed(policy, batch, _score_packed)}"
+            )
+        if packed_state:
+            check_first_state(policy, batch, _score_packed, packed_state[0], alone_state, path)
 
 
 @contextmanager

@@ -1,0 +1,84 @@
+"""The chunks of a pack's paths: which rows each has, and which chunk it goes on from.
+
+A path is cut at multiples of CHUNK of its positions, never where it is cut into segments, and its state goes from chunk
+to chunk. The rows of a chunk, and all before it, are the path of its last row. So paths share a chunk if it has the
+same last row in both, and a chunk with a cut inside belongs to each path that goes on from there. Where a prompt of 70
+rows has two answers of 60 and 10:
+
+    rows        0 .. 69   prompt      chunk  last row   rows                  parent
+               70 .. 129  answer A        0        63    0 .. 63                ROOT
+              130 .. 139  answer B        1       127   64 .. 127                  0
+                                          2       129   128, 129                   1
+                                          3       139   64 .. 69, 130 .. 139       0
+
+The prompt's first 64 rows are scanned once; its last 6 are read by both answers, and their results are those of the
+first. Chunks lie in the order of their last rows: depth first, as the rows themselves do. So a chunk's descendants are
+right behind it, and the first of them is its child; and the first chunk whose last row is not before a row has it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tuningfork.kernels.tables import spread
+from tuningfork.records import GRID, ROOT, ForkLayout
+
+CHUNK = 64  # positions; a multiple of GRID
+
+
+class Chunks(NamedTuple):
+    """Room for N chunks, an upper bound; those that are not there are at the end."""
+
+    rows: Tensor  # int64 [N, CHUNK], T where there is no row
+    parent: Tensor  # int64 [N], ROOT where it begins with a state of zero
+    number: Tensor  # int64 [N], which of its path's chunks it is; -1 where there is none
+    of_row: Tensor  # int64 [T], the chunk that has a row's result
+
+    @classmethod
+    def of(cls, layout: ForkLayout) -> Chunks:
+        """Those of a layout of T rows in S segments, on its device, made without waiting for it: N = T // 64 + 2 S."""
+        start, end, above, first, _, steps_start = layout.segments.long().unbind(1)
+        total, device = len(layout.position_of_row), start.device
+        path_end = first + end - start
+        has_parent = (above != ROOT) & (end > start)
+        is_parent = torch.zeros(len(start) + 1, dtype=torch.bool, device=device)
+        is_parent.index_fill_(0, torch.where(has_parent, above, len(start)), True)
+        ends_path = ~is_parent[:-1] & (path_end % CHUNK != 0)  # with a part of a chunk
+        counts = torch.where(end > start, path_end // CHUNK - first // CHUNK + ends_path, 0)
+
+        segment, place, there = spread(counts, total // CHUNK + 2 * len(start))
+        number = first[segment] // CHUNK + place
+        stop = torch.minimum((number + 1) * CHUNK, path_end[segment])
+        last = torch.where(there, start[segment] + stop - 1 - first[segment], total)
+        # Positions of the row before the chunk, and of its own.
+        positions = number[:, None] * CHUNK + torch.arange(-1, CHUNK, device=device)
+        step, offset = positions.clamp(min=0) // GRID, positions.clamp(min=0) % GRID
+        in_steps = step * GRID < first[segment][:, None]
+        listed = layout.steps.long()[torch.where(in_steps, steps_start[segment][:, None] + step, 0)]
+        base = torch.where(in_steps, listed, (start - first)[segment][:, None] + step * GRID)
+        seam = layout.seams.long().flatten()[torch.where(base < 0, (-1 - base) * GRID + offset, 0)]
+        rows = torch.where(base < 0, seam, base + offset)
+        inside = there[:, None] & (positions < stop[:, None])
+        return cls(
+            rows=torch.where(inside, rows, total)[:, 1:].contiguous(),
+            parent=torch.where(there & (number > 0), torch.searchsorted(last, rows[:, 0].contiguous()), ROOT),
+            number=torch.where(there, number, -1),
+            of_row=torch.searchsorted(last, torch.arange(total, device=device)),
+        )
+
+
+def check_gates(value: Tensor, decay: Tensor, beta: Tensor) -> None:
+    """Refuse decays and rates whose sums over a chunk would be rounded.
+
+    Raises:
+        TypeError: they are not float32, or, beside float64, float64.
+    """
+    wide = torch.promote_types(value.dtype, torch.float32)
+    if decay.dtype != wide or beta.dtype != wide:
+        raise TypeError(
+            f"The gated delta rule sums the logs of decays over {CHUNK} rows. Beside values of {value.dtype}, decay "
+            f"and beta have to be {wide}, and they are {decay.dtype} and {beta.dtype}."
+        )
