@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.worlds import together
@@ -21,6 +22,7 @@ from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
 from tuningfork.distributed.world import ALONE, world
 from tuningfork.models.policy import Policy
 from tuningfork.objective.config import ObjectiveConfig
+from tuningfork.records import ForkLayout
 from tuningfork.train.batch import StepBatch
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.optimizer import build_optimizer
@@ -98,17 +100,33 @@ def check_steps(size: int, family: str, parallel: dict[str, Any], activations: s
             assert (theirs[name] - weight).norm() <= 1e-6 * weight.norm(), name
 
 
+class _Whole:
+    """Attention that a compiler has in one graph with what is around it, as it has that of a GPU."""
+
+    @classmethod
+    def prepare(cls, layout: ForkLayout) -> _Whole:
+        return cls()
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, **how: Any) -> Tensor:
+        return query * (key * value).sum(1, keepdim=True) * scale
+
+
 def _graphs(monkeypatch: pytest.MonkeyPatch, always: bool) -> list[str]:
     """The code of all graphs that the compiler makes of a model's blocks."""
     compiler, graphs = torch.compile, []
 
+    def note(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph.code)
+        return graph.forward
+
     def watched(forward: Any, dynamic: bool, **options: Any) -> Any:
-        return compiler(forward, dynamic=dynamic, backend=lambda graph, _: graphs.append(graph.code) or graph.forward)
+        return compiler(forward, dynamic=dynamic, backend=note)
 
     torch._dynamo.reset()
     with monkeypatch.context() as patched:
         patched.setattr(torch, "compile", watched)
         policy = Policy.plain(tiny_model("olmo2", torch.float32), torch.float32)
+        policy.kernels = replace(policy.kernels, forms={**policy.kernels.forms, "attention": _Whole})
         parallelize(policy, "none", compiled=True, layout=Layout(), always=always)
     scorer, limits = scorer_of(policy, 64), limits_of(64, "tree")
     for tokens in (2, 5):
@@ -117,10 +135,10 @@ def _graphs(monkeypatch: pytest.MonkeyPatch, always: bool) -> list[str]:
     return graphs
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo, of plain attention
 def test_blocks_are_compiled_as_on_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in ALONE.items():
         monkeypatch.setenv(name, value)
     alone = _graphs(monkeypatch, always=False)
     with world(ParallelConfig(), cuda=False, always=True):
-        assert _graphs(monkeypatch, always=True) == alone != []
+        assert _graphs(monkeypatch, always=True) == alone
+    assert len(alone) == 1
