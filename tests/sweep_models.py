@@ -34,6 +34,7 @@ from tests.tiny import random_examples, score_alone, scorer_of
 from tuningfork.data.packing.layout import build_pack
 from tuningfork.errors import ModelError
 from tuningfork.models.hf import attention
+from tuningfork.models.hf.released import PARTS_OF_MORE
 from tuningfork.models.hf.support import check_config, check_modules
 from tuningfork.models.policy import Policy
 from tuningfork.train.checks.kernel_check import KernelCheck
@@ -61,6 +62,10 @@ SMALL: dict[str, Any] = {
     "use_sliding_window": True,
     "max_window_layers": 2,
     "is_decoder": True,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
 }
 # What a family needs besides, or otherwise, to be small.
 OTHER: dict[str, dict[str, Any]] = {
@@ -106,8 +111,9 @@ class Verdict:
 
 
 def default_config(kind: str) -> Any:
-    """The config of a kind of model as its class has it."""
-    return CONFIG_MAPPING[kind](**NEEDED.get(kind, {}))
+    """The config of a kind of model as its class has it, or of the language model that is taken of it."""
+    config = CONFIG_MAPPING[kind](**NEEDED.get(kind, {}))
+    return config.get_text_config() if kind in PARTS_OF_MORE else config
 
 
 def small_config(kind: str) -> Any:

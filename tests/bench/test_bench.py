@@ -17,6 +17,7 @@ from bench import (
     attention,
     causal_conv,
     elementwise,
+    gated_delta,
     head,
     learning,
     memory,
@@ -130,6 +131,7 @@ def test_ids_are_taken_modulo_a_smaller_vocabulary():
         ("void pytorch_flash::flash_bwd_convert_dq_kernel<Flash_bwd_kernel_traits<128, 64>", "attention"),
         ("triton_tem_fused_flex_attention_0", "attention"),
         ("_query_gradient", "attention"),
+        ("delta_query_gradient", "scan"),
         ("void at::native::indexFuncLargeIndex<c10::BFloat16, long, unsigned int, ReduceAdd>", "gather/scatter"),
         ("void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*)", "gather/scatter"),
         ("void at::native::(anonymous namespace)::sum_and_scatter<float, long>(long const*)", "gather/scatter"),
@@ -226,6 +228,14 @@ def test_sharing_fills_a_pack_with_what_fits():
     examples = shapes.random_pairs([(10, 20, 30), (100, 10, 10), (10, 5, 5)], 100)
     assert [e.unique_tokens for e in sharing.fill(examples, 128, True).examples] == [60, 20]
     assert [len(sharing.fill(examples, rows, False).examples) for rows in (70, 100)] == [1, 2]
+
+
+def test_the_scan_is_timed_and_compared_with_float64(capsys):
+    gated_delta.main(["--shapes", "1x2x8x12", "--pairs", "2", "--tokens", "2048", "--repeats", "1"])
+    lines = json_lines(capsys.readouterr().out)
+    assert [line["layout"] for line in lines] == ["shared", "unshared", "document"]
+    assert all(line["kernel"] == "plain" and line["train_ms"] > 0 and "note" not in line for line in lines)
+    assert all(0 < max(line["error"], line["error_gradient"]) < 1e-5 for line in lines)
 
 
 def test_attention_counts_visible_pairs():

@@ -251,13 +251,15 @@ def started(ranks: Ranks, path: Path, weights: str, share: str) -> Any:
 
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "granite"])
+@pytest.mark.parametrize("family", ["llama", "granite", "olmo_hybrid"])
 def test_a_run_starts_with_the_weights_of_one_process_and_every_check(tmp_path, family, weights) -> None:
     path = folder_of(tmp_path / "original", family)
     digest, dtypes, sizes = started(ONE_PROCESS, path, weights, "tree")
     for found in together(2, started, path, weights, "tree"):
         assert found[:2] == (digest, dtypes)
         assert found[2].keys() == sizes.keys()  # a gradient has reached every weight
+    if family == "olmo_hybrid":
+        assert {kind for name, kind in dtypes.items() if name.endswith(("A_log", "dt_bias"))} == {torch.float32}
 
 
 def replaced(ranks: Ranks, path: Path, other: Path) -> str:

@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests.models.hf.folders import logits, never, refused, rewrite, same_weights
+from tests.models.hf.folders import edit, logits, never, refused, rewrite, same_weights
 from tests.models.hf.released_folders import KEYS, RELEASED, VALUES, forms, olmo_hybrid, plain, qwen3_5, saved
 from tests.tiny import HYBRIDS, tiny_model
 from tuningfork.models.hf.export import save
@@ -160,3 +160,9 @@ def test_a_text_model_of_a_model_of_more_has_its_text_config(tmp_path):
     save(loaded, tmp_path / "export")
     config = transformers.AutoConfig.from_pretrained(tmp_path / "export")
     assert config.model_type == "qwen3_5_text" and config.architectures == ["Qwen3_5ForCausalLM"]
+
+
+def test_a_quantized_model_of_more_is_refused(tmp_path):
+    path = qwen3_5(tmp_path)
+    edit(path / "config.json", quantization_config={"quant_method": "fp8"})
+    refused(path, "has a quantization_config: a quantized model")

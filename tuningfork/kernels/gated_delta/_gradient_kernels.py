@@ -48,7 +48,7 @@ def _fading_on(decays, places):
 
 
 @triton.jit(do_not_specialize=["total"])
-def fresh_gradient(
+def delta_fresh_gradient(
     q, k, gamma, grad, d_fresh, rows, kept_from, total, stride_q, head_q, stride_k, head_k,
     GROUP: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_LANES: tl.constexpr, VALUE: tl.constexpr,
     COLUMNS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
@@ -76,7 +76,7 @@ def fresh_gradient(
 
 
 @triton.jit(do_not_specialize=["total"])
-def state_gradients(
+def delta_state_gradients(
     q, k, w, gamma, grad, d_states, d_fresh, handed, rows, kept_from, parents, slots, joins, trees, total,
     stride_q, head_q, stride_k, head_k,
     GROUP: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_LANES: tl.constexpr, VALUE: tl.constexpr,
@@ -134,7 +134,7 @@ def state_gradients(
 
 
 @triton.jit(do_not_specialize=["total"])
-def solve_gradient(
+def delta_solve_gradient(
     k, v, beta, gamma, inverse, states, d_fresh, x_u, x_w, d_beta, d_gamma, rows, total,
     stride_k, head_k, stride_v, head_v,
     GROUP: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_LANES: tl.constexpr, VALUE: tl.constexpr,
@@ -170,7 +170,7 @@ def solve_gradient(
 
 
 @triton.jit(do_not_specialize=["total"])
-def query_gradient(
+def delta_query_gradient(
     q, k, gamma, states, fresh, grad, d_q, d_gamma, rows, kept_from, total, stride_q, head_q, stride_k, head_k,
     GROUP: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_LANES: tl.constexpr, VALUE: tl.constexpr,
     COLUMNS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
@@ -210,7 +210,7 @@ def query_gradient(
 
 
 @triton.jit(do_not_specialize=["total"])
-def key_gradient(
+def delta_key_gradient(
     q, k, beta, gamma, u, w, x_u, x_w, states, d_states, fresh, grad, d_k, d_beta, d_gamma, rows, kept_from, total,
     stride_q, head_q, stride_k, head_k,
     GROUP: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_LANES: tl.constexpr, VALUE: tl.constexpr,
@@ -226,19 +226,20 @@ def key_gradient(
     kept = live & (at >= tl.load(kept_from + chunk))
     places = tl.arange(0, CHUNK)
     keys = tl.arange(0, KEY_LANES)
-    # Products of the gradients, and the same transposed, made afresh.
-    d_mixing = tl.zeros([CHUNK, CHUNK], tl.float32)
-    d_mixing_on = tl.zeros([CHUNK, CHUNK], tl.float32)
+    of_values = entry * CHUNK * VALUE
+    decays = tl.load(gamma + entry * CHUNK + places)
+    whole = tl.load(gamma + entry * CHUNK + CHUNK - 1)
+    rates = tl.load(beta + at.to(tl.int64) * HEADS + head, mask=live, other=0.0)
+    query = rows_of(q + (head // GROUP) * head_q, at, live, stride_q, keys, KEY)
+    key = rows_of(k + (head // GROUP) * head_k, at, live, stride_k, keys, KEY)
+    fading_on = _fading_on(decays, places)
+
+    # Of results, and of the state that is handed on.
     d_weights_on = tl.zeros([CHUNK, CHUNK], tl.float32)
     d_key = tl.zeros([CHUNK, KEY_LANES], tl.float32)
     of_state = tl.zeros([COLUMNS], tl.float32)
     for begin in range(0, VALUE, COLUMNS):
         columns = begin + tl.arange(0, COLUMNS)
-        of_values = entry * CHUNK * VALUE
-        x = tile_of(x_u + of_values, places, columns, VALUE)
-        own = tile_of(u + of_values, places, columns, VALUE)
-        d_mixing -= tl.dot(x, tl.trans(own), input_precision=PRECISION)
-        d_mixing_on -= tl.dot(own, tl.trans(x), input_precision=PRECISION)
         added = tile_of(fresh + of_values, places, columns, VALUE)
         d_out = _upstream(grad, at, kept, head, columns, HEADS, VALUE)
         d_weights_on += tl.dot(added, tl.trans(d_out), input_precision=PRECISION)
@@ -246,32 +247,30 @@ def key_gradient(
         state = _state_on(states + entry * KEY * VALUE, keys, columns, KEY, VALUE)
         d_key += tl.dot(added, d_state, input_precision=PRECISION)
         of_state += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
-    x = tile_of(x_w + entry * CHUNK * KEY, places, keys, KEY)
-    own = tile_of(w + entry * CHUNK * KEY, places, keys, KEY)
-    d_mixing -= tl.dot(x, tl.trans(own), input_precision=PRECISION)
-    d_mixing_on -= tl.dot(own, tl.trans(x), input_precision=PRECISION)
-
-    decays = tl.load(gamma + entry * CHUNK + places)
-    whole = tl.load(gamma + entry * CHUNK + CHUNK - 1)
-    rates = tl.load(beta + at.to(tl.int64) * HEADS + head, mask=live, other=0.0)
-    query = rows_of(q + (head // GROUP) * head_q, at, live, stride_q, keys, KEY)
-    key = rows_of(k + (head // GROUP) * head_k, at, live, stride_k, keys, KEY)
     d_key *= tl.exp(whole - decays)[:, None]
     of_handed = tl.sum(d_key * key, 1)
-    d_key += x * (rates * tl.exp(decays))[:, None]
+    d_key = tl.dot((d_weights_on * fading_on).to(query.dtype), query, d_key, input_precision=PRECISION)
 
-    d_mixing *= fading(decays, decays, places[:, None] > places[None, :])
+    # Of A. Products of gradients are needed transposed, too, and made afresh.
+    x = tile_of(x_w + entry * CHUNK * KEY, places, keys, KEY)
+    own = tile_of(w + entry * CHUNK * KEY, places, keys, KEY)
+    d_key += x * (rates * tl.exp(decays))[:, None]
+    d_mixing = tl.dot(x, tl.trans(own), input_precision=PRECISION)
+    d_mixing_on = tl.dot(own, tl.trans(x), input_precision=PRECISION)
+    for begin in range(0, VALUE, COLUMNS):
+        columns = begin + tl.arange(0, COLUMNS)
+        x_block = tile_of(x_u + of_values, places, columns, VALUE)
+        own_block = tile_of(u + of_values, places, columns, VALUE)
+        d_mixing += tl.dot(x_block, tl.trans(own_block), input_precision=PRECISION)
+        d_mixing_on += tl.dot(own_block, tl.trans(x_block), input_precision=PRECISION)
+    d_mixing = -d_mixing * fading(decays, decays, places[:, None] > places[None, :])
     shares = d_mixing * tl.dot(key, tl.trans(key), input_precision=PRECISION)
     of_beta = tl.sum(shares, 1)
     shares *= rates[:, None]
     of_decays = tl.sum(shares, 1) - tl.sum(shares, 0) - of_handed
-    d_mixing *= rates[:, None]
-    d_key = tl.dot(d_mixing.to(key.dtype), key, d_key, input_precision=PRECISION)
-    fading_on = _fading_on(decays, places)
-    d_mixing_on = tl.where(places[None, :] > places[:, None], d_mixing_on * fading_on * rates[None, :], 0.0)
+    d_key = tl.dot((d_mixing * rates[:, None]).to(key.dtype), key, d_key, input_precision=PRECISION)
+    d_mixing_on = tl.where(places[None, :] > places[:, None], -d_mixing_on * fading_on * rates[None, :], 0.0)
     d_key = tl.dot(d_mixing_on.to(key.dtype), key, d_key, input_precision=PRECISION)
-    d_weights_on *= fading_on
-    d_key = tl.dot(d_weights_on.to(query.dtype), query, d_key, input_precision=PRECISION)
     put_tile(d_k + entry * CHUNK * KEY, places, keys, d_key, KEY)
 
     sums = d_beta + entry * CHUNK + places
@@ -283,7 +282,7 @@ def key_gradient(
 
 
 @triton.jit(do_not_specialize=["total"])
-def sum_places(
+def delta_sum_places(
     parts, scale, out, starts, places, total,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HAS_SCALE: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_BLOCK = tl.constexpr(16)  # rows that are solved one after the other
+_BLOCK = tl.constexpr(16)  # rows of A that are solved one after the other
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def chunk_rows(rows, chunk, total, CHUNK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["total"])
-def sum_decays(decay, gamma, rows, total, HEADS: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr):
+def delta_decays(decay, gamma, rows, total, HEADS: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr):
     chunk = tl.program_id(0)
     at, live = chunk_rows(rows, chunk, total, CHUNK)
     heads = tl.arange(0, LANES)
@@ -80,110 +80,72 @@ def sum_decays(decay, gamma, rows, total, HEADS: tl.constexpr, LANES: tl.constex
 
 
 @triton.jit
-def _inverted(mixing):
-    """(I + mixing)^-1 of a strictly lower triangle of _BLOCK rows, row by row."""
-    places = tl.arange(0, _BLOCK)
+def _invert_blocks(work, CHUNK: tl.constexpr):
+    """Replace the blocks on the diagonal of A by those of (I + A)^-1: row by row, all blocks at once."""
+    inner = tl.arange(0, _BLOCK)
+    blocks = tl.arange(0, CHUNK // _BLOCK) * (_BLOCK * (CHUNK + 1))
+    at = work + blocks[:, None, None] + inner[None, :, None] * CHUNK + inner[None, None, :]
+    mixing = tl.load(at)
     inverse = -mixing
     for row in range(2, _BLOCK):
-        own = -tl.sum(tl.where(places[:, None] == row, mixing, 0.0), 0)
-        own += tl.sum(own[:, None] * inverse, 0)
-        inverse = tl.where(places[:, None] == row, own[None, :], inverse)
-    return inverse + tl.where(places[:, None] == places[None, :], 1.0, 0.0)
+        is_row = inner[None, :, None] == row
+        own = -tl.sum(tl.where(is_row, mixing, 0.0), 1)
+        own += tl.sum(own[:, :, None] * inverse, 1)
+        inverse = tl.where(is_row, own[:, None, :], inverse)
+    inverse += tl.where(inner[None, :, None] == inner[None, None, :], 1.0, 0.0)
+    tl.debug_barrier()
+    tl.store(at, inverse)
 
 
 @triton.jit
-def _times(a, b):
-    return tl.dot(a, b, input_precision="ieee")
-
-
-@triton.jit
-def _block_of(k, beta, gamma, rows, chunk, total, number, stride_k, lanes, KEY: tl.constexpr, HEADS: tl.constexpr,
-              CHUNK: tl.constexpr):  # fmt: skip
-    """Keys, rates and sums of decays of one of a chunk's blocks."""
-    places = tl.arange(0, _BLOCK) + number * _BLOCK
-    at = tl.load(rows + chunk * CHUNK + places)
-    live = at < total
-    rates = tl.load(beta + at.to(tl.int64) * HEADS, mask=live, other=0.0)
-    return rows_of(k, at, live, stride_k, lanes, KEY), rates, tl.load(gamma + places)
-
-
-@triton.jit
-def _mixing(block, other, SAME: tl.constexpr, PRECISION: tl.constexpr):
-    """A of one block's rows and another's, or, strictly below the diagonal, its own."""
-    keys, rates, later = block
-    others, _, earlier = other
-    places = tl.arange(0, _BLOCK)
-    seen = places[:, None] > places[None, :] if SAME else places[:, None] >= 0
-    products = tl.dot(keys, tl.trans(others), input_precision=PRECISION)
-    return products * rates[:, None] * fading(later, earlier, seen)
-
-
-@triton.jit
-def _put_block(inverse, row: tl.constexpr, column: tl.constexpr, values, CHUNK: tl.constexpr):
-    places = tl.arange(0, _BLOCK)
-    at = (places + row * _BLOCK)[:, None] * CHUNK + (places + column * _BLOCK)[None, :]
-    tl.store(inverse + at, values.to(inverse.dtype.element_ty))
+def _fill_below(work, first: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr):
+    """Replace what lies below two solved blocks, of SIZE rows each and from row `first` on."""
+    inner = tl.arange(0, SIZE)
+    at = work + first * (CHUNK + 1) + inner[:, None] * CHUNK + inner[None, :]
+    products = tl.dot(tl.load(at + SIZE * CHUNK), tl.load(at), input_precision="ieee")
+    products = -tl.dot(tl.load(at + SIZE * (CHUNK + 1)), products, input_precision="ieee")
+    tl.debug_barrier()
+    tl.store(at + SIZE * CHUNK, products)
 
 
 @triton.jit(do_not_specialize=["total"])
-def solve(
-    k, beta, gamma, inverse, rows, total, stride_k, head_k,
+def delta_solve(
+    k, beta, gamma, work, inverse, rows, total, stride_k, head_k,
     GROUP: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_LANES: tl.constexpr, CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """inverse = (I + A)^-1: its four diagonal blocks, then what lies below them, each from those above it."""
+    """inverse = (I + A)^-1, made in `work`, float32 [N, HEADS, CHUNK, CHUNK], in blocks of 16, 32 and 64 rows.
+
+    All threads of a program see what it has written once they have met at a barrier.
+    """
     tl.static_assert(CHUNK == 4 * _BLOCK)
     head = tl.program_id(0)
     chunk = tl.program_id(1)
     if tl.load(rows + chunk * CHUNK) >= total:
         return
     entry = chunk * HEADS + head.to(tl.int64)
-    k += (head // GROUP) * head_k
-    beta += head
-    gamma += entry * CHUNK
-    inverse += entry * CHUNK * CHUNK
-    lanes = tl.arange(0, KEY_LANES)
-    b0 = _block_of(k, beta, gamma, rows, chunk, total, 0, stride_k, lanes, KEY, HEADS, CHUNK)
-    b1 = _block_of(k, beta, gamma, rows, chunk, total, 1, stride_k, lanes, KEY, HEADS, CHUNK)
-    b2 = _block_of(k, beta, gamma, rows, chunk, total, 2, stride_k, lanes, KEY, HEADS, CHUNK)
-    b3 = _block_of(k, beta, gamma, rows, chunk, total, 3, stride_k, lanes, KEY, HEADS, CHUNK)
-    t00 = _inverted(_mixing(b0, b0, True, PRECISION))
-    t11 = _inverted(_mixing(b1, b1, True, PRECISION))
-    t22 = _inverted(_mixing(b2, b2, True, PRECISION))
-    t33 = _inverted(_mixing(b3, b3, True, PRECISION))
-    a10 = _mixing(b1, b0, False, PRECISION)
-    a20 = _mixing(b2, b0, False, PRECISION)
-    a21 = _mixing(b2, b1, False, PRECISION)
-    a30 = _mixing(b3, b0, False, PRECISION)
-    a31 = _mixing(b3, b1, False, PRECISION)
-    a32 = _mixing(b3, b2, False, PRECISION)
-    t10 = -_times(t11, _times(a10, t00))
-    t21 = -_times(t22, _times(a21, t11))
-    t32 = -_times(t33, _times(a32, t22))
-    t20 = -_times(t22, _times(a20, t00) + _times(a21, t10))
-    t31 = -_times(t33, _times(a31, t11) + _times(a32, t21))
-    t30 = -_times(t33, _times(a30, t00) + _times(a31, t10) + _times(a32, t20))
-    zero = tl.zeros([_BLOCK, _BLOCK], tl.float32)
-    _put_block(inverse, 0, 0, t00, CHUNK)
-    _put_block(inverse, 0, 1, zero, CHUNK)
-    _put_block(inverse, 0, 2, zero, CHUNK)
-    _put_block(inverse, 0, 3, zero, CHUNK)
-    _put_block(inverse, 1, 0, t10, CHUNK)
-    _put_block(inverse, 1, 1, t11, CHUNK)
-    _put_block(inverse, 1, 2, zero, CHUNK)
-    _put_block(inverse, 1, 3, zero, CHUNK)
-    _put_block(inverse, 2, 0, t20, CHUNK)
-    _put_block(inverse, 2, 1, t21, CHUNK)
-    _put_block(inverse, 2, 2, t22, CHUNK)
-    _put_block(inverse, 2, 3, zero, CHUNK)
-    _put_block(inverse, 3, 0, t30, CHUNK)
-    _put_block(inverse, 3, 1, t31, CHUNK)
-    _put_block(inverse, 3, 2, t32, CHUNK)
-    _put_block(inverse, 3, 3, t33, CHUNK)
+    at, live = chunk_rows(rows, chunk, total, CHUNK)
+    places = tl.arange(0, CHUNK)
+    key = rows_of(k + (head // GROUP) * head_k, at, live, stride_k, tl.arange(0, KEY_LANES), KEY)
+    rates = tl.load(beta + at.to(tl.int64) * HEADS + head, mask=live, other=0.0)
+    decays = tl.load(gamma + entry * CHUNK + places)
+    mixing = tl.dot(key, tl.trans(key), input_precision=PRECISION) * rates[:, None]
+    mixing *= fading(decays, decays, places[:, None] > places[None, :])
+    work += entry * CHUNK * CHUNK
+    put_tile(work, places, places, mixing, CHUNK)
+    tl.debug_barrier()
+    _invert_blocks(work, CHUNK)
+    tl.debug_barrier()
+    _fill_below(work, 0, _BLOCK, CHUNK)
+    _fill_below(work, 2 * _BLOCK, _BLOCK, CHUNK)
+    tl.debug_barrier()
+    _fill_below(work, 0, 2 * _BLOCK, CHUNK)
+    tl.debug_barrier()
+    put_tile(inverse + entry * CHUNK * CHUNK, places, places, tile_of(work, places, places, CHUNK), CHUNK)
 
 
 @triton.jit(do_not_specialize=["total"])
-def apply_inverse(
+def delta_apply_inverse(
     k, v, beta, gamma, inverse, u, w, rows, total, stride_k, head_k, stride_v, head_v,
     GROUP: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_LANES: tl.constexpr, VALUE: tl.constexpr,
     COLUMNS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
@@ -201,21 +163,25 @@ def apply_inverse(
     kept = rates * tl.exp(tl.load(gamma + entry * CHUNK + places))
     solved = tile_of(inverse + entry * CHUNK * CHUNK, places, places, CHUNK)
     key = rows_of(k + (head // GROUP) * head_k, at, live, stride_k, keys, KEY)
-    scaled = (key * kept[:, None]).to(key.dtype)
-    put_tile(w + entry * CHUNK * KEY, places, keys, tl.dot(solved, scaled, input_precision=PRECISION), KEY)
+    products = tl.dot(solved, (key * kept[:, None]).to(key.dtype), input_precision=PRECISION)
+    put_tile(w + entry * CHUNK * KEY, places, keys, products, KEY)
     for begin in range(0, VALUE, COLUMNS):
         columns = begin + tl.arange(0, COLUMNS)
         value = rows_of(v + head * head_v, at, live, stride_v, columns, VALUE)
-        scaled = (value * rates[:, None]).to(value.dtype)
-        products = tl.dot(solved, scaled, input_precision=PRECISION)
-        put_tile(u + entry * CHUNK * VALUE, places, columns, products, VALUE)
+        put_tile(
+            u + entry * CHUNK * VALUE,
+            places,
+            columns,
+            tl.dot(solved, (value * rates[:, None]).to(value.dtype), input_precision=PRECISION),
+            VALUE,
+        )
 
 
 # --- from chunk to chunk ----------------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["total"])
-def scan_states(
+def delta_states(
     k, u, w, gamma, states, fresh, handed, rows, parents, slots, trees, total, stride_k, head_k,
     GROUP: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_LANES: tl.constexpr, VALUE: tl.constexpr,
     COLUMNS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
@@ -256,7 +222,7 @@ def scan_states(
 
 
 @triton.jit(do_not_specialize=["total"])
-def read_states(
+def delta_read(
     q, k, gamma, states, fresh, out, rows, kept_from, total, stride_q, head_q, stride_k, head_k,
     GROUP: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_LANES: tl.constexpr, VALUE: tl.constexpr,
     COLUMNS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,

@@ -121,7 +121,7 @@ def _config(key: Tensor, value: Tensor) -> _Config:
     fits a multiprocessor's registers and shared memory, not by measurement."""
     columns = _lanes(value.shape[2])
     if value.dtype.itemsize == 4:
-        return _Config(min(columns, 32), 4, 1, 4, 8)
+        return _Config(min(columns, 32), 8, 1, 8, 8)
     if _lanes(key.shape[2]) > 64:
         return _Config(min(columns, 64), 4, 2, 4, 8)
     return _Config(min(columns, 64), 4, 2, 4, 4)
@@ -147,7 +147,9 @@ class _Launch:
             "KEY": key.shape[2],
             "KEY_LANES": _lanes(key.shape[2]),
             "CHUNK": CHUNK,
-            "PRECISION": "ieee" if value.dtype == torch.float32 else "tf32",
+            "PRECISION": "tf32x3"
+            if value.dtype == torch.float32
+            else "tf32",  # three products: float32 but for its last bit
             "num_stages": 1,
             "num_warps": config.warps,
         }
@@ -166,10 +168,10 @@ class _Launch:
         u, w, fresh = (self.of_chunks(v, CHUNK, width) for width in (dv, dk, dv))
         states = self.of_chunks(v, dk, dv)
         handed = v.new_empty(len(trees), self.heads, dk, dv, dtype=torch.float32)
-        forward.apply_inverse[self.by_chunk](
+        forward.delta_apply_inverse[self.by_chunk](
             k, v, beta, gamma, inverse, u, w, rows, self.total, *_strides(k, v), **self.all_sizes
         )
-        forward.scan_states[self.by_tree](
+        forward.delta_states[self.by_tree](
             k, u, w, gamma, states, fresh, handed, rows, parents, slots, trees, self.total, *_strides(k), **self.walk
         )
         return u, w, states, fresh
@@ -197,14 +199,16 @@ def _scan(
     decay, beta = decay.contiguous(), beta.contiguous()
     launch = _Launch(rows, trees, k, v)
     gamma = launch.of_chunks(decay, CHUNK)
-    inverse = launch.of_chunks(v, CHUNK, CHUNK)
-    forward.sum_decays[(launch.chunks,)](
+    work, inverse = (launch.of_chunks(like, CHUNK, CHUNK) for like in (decay, v))
+    forward.delta_decays[(launch.chunks,)](
         decay, gamma, rows, launch.total, HEADS=launch.heads, LANES=_lanes(launch.heads), CHUNK=CHUNK
     )
-    forward.solve[launch.by_chunk](k, beta, gamma, inverse, rows, launch.total, *_strides(k), **launch.sizes)
+    forward.delta_solve[launch.by_chunk](
+        k, beta, gamma, work, inverse, rows, launch.total, *_strides(k), **launch.sizes
+    )
     _, _, states, fresh = launch.incoming_states(tables, k, v, beta, gamma, inverse)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    forward.read_states[launch.by_chunk](
+    forward.delta_read[launch.by_chunk](
         q, k, gamma, states, fresh, out, rows, kept_from, launch.total, *_strides(q, k), **launch.all_sizes
     )
     return out, gamma, inverse
@@ -230,21 +234,21 @@ def _scan_backward(
     handed = v.new_empty(len(trees), launch.heads, dk, dv, dtype=torch.float32)
     d_beta_parts, d_gamma = (launch.of_chunks(gamma, CHUNK) for _ in range(2))
     d_q = v.new_empty(total, launch.heads, dk)
-    backward.fresh_gradient[launch.by_chunk](
+    backward.delta_fresh_gradient[launch.by_chunk](
         q, k, gamma, grad, d_fresh, rows, kept_from, total, *_strides(q, k), **launch.all_sizes
     )
-    backward.state_gradients[launch.by_tree](
+    backward.delta_state_gradients[launch.by_tree](
         q, k, w, gamma, grad, d_states, d_fresh, handed, rows, kept_from, parents, slots, joins, trees, total,
         *_strides(q, k), **launch.walk,
     )  # fmt: skip
-    backward.solve_gradient[launch.by_chunk](
+    backward.delta_solve_gradient[launch.by_chunk](
         k, v, beta, gamma, inverse, states, d_fresh, x_u, x_w, d_beta_parts, d_gamma, rows, total,
         *_strides(k, v), **launch.many,
     )  # fmt: skip
-    backward.query_gradient[launch.by_chunk](
+    backward.delta_query_gradient[launch.by_chunk](
         q, k, gamma, states, fresh, grad, d_q, d_gamma, rows, kept_from, total, *_strides(q, k), **launch.many
     )
-    backward.key_gradient[launch.by_chunk](
+    backward.delta_key_gradient[launch.by_chunk](
         q, k, beta, gamma, u, w, x_u, x_w, states, d_states, fresh, grad, d_k_parts, d_beta_parts, d_gamma,
         rows, kept_from, total, *_strides(q, k), **launch.many,
     )  # fmt: skip
@@ -253,7 +257,7 @@ def _scan_backward(
         """What rows have of their places, and of their heads' group."""
         out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         heads, width = like.shape[1], parts.shape[3]
-        backward.sum_places[(heads, triton.cdiv(total, 32))](
+        backward.delta_sum_places[(heads, triton.cdiv(total, 32))](
             parts, beta if scale is None else scale, out, starts, places, total, HEADS=heads,
             GROUP=launch.heads // heads, HAS_SCALE=scale is not None, WIDTH=width, LANES=_lanes(width), ROWS=32,
             CHUNK=CHUNK,

@@ -126,7 +126,9 @@ def _config(path: str) -> Any:
             "use a transformers that is newer, too; else train a model of a type that transformers has."
         ) from error
     if config.model_type in PARTS_OF_MORE:
-        config = config.get_text_config()
+        whole, config = config, config.get_text_config()
+        if getattr(whole, "quantization_config", None) is not None:  # of all parts
+            config.quantization_config = whole.quantization_config
     trust.take_no_kernels(config)
     # What a model hands out beside its hidden states, and how: nobody here asks for more, and with our attention the
     # library saves no config that does. An export says what config.json says.

@@ -19,10 +19,10 @@ from tuningfork.models.hf.attention import AHEAD
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 _OUR_LAYERS = {
-    **dict.fromkeys(("olmo_hybrid", "qwen3_next", "qwen3_5_text"), "linear_attention"),  # the gated delta rule
-    "lfm2": "conv",
+    **dict.fromkeys(("olmo_hybrid", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "linear_attention"),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), "conv"),
 }
-"""The type of the layers whose `forward` is ours, by the type of the model."""
+"""The type of the layers that are no attention and known, by the type of the model."""
 _SUPPORTED = (
     "the gated delta rule, in the dense models of OLMo Hybrid, Qwen3-Next and Qwen3.5, and gated short convolutions, "
     "in those of LFM2"
@@ -33,7 +33,6 @@ _RECURRENT = {
     **dict.fromkeys(("nemotron_h", "bamba", "granitemoehybrid", "mamba2", "zamba2", "falcon_h1"), _MAMBA_2),
     **dict.fromkeys(("kimi_linear", "glm5_next", "bailing_hybrid"), _KDA),
     **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), "Mamba layers, each with a convolution and a state"),
-    "lfm2_moe": "gated short convolutions beside experts",
     **dict.fromkeys(("minimax", "minimax_text_01"), "lightning attention, which has a state"),
     "recurrent_gemma": "gated linear recurrences, each behind a convolution",
     "rwkv": "RWKV layers, which have a state and look at the token before",
