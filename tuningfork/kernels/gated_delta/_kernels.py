@@ -182,7 +182,7 @@ def delta_apply_inverse(
 
 @triton.jit
 def chain_of(chains, number):
-    """A line of fast._chains; slots are int64."""
+    """A line of _chunks.chains_of; slots are int64."""
     chain = chains + 5 * number
     source = tl.load(chain + 2).to(tl.int64)
     return tl.load(chain), tl.load(chain + 1), source, tl.load(chain + 3).to(tl.int64), tl.load(chain + 4)

@@ -28,18 +28,18 @@ from torch.utils.flop_counter import register_flop_formula  # private: torch.uti
 
 from tuningfork.kernels.gated_delta import _gradient_kernels as backward
 from tuningfork.kernels.gated_delta import _kernels as forward
-from tuningfork.kernels.gated_delta._chunks import CHUNK, Chunks, check_gates
-from tuningfork.records import ROOT, ForkLayout
+from tuningfork.kernels.gated_delta._chunks import CHUNK, Chunks, chains_of, check_gates
+from tuningfork.records import ForkLayout
 
 WIDEST_KEY = 128
 
 
 class TritonGatedDelta(NamedTuple):
-    """The chunks of a pack, all on the GPU: room for N of them, in at most S trees of 2 S chains, see _chains."""
+    """The chunks of a pack, all on the GPU: room for N of them, in at most S trees of 2 S chains."""
 
     rows: Tensor  # int32 [N, CHUNK], T where there is no row
     kept_from: Tensor  # int32 [N], the first row whose result is the chunk's to write
-    chains: Tensor  # int32 [2 S, 5]
+    chains: Tensor  # int32 [2 S, 5], see _chunks.chains_of
     trees: Tensor  # int32 [S, 2], first chain and end; the largest come first
     starts: Tensor  # int32 [T + 1], where the places of each row begin
     places: Tensor  # int32 [N * CHUNK], in `rows`, row by row
@@ -50,7 +50,7 @@ class TritonGatedDelta(NamedTuple):
         chunks = Chunks.of(layout)
         total, device = len(layout.position_of_row), chunks.rows.device
         last = torch.where(chunks.rows < total, chunks.rows, -1).amax(1)
-        chains, trees = _chains(chunks, len(layout.segments))
+        chains, trees = chains_of(chunks, len(layout.segments))
         by_row, places = chunks.rows.flatten().sort(stable=True)
         return cls(
             rows=chunks.rows.int(),
@@ -80,45 +80,9 @@ class TritonGatedDelta(NamedTuple):
         return out
 
 
-def _chains(chunks: Chunks, most: int) -> tuple[Tensor, Tensor]:
-    """Chunks that go on from the one before, and all but the last of which no other goes on from, make a chain.
-
-    Args:
-        most: S, how many paths there are at most. They part fewer times, and each time two chains begin, or one more.
-
-    Returns:
-        Of each chain, [2 S, 5]: its first chunk and its end; the slot of a state that it goes on from, and of the one
-        that it leaves for others, -1 for none; and 1 if it is the last that goes on from its slot, else 0. Of each
-        tree, [S, 2]: its first chain and its end, the largest first.
-    """
-    parent, number = chunks.parent, torch.arange(len(chunks.parent), device=chunks.parent.device)
-    there, count = chunks.number >= 0, (chunks.number >= 0).sum()
-    goes_elsewhere = (parent != ROOT) & (parent != number - 1)
-    nobody = torch.full((len(parent) + 1,), -1, device=parent.device)
-    final = nobody.scatter_reduce(0, torch.where(goes_elsewhere, parent, len(parent)), number, "amax")
-    slot = torch.where(final >= 0, (final >= 0).cumsum(0) - 1, -1)
-    slot[-1] = -1
-    source = torch.where(parent == ROOT, -1, slot[parent])
-
-    begins = there & ((parent == ROOT) | (source >= 0))
-    first = torch.where(begins, number, count).sort().values[: 2 * most]
-    end = torch.cat([first[1:], count[None]])
-    chunk = first.clamp(max=len(parent) - 1)
-    is_last = (source[chunk] >= 0) & (final[parent[chunk]] == chunk)
-    chains = torch.stack([first, end, source[chunk], slot[end - 1], is_last.long()], 1)
-
-    is_root = (parent[chunk] == ROOT) & (first < count)
-    place = torch.arange(len(first), device=first.device)
-    root = torch.where(is_root, place, begins.sum()).sort().values[:most]
-    tree_end = torch.cat([root[1:], begins.sum()[None]])
-    chunk_of = torch.cat([first, count[None]])
-    order = (chunk_of[tree_end] - chunk_of[root]).argsort(descending=True)
-    return chains, torch.stack([root, tree_end], 1)[order]
-
-
 class _Config(NamedTuple):
     """How the kernels are cut up: columns of a state that one program has, its warps and pipeline stages; warps of a
-    chunk's kernels, and of those that hold several products at a time."""
+    chunk's kernels, and of those kernels that hold several products at a time."""
 
     columns: int
     walk_warps: int
@@ -167,6 +131,7 @@ class _Launch:
         self.all_sizes = {**self.sizes, "VALUE": width, "COLUMNS": config.columns}
         self.many = {**self.all_sizes, "num_warps": config.many_warps}
         self.walk = {**self.all_sizes, "num_warps": config.walk_warps, "num_stages": config.stages}
+        self.walk_back = {**self.walk, "num_warps": config.many_warps}
 
     def of_chunks(self, like: Tensor, *shape: int) -> Tensor:
         """Room for something of every chunk and head."""
@@ -248,7 +213,7 @@ def _scan_backward(
     )
     backward.delta_state_gradients[launch.by_tree](
         q, k, w, gamma, grad, d_states, d_fresh, handed, rows, kept_from, chains, trees, total,
-        *_strides(q, k), **launch.walk,
+        *_strides(q, k), **launch.walk_back,
     )  # fmt: skip
     backward.delta_solve_gradient[launch.by_chunk](
         k, v, beta, gamma, inverse, states, d_fresh, x_u, x_w, d_beta_parts, d_gamma, rows, total,
