@@ -18,7 +18,7 @@ from tests.delta_rule import (
 )
 from tests.forests import Known, laid, paths, random_forest, stem_of_many, ways_to_lie
 from tests.tiny import one_pack, random_examples
-from tuningfork.kernels.gated_delta._chunks import CHUNK, Chunks
+from tuningfork.kernels.gated_delta._chunks import CHUNK, Chunks, chains_of
 from tuningfork.kernels.gated_delta.plain import PlainGatedDelta
 from tuningfork.records import ROOT
 
@@ -141,6 +141,35 @@ def test_what_paths_share_is_scanned_once():
     there = Chunks.of(batch.layout).number >= 0
     assert int(there.sum()) <= 1 + 30 + 1  # a whole chunk of the prompt; its last rows go with each answer; padding
     assert len(Chunks.of(laid(random_forest(0), "tree").layout).rows[0]) == CHUNK
+
+
+@pytest.mark.parametrize("share", ["tree", "prompt", "none"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_walk_through_trees_and_chains_hands_each_chunk_its_parents_state(seed, share):
+    layout = laid(random_forest(seed, depth=8), share).layout
+    chunks = Chunks.of(layout)
+    there = int((chunks.number >= 0).sum())
+    chains, trees = (table.tolist() for table in chains_of(chunks, len(layout.segments)))
+    state_after: dict[int, int] = {}  # by slot: the chunk that left its state
+    readers: dict[int, list[int]] = {}  # by slot: which of its readers says that it is the last
+    visited = []
+    for first, end in trees:
+        for begin, stop, source, target, is_last in chains[first:end]:
+            before = ROOT if source < 0 else state_after[source]
+            readers.setdefault(source, []).append(is_last)
+            for chunk in range(begin, stop):
+                assert int(chunks.parent[chunk]) == before
+                visited.append(before := chunk)
+            if target >= 0:
+                assert target not in state_after
+                state_after[target] = before
+    assert sorted(visited) == list(range(there))
+    assert max(state_after, default=-1) < len(layout.segments)
+    readers.pop(-1)
+    assert set(readers) == set(state_after)
+    assert all(len(lasts) > 1 and lasts == [0] * (len(lasts) - 1) + [1] for lasts in readers.values())
+    sizes = [sum(stop - begin for begin, stop, *_ in chains[first:end]) for first, end in trees]
+    assert sizes == sorted(sizes, reverse=True)
 
 
 def test_gates_that_would_be_rounded_are_refused():

@@ -70,6 +70,42 @@ class Chunks(NamedTuple):
         )
 
 
+def chains_of(chunks: Chunks, most: int) -> tuple[Tensor, Tensor]:
+    """Chunks that go on from the one before, and all but the last of which no other goes on from, make a chain.
+
+    Args:
+        most: S, how many paths there are at most. They part fewer times, and each time two chains begin, or one more.
+
+    Returns:
+        Of each chain, [2 S, 5]: its first chunk and its end; the slot of a state that it goes on from, and of the one
+        that it leaves for others, -1 for none; and 1 if it is the last that goes on from its slot, else 0. Of each
+        tree, [S, 2]: its first chain and its end, the largest first.
+    """
+    parent, number = chunks.parent, torch.arange(len(chunks.parent), device=chunks.parent.device)
+    there, count = chunks.number >= 0, (chunks.number >= 0).sum()
+    goes_elsewhere = (parent != ROOT) & (parent != number - 1)
+    nobody = torch.full((len(parent) + 1,), -1, device=parent.device)
+    final = nobody.scatter_reduce(0, torch.where(goes_elsewhere, parent, len(parent)), number, "amax")
+    slot = torch.where(final >= 0, (final >= 0).cumsum(0) - 1, -1)
+    slot[-1] = -1
+    source = torch.where(parent == ROOT, -1, slot[parent])
+
+    begins = there & ((parent == ROOT) | (source >= 0))
+    first = torch.where(begins, number, count).sort().values[: 2 * most]
+    end = torch.cat([first[1:], count[None]])
+    chunk = first.clamp(max=len(parent) - 1)
+    is_last = (source[chunk] >= 0) & (final[parent[chunk]] == chunk)
+    chains = torch.stack([first, end, source[chunk], slot[end - 1], is_last.long()], 1)
+
+    is_root = (parent[chunk] == ROOT) & (first < count)
+    place = torch.arange(len(first), device=first.device)
+    root = torch.where(is_root, place, begins.sum()).sort().values[:most]
+    tree_end = torch.cat([root[1:], begins.sum()[None]])
+    chunk_of = torch.cat([first, count[None]])
+    order = (chunk_of[tree_end] - chunk_of[root]).argsort(descending=True)
+    return chains, torch.stack([root, tree_end], 1)[order]
+
+
 def check_gates(value: Tensor, decay: Tensor, beta: Tensor) -> None:
     """Refuse decays and rates whose sums over a chunk would be rounded.
 

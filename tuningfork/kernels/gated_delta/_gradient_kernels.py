@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from tuningfork.kernels.gated_delta._kernels import (
+    chain_of,
     chunk_rows,
     columns_of,
     fading,
@@ -77,60 +78,58 @@ def delta_fresh_gradient(
 
 @triton.jit(do_not_specialize=["total"])
 def delta_state_gradients(
-    q, k, w, gamma, grad, d_states, d_fresh, handed, rows, kept_from, parents, slots, joins, trees, total,
+    q, k, w, gamma, grad, d_states, d_fresh, handed, rows, kept_from, chains, trees, total,
     stride_q, head_q, stride_k, head_k,
     GROUP: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_LANES: tl.constexpr, VALUE: tl.constexpr,
     COLUMNS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of the states' gradients, back through all chunks of a tree: dS+ of each, and all of dv'.
+    """Some columns of the states' gradients, back through all chains of a tree: dS+ of each chunk, and all of dv'.
 
-    The last of several chunks that go on from one writes its gradient to `handed`, those before add theirs, and the
-    first, which lies right behind, hands it over in registers: one order, whatever else is in the pack.
+    Of several chains that go on from a state the last writes its gradient to `handed`, and those before add theirs,
+    backwards: one order, whatever else is in the pack.
     """
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     head = tl.program_id(1)
     tree = trees + 2 * tl.program_id(2)
-    first = tl.load(tree)
-    end = tl.load(tree + 1)
+    first_chain = tl.load(tree)
+    last_chain = tl.load(tree + 1) - 1
     keys = tl.arange(0, KEY_LANES)
     places = tl.arange(0, CHUNK)
     state_at, inside = state_places(keys, columns, KEY, VALUE)
     q += (head // GROUP) * head_q
     k += (head // GROUP) * head_k
-    gradient = tl.zeros([KEY_LANES, COLUMNS], tl.float32)
-    for back in range(0, end - first):
-        chunk = end - 1 - back
-        entry = chunk * HEADS + head.to(tl.int64)
-        slot = tl.load(slots + chunk).to(tl.int64)
-        if slot >= 0:
-            gradient += tl.load(handed + (slot * HEADS + head) * KEY * VALUE + state_at, mask=inside, other=0.0)
-        rounded = gradient.to(d_states.dtype.element_ty)
-        tl.store(d_states + entry * KEY * VALUE + state_at, rounded, mask=inside)
-        at, live = chunk_rows(rows, chunk, total, CHUNK)
-        kept = live & (at >= tl.load(kept_from + chunk))
-        decays = tl.load(gamma + entry * CHUNK + places)
-        whole = tl.load(gamma + entry * CHUNK + CHUNK - 1)
-        key = rows_of(k, at, live, stride_k, keys, KEY)
-        key = (key * tl.exp(whole - decays)[:, None]).to(key.dtype)
-        own = tile_of(d_fresh + entry * CHUNK * VALUE, places, columns, VALUE).to(tl.float32)
-        own = tl.dot(key, rounded, own, input_precision=PRECISION)
-        put_tile(d_fresh + entry * CHUNK * VALUE, places, columns, own, VALUE)
-        query = columns_of(q, at, live, stride_q, keys, KEY)
-        query = (query * tl.exp(decays)[None, :]).to(query.dtype)
-        d_out = _upstream(grad, at, kept, head, columns, HEADS, VALUE)
-        removed = columns_of(w + entry * CHUNK * KEY, places, live, KEY, keys, KEY)
-        gradient = tl.dot(query, d_out, gradient * tl.exp(whole), input_precision=PRECISION)
-        gradient -= tl.dot(removed, own.to(removed.dtype), input_precision=PRECISION)
-        join = tl.load(joins + chunk)
-        if join > 0:
-            slot = tl.load(slots + tl.load(parents + chunk)).to(tl.int64)
-            pointers = handed + (slot * HEADS + head) * KEY * VALUE + state_at
-            if join == 1:
-                gradient += tl.load(pointers, mask=inside, other=0.0)
-            tl.store(pointers, gradient, mask=inside)
-            tl.debug_barrier()  # other threads of this program may read it
-        if join != 0:
-            gradient = tl.zeros([KEY_LANES, COLUMNS], tl.float32)
+    for chain in range(0, last_chain + 1 - first_chain):
+        begin, end, source, target, is_last = chain_of(chains, last_chain - chain)
+        gradient = tl.zeros([KEY_LANES, COLUMNS], tl.float32)
+        if target >= 0:
+            gradient = tl.load(handed + (target * HEADS + head) * KEY * VALUE + state_at, mask=inside, other=0.0)
+        for back in range(0, end - begin):
+            chunk = end - 1 - back
+            entry = chunk * HEADS + head.to(tl.int64)
+            rounded = gradient.to(d_states.dtype.element_ty)
+            tl.store(d_states + entry * KEY * VALUE + state_at, rounded, mask=inside)
+            at, live = chunk_rows(rows, chunk, total, CHUNK)
+            kept = live & (at >= tl.load(kept_from + chunk))
+            decays = tl.load(gamma + entry * CHUNK + places)
+            whole = tl.load(gamma + entry * CHUNK + CHUNK - 1)
+            key = rows_of(k, at, live, stride_k, keys, KEY)
+            key = (key * tl.exp(whole - decays)[:, None]).to(key.dtype)
+            own = tile_of(d_fresh + entry * CHUNK * VALUE, places, columns, VALUE).to(tl.float32)
+            own = tl.dot(key, rounded, own, input_precision=PRECISION)
+            put_tile(d_fresh + entry * CHUNK * VALUE, places, columns, own, VALUE)
+            query = columns_of(q, at, live, stride_q, keys, KEY)
+            query = (query * tl.exp(decays)[None, :]).to(query.dtype)
+            d_out = _upstream(grad, at, kept, head, columns, HEADS, VALUE)
+            removed = columns_of(w + entry * CHUNK * KEY, places, live, KEY, keys, KEY)
+            gradient = tl.dot(query, d_out, gradient * tl.exp(whole), input_precision=PRECISION)
+            gradient -= tl.dot(removed, own.to(removed.dtype), input_precision=PRECISION)
+        if source >= 0:
+            handed_back = handed + (source * HEADS + head) * KEY * VALUE + state_at
+            if is_last == 0:
+                gradient += tl.load(handed_back, mask=inside, other=0.0)
+                tl.debug_barrier()
+            tl.store(handed_back, gradient, mask=inside)
+            tl.debug_barrier()  # all threads of this program see it
 
 
 @triton.jit(do_not_specialize=["total"])

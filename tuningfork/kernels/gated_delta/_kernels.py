@@ -180,15 +180,23 @@ def delta_apply_inverse(
 # --- from chunk to chunk ----------------------------------------------------------------------------------------------
 
 
+@triton.jit
+def chain_of(chains, number):
+    """A line of _chunks.chains_of; slots are int64."""
+    chain = chains + 5 * number
+    source = tl.load(chain + 2).to(tl.int64)
+    return tl.load(chain), tl.load(chain + 1), source, tl.load(chain + 3).to(tl.int64), tl.load(chain + 4)
+
+
 @triton.jit(do_not_specialize=["total"])
 def delta_states(
-    k, u, w, gamma, states, fresh, handed, rows, parents, slots, trees, total, stride_k, head_k,
+    k, u, w, gamma, states, fresh, handed, rows, chains, trees, total, stride_k, head_k,
     GROUP: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_LANES: tl.constexpr, VALUE: tl.constexpr,
     COLUMNS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of one head's states, through all chunks of a tree: each chunk's incoming state, and v'.
+    """Some columns of one head's states, through all chains of a tree: each chunk's incoming state, and v'.
 
-    A state is handed over in registers to the chunk behind, and in `handed`, as exact, to any other.
+    From chain to chain a state goes through `handed`, as exact as it is, within one through registers.
     """
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     head = tl.program_id(1)
@@ -197,28 +205,27 @@ def delta_states(
     places = tl.arange(0, CHUNK)
     state_at, inside = state_places(keys, columns, KEY, VALUE)
     k += (head // GROUP) * head_k
-    state = tl.zeros([KEY_LANES, COLUMNS], tl.float32)
-    for chunk in range(tl.load(tree), tl.load(tree + 1)):
-        entry = chunk * HEADS + head.to(tl.int64)
-        parent = tl.load(parents + chunk)
-        if (parent >= 0) & (parent != chunk - 1):
-            slot = tl.load(slots + parent).to(tl.int64) * HEADS + head
-            state = tl.load(handed + slot * KEY * VALUE + state_at, mask=inside, other=0.0)
-        rounded = state.to(states.dtype.element_ty)
-        tl.store(states + entry * KEY * VALUE + state_at, rounded, mask=inside)
-        at, live = chunk_rows(rows, chunk, total, CHUNK)
-        decays = tl.load(gamma + entry * CHUNK + places)
-        whole = tl.load(gamma + entry * CHUNK + CHUNK - 1)
-        own = tile_of(u + entry * CHUNK * VALUE, places, columns, VALUE).to(tl.float32)
-        own -= tl.dot(tile_of(w + entry * CHUNK * KEY, places, keys, KEY), rounded, input_precision=PRECISION)
-        put_tile(fresh + entry * CHUNK * VALUE, places, columns, own, VALUE)
-        key = columns_of(k, at, live, stride_k, keys, KEY)
-        key = (key * tl.exp(whole - decays)[None, :]).to(key.dtype)
-        state = tl.dot(key, own.to(key.dtype), state * tl.exp(whole), input_precision=PRECISION)
-        slot = tl.load(slots + chunk).to(tl.int64)
-        if slot >= 0:
-            tl.store(handed + (slot * HEADS + head) * KEY * VALUE + state_at, state, mask=inside)
-            tl.debug_barrier()  # other threads of this program may read it
+    for number in range(tl.load(tree), tl.load(tree + 1)):
+        begin, end, source, target, _ = chain_of(chains, number)
+        state = tl.zeros([KEY_LANES, COLUMNS], tl.float32)
+        if source >= 0:
+            state = tl.load(handed + (source * HEADS + head) * KEY * VALUE + state_at, mask=inside, other=0.0)
+        for chunk in range(begin, end):
+            entry = chunk * HEADS + head.to(tl.int64)
+            rounded = state.to(states.dtype.element_ty)
+            tl.store(states + entry * KEY * VALUE + state_at, rounded, mask=inside)
+            at, live = chunk_rows(rows, chunk, total, CHUNK)
+            decays = tl.load(gamma + entry * CHUNK + places)
+            whole = tl.load(gamma + entry * CHUNK + CHUNK - 1)
+            own = tile_of(u + entry * CHUNK * VALUE, places, columns, VALUE).to(tl.float32)
+            own -= tl.dot(tile_of(w + entry * CHUNK * KEY, places, keys, KEY), rounded, input_precision=PRECISION)
+            put_tile(fresh + entry * CHUNK * VALUE, places, columns, own, VALUE)
+            key = columns_of(k, at, live, stride_k, keys, KEY)
+            key = (key * tl.exp(whole - decays)[None, :]).to(key.dtype)
+            state = tl.dot(key, own.to(key.dtype), state * tl.exp(whole), input_precision=PRECISION)
+        if target >= 0:
+            tl.store(handed + (target * HEADS + head) * KEY * VALUE + state_at, state, mask=inside)
+            tl.debug_barrier()  # all threads of this program see it
 
 
 @triton.jit(do_not_specialize=["total"])

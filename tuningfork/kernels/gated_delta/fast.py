@@ -5,7 +5,7 @@ Forward, each of these a kernel (`_kernels.py`), by chunk and head unless said:
 
 - the sums of a chunk's decays, all heads together; (I + A)^-1; u and w;
 - the states, by tree of chunks, head and some of their columns: one program goes through a tree depth first. Most
-  chunks go on from the one before; where one goes on from another, that one's state was written down, in float32;
+  chunks go on from the one before; a state that several go on from is written down, in float32;
 - the results, which need nothing but the chunk and its incoming state.
 
 Backward (`_gradient_kernels.py`): u, w and states again, then the states' gradients back through each tree, those of
@@ -28,21 +28,19 @@ from torch.utils.flop_counter import register_flop_formula  # private: torch.uti
 
 from tuningfork.kernels.gated_delta import _gradient_kernels as backward
 from tuningfork.kernels.gated_delta import _kernels as forward
-from tuningfork.kernels.gated_delta._chunks import CHUNK, Chunks, check_gates
-from tuningfork.records import ROOT, ForkLayout
+from tuningfork.kernels.gated_delta._chunks import CHUNK, Chunks, chains_of, check_gates
+from tuningfork.records import ForkLayout
 
 WIDEST_KEY = 128
 
 
 class TritonGatedDelta(NamedTuple):
-    """The chunks of a pack, all on the GPU: room for N of them, in at most S trees."""
+    """The chunks of a pack, all on the GPU: room for N of them, in at most S trees of 2 S chains."""
 
     rows: Tensor  # int32 [N, CHUNK], T where there is no row
     kept_from: Tensor  # int32 [N], the first row whose result is the chunk's to write
-    parents: Tensor  # int32 [N], the chunk that it goes on from; ROOT if none
-    slots: Tensor  # int32 [N], where the state is written down that others than the next chunk go on from; -1: nowhere
-    joins: Tensor  # int32 [N], see _joins
-    trees: Tensor  # int32 [S, 2], first chunk and end; the largest come first
+    chains: Tensor  # int32 [2 S, 5], see _chunks.chains_of
+    trees: Tensor  # int32 [S, 2], first chain and end; the largest come first
     starts: Tensor  # int32 [T + 1], where the places of each row begin
     places: Tensor  # int32 [N * CHUNK], in `rows`, row by row
 
@@ -52,21 +50,13 @@ class TritonGatedDelta(NamedTuple):
         chunks = Chunks.of(layout)
         total, device = len(layout.position_of_row), chunks.rows.device
         last = torch.where(chunks.rows < total, chunks.rows, -1).amax(1)
-        slots, joins = _joins(chunks.parent)
-        # A tree begins with a path's first chunk, and ends where the next begins.
-        number = torch.arange(len(last), device=device)
-        there = (chunks.number >= 0).sum()
-        begins = torch.where(chunks.number == 0, number, there).sort().values[: len(layout.segments)]
-        sizes = torch.cat([begins[1:], there[None]]) - begins
-        order = sizes.argsort(descending=True)
+        chains, trees = chains_of(chunks, len(layout.segments))
         by_row, places = chunks.rows.flatten().sort(stable=True)
         return cls(
             rows=chunks.rows.int(),
             kept_from=torch.cat([last.new_zeros(1), last[:-1] + 1]).int(),
-            parents=chunks.parent.int(),
-            slots=slots.int(),
-            joins=joins.int(),
-            trees=torch.stack([begins, begins + sizes], 1)[order].int(),
+            chains=chains.int(),
+            trees=trees.int(),
             starts=torch.searchsorted(by_row, torch.arange(total + 1, device=device)).int(),
             places=places.int(),
         )
@@ -90,24 +80,9 @@ class TritonGatedDelta(NamedTuple):
         return out
 
 
-def _joins(parent: Tensor) -> tuple[Tensor, Tensor]:
-    """Of chunks with these parents [N]: slots for states that others than the next chunk go on from, -1 where there is
-    none; and how a chunk's gradient comes to its parent: 0 in registers, as the chunk is right behind; 1 added to what
-    later ones have written down; 2 written down, as the last; -1 not at all."""
-    number = torch.arange(len(parent), device=parent.device)
-    later = (parent != ROOT) & (parent != number - 1)
-    of = torch.where(later, parent, len(parent))
-    final = torch.full((len(parent) + 1,), -1, device=parent.device)
-    final = final.scatter_reduce(0, of, number, "amax")[:-1]  # of those that write to each chunk's slot
-    has_slot = final >= 0
-    joins = torch.where(final[parent.clamp(min=0)] == number, 2, 1)
-    joins = torch.where(later, joins, torch.where(parent == ROOT, -1, 0))
-    return torch.where(has_slot, has_slot.cumsum(0) - 1, -1), joins
-
-
 class _Config(NamedTuple):
     """How the kernels are cut up: columns of a state that one program has, its warps and pipeline stages; warps of a
-    chunk's kernels, and of those that hold several products at a time."""
+    chunk's kernels, and of those kernels that hold several products at a time."""
 
     columns: int
     walk_warps: int
@@ -156,6 +131,7 @@ class _Launch:
         self.all_sizes = {**self.sizes, "VALUE": width, "COLUMNS": config.columns}
         self.many = {**self.all_sizes, "num_warps": config.many_warps}
         self.walk = {**self.all_sizes, "num_warps": config.walk_warps, "num_stages": config.stages}
+        self.walk_back = {**self.walk, "num_warps": config.many_warps}
 
     def of_chunks(self, like: Tensor, *shape: int) -> Tensor:
         """Room for something of every chunk and head."""
@@ -163,7 +139,7 @@ class _Launch:
 
     def incoming_states(self, tables, k, v, beta, gamma, inverse) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """u, w, each chunk's incoming state, and v'."""
-        rows, _, parents, slots, _, trees, *_ = tables
+        rows, _, chains, trees, *_ = tables
         dk, dv = k.shape[2], v.shape[2]
         u, w, fresh = (self.of_chunks(v, CHUNK, width) for width in (dv, dk, dv))
         states = self.of_chunks(v, dk, dv)
@@ -172,7 +148,7 @@ class _Launch:
             k, v, beta, gamma, inverse, u, w, rows, self.total, *_strides(k, v), **self.all_sizes
         )
         forward.delta_states[self.by_tree](
-            k, u, w, gamma, states, fresh, handed, rows, parents, slots, trees, self.total, *_strides(k), **self.walk
+            k, u, w, gamma, states, fresh, handed, rows, chains, trees, self.total, *_strides(k), **self.walk
         )
         return u, w, states, fresh
 
@@ -188,13 +164,12 @@ def _readable(*tensors: Tensor) -> list[Tensor]:
 
 @torch.library.custom_op("tuningfork::gated_delta", mutates_args=())
 def _scan(
-    rows: Tensor, kept_from: Tensor, parents: Tensor, slots: Tensor, joins: Tensor, trees: Tensor, starts: Tensor,
-    places: Tensor,
+    rows: Tensor, kept_from: Tensor, chains: Tensor, trees: Tensor, starts: Tensor, places: Tensor,
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """q, k [T, Hk, dk]; v [T, Hv, dv]; decay, beta [T, Hv] -> out [T, Hv, dv]; what the backward pass need not make
     again: the sums of decays, float32 [N, Hv, CHUNK], and (I + A)^-1 [N, Hv, CHUNK, CHUNK] in out's dtype."""
-    tables = rows, kept_from, parents, slots, joins, trees, starts, places
+    tables = rows, kept_from, chains, trees, starts, places
     q, k, v = _readable(q, k, v)
     decay, beta = decay.contiguous(), beta.contiguous()
     launch = _Launch(rows, trees, k, v)
@@ -216,12 +191,11 @@ def _scan(
 
 @torch.library.custom_op("tuningfork::gated_delta_backward", mutates_args=())
 def _scan_backward(
-    rows: Tensor, kept_from: Tensor, parents: Tensor, slots: Tensor, joins: Tensor, trees: Tensor, starts: Tensor,
-    places: Tensor,
+    rows: Tensor, kept_from: Tensor, chains: Tensor, trees: Tensor, starts: Tensor, places: Tensor,
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, gamma: Tensor, inverse: Tensor, grad: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k, v, decay and beta."""
-    tables = rows, kept_from, parents, slots, joins, trees, starts, places
+    tables = rows, kept_from, chains, trees, starts, places
     q, k, v = _readable(q, k, v)
     beta, grad = beta.contiguous(), grad.contiguous()
     launch = _Launch(rows, trees, k, v)
@@ -238,8 +212,8 @@ def _scan_backward(
         q, k, gamma, grad, d_fresh, rows, kept_from, total, *_strides(q, k), **launch.all_sizes
     )
     backward.delta_state_gradients[launch.by_tree](
-        q, k, w, gamma, grad, d_states, d_fresh, handed, rows, kept_from, parents, slots, joins, trees, total,
-        *_strides(q, k), **launch.walk,
+        q, k, w, gamma, grad, d_states, d_fresh, handed, rows, kept_from, chains, trees, total,
+        *_strides(q, k), **launch.walk_back,
     )  # fmt: skip
     backward.delta_solve_gradient[launch.by_chunk](
         k, v, beta, gamma, inverse, states, d_fresh, x_u, x_w, d_beta_parts, d_gamma, rows, total,
@@ -272,13 +246,13 @@ def _scan_backward(
 
 
 @_scan.register_fake
-def _(rows, kept_from, parents, slots, joins, trees, starts, places, q, k, v, decay, beta):
+def _(rows, kept_from, chains, trees, starts, places, q, k, v, decay, beta):
     chunks, heads = rows.shape[0], v.shape[1]
     return v.new_empty(v.shape), decay.new_empty(chunks, heads, CHUNK), v.new_empty(chunks, heads, CHUNK, CHUNK)
 
 
 @_scan_backward.register_fake
-def _(rows, kept_from, parents, slots, joins, trees, starts, places, q, k, v, beta, gamma, inverse, grad):
+def _(rows, kept_from, chains, trees, starts, places, q, k, v, beta, gamma, inverse, grad):
     return tuple(t.new_empty(t.shape) for t in (q, k, v, beta, beta))
 
 
@@ -296,7 +270,7 @@ _scan.register_autograd(_backward, setup_context=_save)
 
 
 @register_flop_formula(torch.ops.tuningfork.gated_delta)
-def _(rows, kept_from, parents, slots, joins, trees, starts, places, q, k, v, *_, **__) -> int:
+def _(rows, kept_from, chains, trees, starts, places, q, k, v, *_, **__) -> int:
     """From shapes alone, as if every row had one place: whole products of a chunk, the inverse as what it costs at
     most. By this the compiler decides under an activation budget what is cheap to recompute."""
     (total, _, dk), (_, heads, dv) = k, v
