@@ -91,6 +91,25 @@ def check_paths_decide_bits(
     assert met > 2 * len(packs[0].input_ids)
 
 
+def check_neighbours_change_nothing(
+    form: Any, batch: PackedBatch, case: Conv, dtype: torch.dtype, device: str = "cpu"
+) -> None:
+    """Numbers of 1e3 are planted before each segment in turn, in all rows but those of its path: its results keep their
+    bits. Padding is a segment, too."""
+    leaves, _ = given(Known().rows(batch), case, dtype, device)
+    x, *weights = (t.detach() for t in leaves)
+    whole, there = paths(batch), batch.to(torch.device(device))
+    clean = convolved(form, there, case, x, *weights)
+    for start, end in batch.layout.segments[:, :2].tolist():
+        if start == end:
+            continue
+        planted = x.clone()
+        planted[:start:2], planted[1:start:2] = 1e3, -1e3
+        planted[whole[end - 1]] = x[whole[end - 1]]
+        found = convolved(form, there, case, planted, *weights)
+        assert all(torch.equal(a[start:end], b[start:end]) for a, b in zip(found, clean, strict=True))
+
+
 def check_error_and_repeat(form: Any, batch: PackedBatch, case: Conv, dtype: torch.dtype, device: str = "cpu") -> None:
     """A form's error to the truth is at most twice the plain one's, and another run has the same bits."""
     numbers = Known().rows(batch)

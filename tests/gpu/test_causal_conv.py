@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.convolutions import HEADS, Conv, check_error_and_repeat, check_paths_decide_bits, convolved, given
+from tests.convolutions import (
+    HEADS,
+    Conv,
+    check_error_and_repeat,
+    check_neighbours_change_nothing,
+    check_paths_decide_bits,
+    convolved,
+    given,
+)
 from tests.forests import Known, laid, random_forest, stem_of_many, ways_to_lie
 from tests.tiny import one_pack, random_examples
 from tuningfork.kernels.causal_conv.plain import Heads, PlainCausalConv
@@ -47,6 +55,12 @@ def test_the_error_is_at_most_twice_the_plain_ones_and_bits_repeat(dtype, case, 
 def test_short_prompts_and_answers_have_their_error(dtype, case, form):
     examples = random_examples([(7, (5, 9)), (1, (1, 3)), (2, (1, 1, 4)), (0, (6,)), (0, (3, 1)), (1, (2,))])
     check_error_and_repeat(form, one_pack(examples, "prompt", 61), case, dtype, "cuda")
+
+
+@cases
+@dtypes
+def test_large_rows_before_a_segment_change_nothing(dtype, case, form):
+    check_neighbours_change_nothing(form, laid(random_forest(3, depth=9), "tree"), case, dtype, "cuda")
 
 
 @cases

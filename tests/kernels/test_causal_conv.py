@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from tests.convolutions import HEADS, Conv, check_paths_decide_bits, convolved, given
+from tests.convolutions import (
+    HEADS,
+    Conv,
+    check_neighbours_change_nothing,
+    check_paths_decide_bits,
+    convolved,
+    given,
+)
 from tests.forests import Known, laid, paths, random_forest, ways_to_lie
 from tests.tiny import one_pack, random_examples
 from tuningfork.kernels.causal_conv.plain import Heads, PlainCausalConv
@@ -81,18 +88,8 @@ def test_a_row_has_the_same_bits_wherever_its_path_is_cut_and_whatever_lies_besi
 
 @cases
 def test_large_rows_before_a_segment_change_nothing(case):
-    """Of every segment in turn: all rows that lie before it, but those of its path; padding is a segment, too."""
     for batch in packs():
-        leaves, _ = given(Known().rows(batch), case, torch.float32)
-        clean = convolved(PlainCausalConv, batch, case, *leaves)
-        whole = paths(batch)
-        for start, end in batch.layout.segments[:, :2].tolist():
-            if start == end:
-                continue
-            planted = leaves[0].detach().clone()
-            planted[whole[end - 1]] = leaves[0].detach()[whole[end - 1]]
-            found = convolved(PlainCausalConv, batch, case, planted, *leaves[1:])
-            assert all(torch.equal(a[start:end], b[start:end]) for a, b in zip(found, clean, strict=True))
+        check_neighbours_change_nothing(PlainCausalConv, batch, case, torch.float32)
 
 
 @cases

@@ -1,6 +1,6 @@
 """The fast kernels of the causal convolution without a GPU, by Triton's interpreter: slowly, and in float32 alone.
 
-TRITON_INTERPRET=1 pytest -W ignore::DeprecationWarning tests/kernels/test_fast_causal_conv.py
+TRITON_INTERPRET=1 pytest tests/kernels/test_fast_causal_conv.py
 
 It needs a NumPy before 2.4, which made an error of what the interpreter does.
 """
@@ -13,12 +13,23 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.convolutions import HEADS, Conv, check_error_and_repeat, check_paths_decide_bits, given
+from tests.convolutions import (
+    HEADS,
+    Conv,
+    check_error_and_repeat,
+    check_neighbours_change_nothing,
+    check_paths_decide_bits,
+    given,
+)
 from tests.forests import Known, laid, random_forest, stem_of_many
 from tests.tiny import one_pack, random_examples
 from tuningfork.kernels.causal_conv.plain import Heads
 
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning"),  # infinity is meant
+]
 
 CASES = [
     Conv(width=1),
@@ -49,7 +60,9 @@ def test_a_tree_has_its_error_and_its_bits(case, form):
 @cases
 def test_short_prompts_and_answers_have_their_error(case, form):
     examples = random_examples([(7, (5, 9)), (1, (1, 3)), (2, (1, 1, 4)), (0, (6,)), (0, (3, 1)), (1, (2,))])
-    check_error_and_repeat(form, one_pack(examples, "prompt", 61), case, torch.float32)
+    batch = one_pack(examples, "prompt", 61)
+    check_error_and_repeat(form, batch, case, torch.float32)
+    check_neighbours_change_nothing(form, batch, case, torch.float32)
 
 
 @pytest.mark.parametrize("case", CASES[-1:], ids=str)
