@@ -42,7 +42,7 @@ def widened(monkeypatch):
 
 @pytest.mark.parametrize("share", ["prompt", "none", "tree"], ids=["shared", "unshared", "tree"])
 @pytest.mark.parametrize("family", [*HYBRIDS, *SHORT_CONVS])
-def test_float64_packed_equals_alone(family, share, widened):
+def test_hybrid_models_in_float64_packed_equal_alone(family, share, widened):
     policy = tiny_policy(family)
     widened(policy.model)
     examples = random_examples(LONG, holes=True)
@@ -58,7 +58,7 @@ def test_float64_packed_equals_alone(family, share, widened):
 
 @pytest.mark.parametrize("share", ["prompt", "tree"])
 @pytest.mark.parametrize("family", [*HYBRIDS, *SHORT_CONVS])
-def test_float32_packed_equals_alone(family, share):
+def test_hybrid_models_in_float32_packed_equal_alone(family, share):
     policy = tiny_policy(family, torch.float32)
     examples = random_examples(LONG, holes=True)
     batch = one_pack(examples, share, tokens=2048)
@@ -72,7 +72,7 @@ def test_float32_packed_equals_alone(family, share):
 
 @pytest.mark.parametrize("share", ["prompt", "tree"])
 @pytest.mark.parametrize("family", [*HYBRIDS, *SHORT_CONVS])
-def test_no_token_reaches_another_example(family, share):
+def test_no_token_of_a_hybrid_model_reaches_another_example(family, share):
     policy = tiny_policy(family, torch.float32)
     examples = random_examples(SHAPES)
 

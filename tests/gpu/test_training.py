@@ -13,6 +13,8 @@ import transformers
 
 from tests.tiny import (
     FAMILIES,
+    HYBRIDS,
+    SHORT_CONVS,
     one_pack,
     random_examples,
     random_pairs,
@@ -103,7 +105,7 @@ def test_float32_packed_equals_alone(family):
 @pytest.mark.parametrize(
     ("family", "kept"),
     [
-        *((family, {}) for family in ("llama", "olmo2", "olmo3", "gemma2")),
+        *((family, {}) for family in ("llama", "olmo2", "olmo3", "gemma2", *HYBRIDS, "lfm2")),
         ("llama", {"weights": torch.bfloat16}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
@@ -156,7 +158,7 @@ def test_what_a_pack_follows_decides_no_bit_of_its_gradient():
         assert [name for name, grad in grads.items() if not torch.equal(grad, one[place][1][name])] == []
 
 
-@pytest.mark.parametrize("family", ["llama", "olmo3", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "olmo3", "gemma2", *HYBRIDS, "lfm2"])
 def test_no_token_reaches_another_example(family):
     """G3 on a GPU: change one example; not a bit of any other changes."""
     policy = _policy(family, torch.bfloat16)
@@ -197,7 +199,7 @@ def _checked(family: str, dtype: torch.dtype, share: Share = "prompt", factor: f
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS, *SHORT_CONVS])
 def test_the_check_at_a_start_takes_our_kernels_for_right(family, dtype):
     _checked(family, dtype)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -149,3 +149,27 @@ def test_both_kinds_of_blocks_are_found_with_what_they_cost(family):
     }
     matrices = [w for w in policy.model.model.layers.parameters() if w.ndim == 2]  # a convolution's have three
     assert policy.flops().block_weights == sum(w.numel() for w in matrices)
+
+
+class Opaque(NamedTuple):
+    """Stands for both ops: a compiler sees no more of them than of a kernel."""
+
+    table: torch.Tensor
+
+    def query_key_value(self, x, weight, heads):
+        query, key, value = (x * weight.sum(1)).split([16, 16, 48], dim=1)
+        return query.unflatten(1, (2, 8)), key.unflatten(1, (2, 8)), value.unflatten(1, (4, 12))
+
+    def scan(self, query, key, value, decay, beta):
+        return value * beta[..., None] * decay.exp()[..., None] + query.sum() * key.sum()
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_block_is_one_graph(family):
+    torch._dynamo.reset()
+    model = tiny_model(family, torch.float32)
+    gated_delta.patch(model)
+    block, hidden = model.model.layers[0], torch.randn(1, 9, 32)
+    given = {"position_embeddings": None, "fork": None, "gated_delta": PreparedGatedDelta(*[Opaque(torch.ones(1))] * 2)}
+    compiled = torch.compile(block.forward, backend="eager", fullgraph=True, dynamic=True)
+    torch.testing.assert_close(compiled(hidden, **given), block(hidden, **given))

@@ -111,3 +111,33 @@ def test_what_a_pack_has_not_is_refused(keywords, words):
     short_conv.patch(model)
     with pytest.raises(ModelError, match=rf"Lfm2ShortConv.* {words}"):
         short_conv.layers(model)[0](torch.zeros(1, 4, 32), **{"short_conv": object(), **keywords})
+
+
+def test_a_block_that_tells_its_layer_numbers_of_sequences_alone_hands_on_what_it_needs():
+    """As some versions of the library have it."""
+    told = []
+
+    class Lfm2ShortConv(torch.nn.Module):
+        def forward(self, hidden_states, past_key_values=None, attention_mask=None, seq_idx=None):
+            told.append(seq_idx)
+            return hidden_states
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = Lfm2ShortConv()
+
+        def forward(self, hidden_states, **kwargs):
+            return self.conv(hidden_states, attention_mask=None, seq_idx=kwargs.get("seq_idx"))
+
+    block, spy = torch.nn.ModuleList([Block()]), object()
+    short_conv.patch(block)
+    short_conv.patch(block)
+    assert len(block[0]._forward_pre_hooks) == 1
+    with layers.taken_out(block):
+        block[0](torch.zeros(1, 2, 4), short_conv=spy)
+    assert told == [spy]
+    with pytest.raises(ModelError, match="are not told which tokens belong to one example"):
+        block[0](torch.zeros(1, 2, 4))
+    with pytest.raises(ModelError, match="take 'seq_idx' into account"):
+        block[0](torch.zeros(1, 2, 4), seq_idx=torch.zeros(1, 2))

@@ -7,6 +7,9 @@ one size, and one that is several times the other is no rounding.
 
 from __future__ import annotations
 
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+
 import torch
 from torch import Tensor
 
@@ -29,8 +32,17 @@ def check_rounding(what: str, quantity: str, found: Tensor, usual: Tensor, exact
     raise ModelError(
         f"{what}: {quantity} are {error / size:.1e} of their size away from those of plain kernels in float32; plain "
         f"kernels in the run's dtype are {rounding / size:.1e} away. {NOTHING_IS_TRAINED} Set model.compile to off, if "
-        "blocks are compiled; or use train.device cpu, or other versions."
+        f"blocks are compiled; or use train.device cpu, or other versions (here: {_here()})."
     )
+
+
+def _here() -> str:
+    """The card, and the versions of what makes its kernels."""
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    found = [card, f"PyTorch {torch.__version__}"]
+    with suppress(PackageNotFoundError):
+        found.append(f"Triton {version('triton')}")
+    return ", ".join(found)
 
 
 def noise(like: Tensor, seed: int) -> Tensor:
