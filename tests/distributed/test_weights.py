@@ -8,6 +8,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from tests.models.hf.folders import folder_of, plain_load, rewrite
 from tests.models.hf.released_folders import RELEASED, forms
 from tests.tiny import random_examples, tiny_model
 from tuningfork.data.packing.layout import build_pack
-from tuningfork.distributed import export
+from tuningfork.distributed import export, rows
 from tuningfork.distributed.config import ParallelConfig
 from tuningfork.distributed.export import save
 from tuningfork.distributed.layout import Layout
@@ -164,7 +165,9 @@ def memory_of_an_export(ranks: Ranks, path: Path) -> tuple[int, int]:
     save(loaded, ranks, path / "first")  # whatever is allocated once
     Path("/proc/self/clear_refs").write_text("5")  # the peak is that of now
     before = resident("VmHWM")
-    save(loaded, ranks, path / "second")
+    # Pieces as small beside a tensor as they are beside those of a large model, and a file for each process.
+    with patch.object(rows, "PIECE", 1 << 20), patch.object(export, "FILE", 1 << 25):
+        save(loaded, ranks, path / "second")
     return resident("VmHWM") - before, max(weight.nbytes for weight in model.parameters())
 
 
@@ -174,9 +177,8 @@ def resident(which: str) -> int:
 
 
 def test_an_export_takes_less_than_two_tensors_of_memory(tmp_path) -> None:
-    """Beside the buffers of Gloo, which has up to a tensor of its own while it gathers one."""
-    for taken, largest in together(2, memory_of_an_export, tmp_path):
-        assert taken < 3 * largest  # of 14 such
+    for taken, largest in together(4, memory_of_an_export, tmp_path):
+        assert taken < 2 * largest  # of 14 such
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------

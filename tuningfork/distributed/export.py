@@ -1,6 +1,7 @@
 """The export of a model that is spread over processes: each weights file is written by one of them, tensor by tensor.
 
-All gather each tensor together, and only the one whose file it belongs to keeps it: no host ever holds the model.
+All bring each tensor together, some rows at a time, and only the one whose file it belongs to keeps them: no host ever
+holds the model, nor more than one tensor of it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tuningfork.distributed.ranks import Ranks
+from tuningfork.distributed.rows import pieces
 from tuningfork.errors import SAVING, OutOfMemory, RunFolderError, is_of_memory
 from tuningfork.files import CURE, whole_folder
 from tuningfork.models.hf import digests, export
@@ -127,9 +129,18 @@ class _Part:
     def without_numbers(self) -> Tensor:
         return self.place.of(torch.empty(self.tensor.shape, dtype=self.dtype, device="meta"))
 
-    def numbers(self) -> Tensor:
-        """All processes must ask together."""
-        return self.place.of(_whole(self.tensor))
+    def gathered(self, to: int, turns: _Turns) -> Tensor | None:
+        """Its numbers on the host of one rank, None elsewhere; also there, where it has no room, which `turns` knows.
+        All must ask together. Beyond them no host has more than a piece."""
+        start, end = self.place.start, self.place.end
+        here = turns.ranks.rank == to
+        if not isinstance(self.tensor, DTensor):
+            return turns.attempt(self.place.of(self.tensor).to, "cpu", self.dtype) if here else None
+        numbers = turns.attempt(_room, self.form) if here else None
+        for first, rows in pieces(self.tensor, turns.ranks, start, end):
+            if numbers is not None:
+                numbers[first - start : first - start + len(rows)] = rows
+        return numbers
 
 
 def _write_files(parts: Mapping[str, _Part], files: Mapping[str, Forms], turns: _Turns, aside: Path) -> dict[str, str]:
@@ -144,13 +155,11 @@ def _write_files(parts: Mapping[str, _Part], files: Mapping[str, Forms], turns: 
             own = None
             for rank, name in enumerate(turn):
                 if name is not None:
-                    numbers = parts[name].numbers()
-                    if rank == ranks.rank:
-                        own = turns.attempt(numbers.to, "cpu", parts[name].dtype)
-                    del numbers
+                    found = parts[name].gathered(rank, turns)
+                    own = found if rank == ranks.rank else own
             if own is not None:
                 turns.attempt(writing.send, own)
-            del own
+            del own, found
             turns.end()
     return {file: digest for found in ranks.all(sums) for file, digest in found.items()}
 
@@ -176,6 +185,10 @@ def _write_at_first(loaded: Loaded, turns: _Turns, aside: Path, dtype: torch.dty
     if first:
         tensors = {name: there for name, tensor in state.items() if (there := gathered[id(tensor)]) is not None}
         turns.attempt(export.write_weights, loaded, aside, tensors, dtype)
+
+
+def _room(form: tuple[torch.Size, torch.dtype]) -> Tensor:
+    return torch.empty(form[0], dtype=form[1])
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from tuningfork.distributed.ranks import Ranks
+
+PIECE = 1 << 26
+"""Bytes of rows that travel at once, or one row."""
 
 
 def own_rows(tensor: Tensor) -> tuple[Tensor, int] | None:
@@ -30,6 +37,23 @@ def rows_to_count(tensor: Tensor) -> tuple[Tensor, int] | None:
         return None if any(of_mesh) else (gathered, 0)
     copy = any(place for place, how in zip(of_mesh, tensor.placements, strict=True) if how == Replicate())
     return None if copy else found
+
+
+def pieces(tensor: DTensor, ranks: Ranks, start: int = 0, end: int | None = None) -> Iterator[tuple[int, Tensor]]:
+    """Rows of a tensor that is spread, from `start` up to `end`, some at a time: the number of the first, and the rows,
+    on the device of the tensor. All ranks must go through all of them together, and none ever has many."""
+    end = len(tensor) if end is None else end
+    own, own_start = rows_to_count(tensor) or (tensor.to_local()[:0], 0)
+    at_once = max(1, PIECE // max(1, tensor.numel() // max(1, len(tensor)) * tensor.element_size()))
+    for source, (first, count) in enumerate(ranks.all((own_start, len(own)))):
+        for begin in range(max(first, start), min(first + count, end), at_once):
+            there = min(at_once, first + count - begin, end - begin)
+            if source == ranks.rank:
+                rows = own[begin - first : begin - first + there].contiguous()
+            else:
+                rows = own.new_empty(there, *tensor.shape[1:])
+            dist.broadcast(rows, src=source)
+            yield begin, rows
 
 
 def _place(tensor: DTensor) -> tuple[int, int | None]:
