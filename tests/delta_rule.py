@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
-from tests.forests import Known, normal, paths
+from tests.forests import MOST_PATHS, Known, normal, paths
 from tuningfork.kernels.gated_delta.plain import PlainGatedDelta
 from tuningfork.records import ForkLayout, PackedBatch
 
@@ -45,16 +46,23 @@ def random_inputs(
 
     Args:
         numbers: [T], see forests.Known.
-        decay: the mean of the decay's logarithm is minus this; some heads forget much less, some much more.
+        decay: the mean of the decay's logarithm is minus this; some rows forget much less, some much more.
     """
     wide = torch.promote_types(dtype, torch.float32)
-    query, key = (normal(numbers, heads.keys, heads.key_width, seed=seed) for seed in (0, 1))
+    found = [t[numbers] for t in _inputs_of_all(heads, decay)]
+    return [*(t.to(dtype) for t in found[:3]), *(t.to(wide) for t in found[3:])]
+
+
+@cache
+def _inputs_of_all(heads: Heads, decay: float) -> list[torch.Tensor]:
+    """Of all rows at once: PyTorch rounds what is last in a tensor otherwise, so a sigmoid depends on its place."""
+    everyone = torch.arange(MOST_PATHS)
+    query, key = (normal(everyone, heads.keys, heads.key_width, seed=seed) for seed in (0, 1))
     query, key = (t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (query, key))
-    value = normal(numbers, heads.values, heads.value_width, seed=2)
-    forget = normal(numbers, heads.values, seed=3).square() * decay
-    beta = 2 * normal(numbers, heads.values, seed=4).sigmoid()
-    rows = (query * heads.key_width**-0.5, key, value)
-    return [*(t.to(dtype) for t in rows), *(t.to(wide) for t in (-forget, beta))]
+    value = normal(everyone, heads.values, heads.value_width, seed=2)
+    forget = normal(everyone, heads.values, seed=3).square() * decay
+    beta = 2 * normal(everyone, heads.values, seed=4).sigmoid()
+    return [query * heads.key_width**-0.5, key, value, -forget, beta]
 
 
 def scanned(

@@ -709,6 +709,31 @@ MUTATIONS = (
         "for name, f, u, e, more in list(zip(names, found, usual, exact, sizes, strict=True))[: len(outputs)]:",
         ("test_a_wrong_gradient_of_the_scan_is_named", "test_a_wrong_attention_kernel_is_named"),
     ),
+    # --- the gated delta rule
+    Mutation(
+        "delta-decay-of-a-chunk",
+        "(gamma[:, :, -1:] - gamma).exp() * k",
+        "gamma.exp() * k",
+        ("test_values_and_gradients_are_those_of_the_recurrence",),
+    ),
+    Mutation(
+        "delta-parents-state",
+        "state = _take(state, pack.parents[number - 1])",
+        "state = state[: len(pack.parents[number - 1])]",
+        ("test_a_forest_has_the_gradients_of_the_recurrence_along_each_path",),
+    ),
+    Mutation(
+        "delta-last-of-a-slot",
+        "torch.searchsorted(by_parent, number, right=True) - 1",
+        "torch.searchsorted(by_parent, number).clamp(max=len(number) - 1)",
+        ("test_a_walk_through_trees_and_chains_hands_each_chunk_its_parents_state",),
+    ),
+    Mutation(
+        "delta-gates-either",
+        "if decay.dtype != wide or beta.dtype != wide:",
+        "if decay.dtype != wide and beta.dtype != wide:",
+        ("test_gates_that_would_be_rounded_are_refused",),
+    ),
 )
 
 

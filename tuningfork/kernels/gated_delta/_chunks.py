@@ -84,10 +84,10 @@ def chains_of(chunks: Chunks, most: int) -> tuple[Tensor, Tensor]:
     parent, number = chunks.parent, torch.arange(len(chunks.parent), device=chunks.parent.device)
     there, count = chunks.number >= 0, (chunks.number >= 0).sum()
     goes_elsewhere = (parent != ROOT) & (parent != number - 1)
-    nobody = torch.full((len(parent) + 1,), -1, device=parent.device)
-    final = nobody.scatter_reduce(0, torch.where(goes_elsewhere, parent, len(parent)), number, "amax")
+    by_parent, child = torch.where(goes_elsewhere, parent, -1).sort(stable=True)
+    place = torch.searchsorted(by_parent, number, right=True) - 1
+    final = torch.where(by_parent[place] == number, child[place], -1)  # of those that are not right behind a chunk
     slot = torch.where(final >= 0, (final >= 0).cumsum(0) - 1, -1)
-    slot[-1] = -1
     source = torch.where(parent == ROOT, -1, slot[parent])
 
     begins = there & ((parent == ROOT) | (source >= 0))

@@ -117,7 +117,7 @@ def _scan(pack: PlainGatedDelta, query: Tensor, key: Tensor, value: Tensor, deca
         # What a row forgets of another: masked first, for e^(γ_i - γ_j) has no bound above the diagonal.
         fading = (gamma - gamma.mT).masked_fill(above, float("-inf")).exp()
         keys = k.mT.contiguous()
-        mixing = (b * (k @ keys) * fading).tril(-1)
+        mixing = b * (k @ keys) * fading  # its diagonal is not read
         solved = torch.linalg.solve_triangular(
             mixing, torch.cat([b * v, b * gamma.exp() * k], dim=-1), upper=False, unitriangular=True
         )
