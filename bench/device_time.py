@@ -21,6 +21,7 @@ CATEGORIES: dict[str, str] = {
         r"multi_tensor_apply|FusedOptimizer|lpnorm|LpNorm|NormTwoOps|_lerp_|_fused_adamw|aten::_foreach_"
     ),
     "scan": r"^delta_",
+    "convolution": r"^conv_(forward|gradient)",
     "attention": r"flash|fmha|attention|attend|fork_|_(query|key|weighted)_gradient",
     "matrix products": r"nvjet|gemm|gemv|cutlass|cublas|splitK|triton_tem_fused|^aten::(mm|addmm|bmm|baddbmm)$",
     "gather/scatter": r"index|gather|scatter|compute_grad_weight|radix_sort|unique_by_key|embedding",

@@ -131,6 +131,7 @@ def test_ids_are_taken_modulo_a_smaller_vocabulary():
         ("void pytorch_flash::flash_bwd_convert_dq_kernel<Flash_bwd_kernel_traits<128, 64>", "attention"),
         ("triton_tem_fused_flex_attention_0", "attention"),
         ("_query_gradient", "attention"),
+        ("conv_gradient_of_rows", "convolution"),
         ("delta_query_gradient", "scan"),
         ("void at::native::indexFuncLargeIndex<c10::BFloat16, long, unsigned int, ReduceAdd>", "gather/scatter"),
         ("void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*)", "gather/scatter"),
