@@ -19,6 +19,20 @@ WORKLOADS: dict[str, Any] = {"short": workload, "long": workload_long}
 
 _OLMO2 = {"max_position_embeddings": 4096, "rope_theta": 500000, "tie_word_embeddings": False}
 
+
+def _hybrid(heads: int) -> dict[str, Any]:
+    """Settings of OLMo Hybrid with so many heads in a block with a state."""
+    return {
+        "max_position_embeddings": 4096,
+        "rope_parameters": {"rope_theta": None},
+        "tie_word_embeddings": False,
+        "linear_num_key_heads": heads,
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": 96,
+        "linear_value_head_dim": 192,
+    }
+
+
 # name -> (config class, hidden size, inner size of the MLP, layers, heads, key heads, vocabulary, the rest)
 SHAPES: dict[str, tuple[Any, int, int, int, int, int, int, dict[str, Any]]] = {
     "olmo2_1b": (transformers.Olmo2Config, 2048, 8192, 16, 16, 16, 100352, _OLMO2),
@@ -33,13 +47,18 @@ SHAPES: dict[str, tuple[Any, int, int, int, int, int, int, dict[str, Any]]] = {
         *(576, 1536, 30, 9, 3, 49152),
         {"max_position_embeddings": 8192, "rope_theta": 100000, "tie_word_embeddings": True},
     ),
+    # Three of four blocks with a state; heads of them as wide as published.
+    "olmo_hybrid_1b": (transformers.OlmoHybridConfig, 2048, 8192, 16, 16, 16, 100352, _hybrid(16)),
+    "olmo_hybrid_7b": (transformers.OlmoHybridConfig, 3840, 11008, 32, 30, 30, 100352, _hybrid(30)),
+    "tiny_hybrid": (transformers.OlmoHybridConfig, 64, 128, 4, 4, 4, 512, _hybrid(2)),
     "tiny": (transformers.Olmo2Config, 64, 128, 2, 4, 4, 512, _OLMO2),
 }
 
 
-def config(name: str) -> Any:
-    """The transformers config of a named shape."""
-    kind, hidden, inner, layers, heads, key_heads, vocabulary, rest = SHAPES[name]
+def config(name: str, layers: int | None = None) -> Any:
+    """The transformers config of a named shape, or of so many of its first blocks."""
+    kind, hidden, inner, all_layers, heads, key_heads, vocabulary, rest = SHAPES[name]
+    layers = all_layers if layers is None else layers
     return kind(
         hidden_size=hidden,
         intermediate_size=inner,
@@ -53,14 +72,17 @@ def config(name: str) -> Any:
     )
 
 
-def build(name: str, device: torch.device | str, seed: int = 0, positions: int = 0) -> PreTrainedModel:
+def build(
+    name: str, device: torch.device | str, seed: int = 0, positions: int = 0, layers: int | None = None
+) -> PreTrainedModel:
     """A model of a named shape with random float32 weights and our attention under it, in training mode.
 
     Args:
+        layers: how many of its first blocks it has, if not all.
         positions: that it knows at least; of random weights it is as good for many as for few.
     """
     torch.manual_seed(seed)
-    settings = config(name)
+    settings = config(name, layers)
     settings.max_position_embeddings = max(settings.max_position_embeddings, positions)
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(

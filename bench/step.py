@@ -75,6 +75,7 @@ COLUMNS = {
 def measure(
     model: str = "olmo2_1b",
     *,
+    layers: int | None = None,
     workload: str = "short",
     pairs: int = 512,
     pack_tokens: int = 16384,
@@ -116,6 +117,7 @@ def measure(
     Each call compiles anew and leaves nothing behind, so several may follow each other in one process.
 
     Args:
+        layers: blocks of the shape that the model has, if not all: for shapes too large for one card.
         epochs: the first one warms up; at least 2.
         profile: profile three more steps behind the timed ones, and write their device time to this file.
         sharded: spread the weights by FSDP2 over this one process, to see what that costs.
@@ -142,7 +144,7 @@ def measure(
     limits = PackLimits.plan(pack_tokens, share, compiled=device().type == "cuda")
     longest = max(example.longest for example in examples)
     over = None if not sharded and ranks.size == 1 else Layout.plan(parallel or ParallelConfig(), ranks)
-    session = _start(model, longest, train, head_chunk_rows, limits, DTYPES[weights], ranks, over)
+    session = _start(model, layers, longest, train, head_chunk_rows, limits, DTYPES[weights], ranks, over)
     build_s = time.perf_counter() - begun
     print(f"{model}: weights made in {build_s:.1f} s; scoring the reference", file=sys.stderr, flush=True)
 
@@ -269,6 +271,7 @@ class _Timed:
 
 def _start(
     model: str,
+    layers: int | None,
     positions: int,
     train: TrainConfig,
     head_chunk_rows: int,
@@ -280,7 +283,7 @@ def _start(
     """The starting model as a run has it: on a GPU bfloat16 over float32 weights, compiled; on a CPU plain float32."""
     where = device()
     compiled = where.type == "cuda"
-    built = shapes.build(model, where, train.seed, positions)
+    built = shapes.build(model, where, train.seed, positions, layers)
     hold_weights(built, weights)
     policy = Policy.fast(built, torch.bfloat16 if compiled else torch.float32)
     parallelize(policy, "none", compiled, over or Layout(), always=over is not None)
@@ -298,6 +301,7 @@ def _start(
 def main(argv: list[str] | None = None) -> None:
     options = parser(__doc__)
     options.add_argument("--model", default="olmo2_1b", choices=shapes.SHAPES)
+    options.add_argument("--layers", type=int, help="blocks of the shape that the model has; all where it is not given")
     options.add_argument("--workload", default="short", choices=shapes.WORKLOADS, help="prompts of 120 or 6,000 tokens")
     options.add_argument("--pairs", type=int, default=512)
     options.add_argument("--pack_tokens", type=int, default=16384)

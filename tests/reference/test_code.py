@@ -32,6 +32,7 @@ STEPS = (
     "models.hf.load",
     "models.policy",
     "kernels.select",
+    "models.even",
     "models.head",
     "models.scorer",
 )

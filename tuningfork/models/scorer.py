@@ -6,12 +6,15 @@ must know how the output weight is kept and where its gradient is added up.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tuningfork.errors import SCORING, enough_memory
+from tuningfork.models.even import evenly
 from tuningfork.models.head import Head
 from tuningfork.models.policy import Policy
 from tuningfork.records import ChunkLoss, PackedBatch
@@ -33,6 +36,9 @@ class Scorer:
     def device(self) -> torch.device:
         return self.policy.device
 
+    def _evenly(self) -> AbstractContextManager[Any]:
+        return evenly(self.device, self.policy.compiled)
+
     def score(self, pack: PackedBatch) -> Tensor:
         """Summed log-probs of a pack's answers under the policy as it is now, float64 [A] on its device. No gradient.
 
@@ -42,7 +48,7 @@ class Scorer:
         Raises:
             OutOfMemory: the device has too little for the pack.
         """
-        with enough_memory(f"scoring a pack of {len(pack.input_ids):,} tokens", SCORING):
+        with enough_memory(f"scoring a pack of {len(pack.input_ids):,} tokens", SCORING), self._evenly():
             pack = pack.to(self.device)
             with torch.enable_grad():
                 hidden = self.policy.hidden_rows(pack)
@@ -61,9 +67,11 @@ class Scorer:
             `(loss, logps)`: float64 scalar; float64 [A], the same bits as `score` gives. Neither has a gradient.
         """
         pack = pack.to(self.device)
-        hidden = self.policy.hidden_rows(pack, last)
-        output = self.policy.output
-        found = self.head.backward(hidden, output.weight, pack, loss, output.bias, output.vocabulary, output.gradients)
+        with self._evenly():
+            hidden = self.policy.hidden_rows(pack, last)
+            output = self.policy.output
+            weight, bias = output.weight, output.bias
+            found = self.head.backward(hidden, weight, pack, loss, bias, output.vocabulary, output.gradients)
         if last and self.policy.spread is not None:
             self.policy.spread.exchange()
         return found

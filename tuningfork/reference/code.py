@@ -27,6 +27,7 @@ SCORING = (
     "data/packing/tree.py",
     "models/activations.py",
     "models/compiler.py",
+    "models/even.py",
     "models/head.py",
     "models/hf/attention.py",
     "models/hf/gated_delta.py",
