@@ -182,6 +182,7 @@ class Sharding:
     def release(self) -> None:
         """Let go of gathered weights, see models/policy.py; and of what a step that has failed leaves."""
         self._gradients = None
+        self._whole.release()
         self._reshard()
 
     def _reshard(self) -> None:

@@ -79,6 +79,11 @@ class WholeWeights:
             if travel.sum is not travel.gradient:
                 travel.gradient.copy_(travel.sum)
 
+    def release(self) -> None:
+        """Let go of what a step that has failed leaves on its way."""
+        self._travels.clear()
+        self._last = False
+
     def add_up(self) -> None:
         """Add up the gradients of norms and biases."""
         few = [weight for weight in self._weights if weight.requires_grad and not _is_matrix(weight)]

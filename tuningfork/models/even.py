@@ -24,8 +24,8 @@ _NAMES = (
     *("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sigmoid", "silu", "tanh", "sin", "cos", "erf"),
     *("gelu", "softplus", "mish", "elu", "pow", "logaddexp"),
 )
-_OPS = {getattr(torch.ops.aten, name) for name in _NAMES}
 _IN_PLACE = {getattr(torch.ops.aten, f"{name}_") for name in _NAMES if hasattr(torch.ops.aten, f"{name}_")}
+_OPS = _IN_PLACE | {getattr(torch.ops.aten, name) for name in _NAMES}
 
 
 def evenly(device: torch.device, compiled: bool) -> AbstractContextManager[Any]:
@@ -40,7 +40,7 @@ class _Evenly(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.overloadpacket not in _OPS | _IN_PLACE or not _is_large(args[0]):
+        if func.overloadpacket not in _OPS or not _is_large(args[0]):
             return func(*args, **kwargs)
         first = args[0]
         tensors = [arg for arg in args if isinstance(arg, Tensor) and arg.ndim]
