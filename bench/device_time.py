@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from bench.output import table
 # The first pattern that a kernel's name matches decides. Flash attention names cutlass types, optimizers name copies
 # and fused blocks name whatever they fuse, so the order matters.
 CATEGORIES: dict[str, str] = {
+    "communication": r"^nccl|^gloo:",
     "copies": r"^Mem(cpy|set)|copy_kernel|CatArrayBatchedCopy|^aten::(copy_|cat|fill_|zero_)$",
     "optimizer+norms of gradients": (
         r"multi_tensor_apply|FusedOptimizer|lpnorm|LpNorm|NormTwoOps|_lerp_|_fused_adamw|aten::_foreach_"
@@ -28,6 +31,8 @@ CATEGORIES: dict[str, str] = {
     "head rows": r"^_(forward|backward)(_|$)|row_logps|logits_gradient",
     "elementwise": "",  # the rest: fused blocks, casts, reductions
 }
+
+PAUSES = 12  # in a report
 
 
 def category(kernel: str) -> str:
@@ -45,6 +50,7 @@ class DeviceProfile:
 
     microseconds: dict[str, float] = field(default_factory=dict)  # kernel -> device time of all profiled steps together
     calls: dict[str, int] = field(default_factory=dict)
+    spans: list[tuple[float, float, str]] = field(default_factory=list)  # begin and end of each kernel, µs
     _running: Any = None
 
     def start(self) -> None:
@@ -71,6 +77,27 @@ class DeviceProfile:
             spent = event.time_range.elapsed_us() if on_device else event.self_cpu_time_total
             self.microseconds[event.name] = self.microseconds.get(event.name, 0.0) + spent
             self.calls[event.name] = self.calls.get(event.name, 0) + 1
+            self.spans.append((event.time_range.start, event.time_range.end, event.name))
+
+    def busy_ms(self, steps: int, computing: bool = False) -> float:
+        """Milliseconds of a step in which any kernel ran, or any that computes."""
+        busy, until = 0.0, -math.inf
+        for begin, end, kernel in sorted(self.spans):
+            if not computing or category(kernel) != "communication":
+                busy += max(end - max(begin, until), 0.0)
+                until = max(until, end)
+        return busy / steps / 1e3
+
+    def pauses(self, steps: int) -> dict[tuple[str, str], float]:
+        """Milliseconds of a step in which no kernel ran, by the kernels before and behind; the longest first."""
+        found: dict[tuple[str, str], float] = {}
+        until, before = math.inf, ""
+        for begin, end, kernel in sorted(self.spans):
+            if begin > until:
+                found[before, kernel] = found.get((before, kernel), 0.0) + (begin - until) / steps / 1e3
+            if end > until or not before:
+                until, before = end, kernel
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def by_category(self, steps: int) -> dict[str, float]:
         """Milliseconds of a step, by kind of work."""
@@ -80,17 +107,26 @@ class DeviceProfile:
         return total
 
     def summary(self, steps: int, wall_seconds: float) -> dict[str, Any]:
-        """All in milliseconds of a step; wall time includes whatever the host makes the device wait for."""
+        """All in milliseconds of a step; wall time includes whatever the host makes the device wait for.
+
+        `device_ms` adds up kernels that run at the same time. `exposed_ms`: while other processes are talked to and
+        nothing is computed.
+        """
+        busy, computing = self.busy_ms(steps), self.busy_ms(steps, computing=True)
         return {
             "device_ms": round(sum(self.microseconds.values()) / steps / 1e3, 3),
+            "busy_ms": round(busy, 3),
+            "exposed_ms": round(busy - computing, 3),
             "wall_ms": round(wall_seconds / steps * 1e3, 3),
             "by_category_ms": {name: round(spent, 3) for name, spent in self.by_category(steps).items()},
         }
 
     def report(self, steps: int, wall_seconds: float, environment: Mapping[str, Any]) -> str:
-        """The tables by kind of work and by kernel, with totals."""
+        """The tables by kind of work, of the longest pauses, and by kernel, with totals."""
         summary = self.summary(steps, wall_seconds)
-        device_ms, wall_ms = summary["device_ms"], summary["wall_ms"]
+        device_ms, busy_ms, exposed_ms, wall_ms = (
+            summary[f"{name}_ms"] for name in ("device", "busy", "exposed", "wall")
+        )
         kinds = [
             {"kind": name, "ms": ms, "share": f"{100 * ms / max(device_ms, 1e-9):.1f} %"}
             for name, ms in summary["by_category_ms"].items()
@@ -105,12 +141,17 @@ class DeviceProfile:
             }
             for name, spent in sorted(self.microseconds.items(), key=lambda item: -item[1])
         ]
+        pauses = [
+            {"ms": round(spent, 3), "before": before[:70], "behind": behind[:70]}
+            for (before, behind), spent in islice(self.pauses(steps).items(), PAUSES)
+        ]
         return "\n".join(
             [
                 *(f"{key}: {value}" for key, value in environment.items()),
-                f"\n{steps} steps; a step: device {device_ms:,} ms of {wall_ms:,} ms wall "
-                f"({100 * device_ms / max(wall_ms, 1e-9):.1f} %)\n",
+                f"\n{steps} steps; a step: device busy for {busy_ms:,} ms of {wall_ms:,} ms wall "
+                f"({100 * busy_ms / max(wall_ms, 1e-9):.1f} %), for {exposed_ms:,} ms only by talking to others\n",
                 table(kinds, {"kind": "kind of work", "ms": "ms/step", "share": "of device time"}) + "\n",
+                table(pauses, {"ms": "ms/step", "before": "nothing runs behind", "behind": "and before"}) + "\n",
                 table(
                     kernels, {"ms": "ms/step", "calls": "calls/step", "us": "µs/call", "kind": "kind", "kernel": "name"}
                 ),

@@ -119,7 +119,8 @@ def measure(
     Args:
         layers: blocks of the shape that the model has, if not all: for shapes too large for one card.
         epochs: the first one warms up; at least 2.
-        profile: profile three more steps behind the timed ones, and write their device time to this file.
+        profile: profile three more steps behind the timed ones, and write their device time to this file; that of
+            other ranks beside it.
         sharded: spread the weights by FSDP2 over this one process, to see what that costs.
         ranks: the processes that share the steps, all of which must come here; `parallel` says how.
     """
@@ -188,6 +189,7 @@ def measure(
     }
     if profile is not None and timed.profile is not None:
         line["profile"] = timed.profile.summary(PROFILED, timed.profiled_s)
+        profile = profile if ranks.first else profile.with_stem(f"{profile.stem}-rank{ranks.rank}")
         profile.parent.mkdir(parents=True, exist_ok=True)
         profile.write_text(timed.profile.report(PROFILED, timed.profiled_s, environment()))
     return line

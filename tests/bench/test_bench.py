@@ -152,26 +152,31 @@ def test_kernels_are_sorted_by_name(kernel, kind):
 
 
 def test_annotations_and_the_host_count_for_nothing():
-    def event(name, us, annotation=False, where=DeviceType.CUDA):
-        span = SimpleNamespace(elapsed_us=lambda: us)
+    def event(name, us, annotation=False, where=DeviceType.CUDA, start=0.0):
+        span = SimpleNamespace(elapsed_us=lambda: us, start=start, end=start + us)
         return SimpleNamespace(name=name, is_user_annotation=annotation, device_type=where, time_range=span)
 
     profile = DeviceProfile()
     profile.add(
         [
             event("nvjet_a", 3000.0),
-            event("nvjet_a", 1000.0),
+            event("nvjet_a", 1000.0, start=7000.0),
+            event("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", 4000.0, start=2000.0),
             event("Optimizer.step#AdamW.step", 9000.0, annotation=True),
             event("Optimizer.step#AdamW.step", 9000.0),
             event("aten::mm", 9000.0, where=DeviceType.CPU),
         ],
         on_device=True,
     )
-    assert profile.summary(steps=2, wall_seconds=0.01)["device_ms"] == 2.0
+    summary = profile.summary(steps=2, wall_seconds=0.01)
+    assert (summary["device_ms"], summary["busy_ms"], summary["exposed_ms"]) == (4.0, 3.5, 1.5)
     assert profile.by_category(2)["matrix products"] == 2.0
+    assert profile.pauses(steps=2) == {("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", "nvjet_a"): 0.5}
     report = profile.report(2, 0.01, {"device": "card"})
-    assert "device 2.0 ms of 5.0 ms wall (40.0 %)" in report
-    assert [line.split()[:3] for line in report.splitlines() if line.endswith("nvjet_a")] == [["2.0", "1.0", "2,000.0"]]
+    assert "device busy for 3.5 ms of 5.0 ms wall (70.0 %), for 1.5 ms only by talking to others" in report
+    assert [line.split()[:3] for line in report.splitlines() if line.endswith("products  nvjet_a")] == [
+        ["2.0", "1.0", "2,000.0"]
+    ]
 
 
 def test_head_compares_on_the_same_inputs(capsys):

@@ -18,6 +18,8 @@ HEADS = [
     Heads(1, 128, 1, 256),
     Heads(1, 24, 4, 40),  # tiny models of tests
     Heads(2, 8, 2, 8),
+    Heads(1, 8, 1, 40),
+    Heads(1, 24, 1, 8),
 ]
 heads = pytest.mark.parametrize("heads", HEADS, ids=["-".join(map(str, one)) for one in HEADS])
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
