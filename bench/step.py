@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch._dynamo.utils import counters
 
 from bench import shapes
 from bench.device_time import DeviceProfile
@@ -108,7 +107,8 @@ def measure(
     hfu                 mfu with the decoder blocks' second forward pass counted too, where they are recomputed; None
                         under an activation budget. Padding and repeated prompts count in neither
     data_share          share of the time that waited for data
-    recompiles_after_warmup     graphs that dynamo captured during the timed steps; 0 or the timing is not steady
+    recompiles_after_warmup     graphs and kernels that were compiled or tuned in the timed steps; 0 or the timing is
+                        not steady
     warmup_steps_left_out       timed steps that met a new pack shape, and are in no rate
     first_loss, last_loss       mean loss of the first and the last step, nats
     epoch_losses        mean loss of each epoch's steps, nats
@@ -223,17 +223,15 @@ class _Timed:
     profile: DeviceProfile | None = None
 
     def run(self, steps: Iterator[StepResult], profile: DeviceProfile | None) -> None:
-        graphs = 0
         for step in steps:
             if step.step <= self.last_warmup:
                 self.warmup_s += step.seconds
                 if step.step == 1 or step.step == self.last_warmup:
                     print(f"step {step.step}: {self.warmup_s:.1f} s of training", file=sys.stderr, flush=True)
-                graphs = counters["stats"]["unique_graphs"]
             elif step.step <= self.last:
                 self.totals.add(step)
                 self.seconds.append(step.seconds)
-                self.recompiles = counters["stats"]["unique_graphs"] - graphs
+                self.recompiles += step.compilations
             else:
                 self.profiled_s += step.seconds
             if step.step <= self.last:
