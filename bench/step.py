@@ -144,7 +144,7 @@ def measure(
     limits = PackLimits.plan(pack_tokens, share, compiled=device().type == "cuda")
     longest = max(example.longest for example in examples)
     over = None if not sharded and ranks.size == 1 else Layout.plan(parallel or ParallelConfig(), ranks)
-    session = _start(model, layers, longest, train, head_chunk_rows, limits, DTYPES[weights], ranks, over)
+    session = start(model, layers, longest, train, head_chunk_rows, limits, DTYPES[weights], ranks, over)
     build_s = time.perf_counter() - begun
     print(f"{model}: weights made in {build_s:.1f} s; scoring the reference", file=sys.stderr, flush=True)
 
@@ -267,7 +267,7 @@ class _Timed:
         }
 
 
-def _start(
+def start(
     model: str,
     layers: int | None,
     positions: int,

@@ -21,10 +21,12 @@ class Compilation:
     """Something that was compiled, or tuned. `cause` says what asked for it, as far as that is known; else it is empty.
 
     One of a graph is the guard that failed; one of a kernel names the arguments that are others than before.
+    `configurations`: how many were timed to tune a kernel of Triton.
     """
 
     what: str
     cause: str = ""
+    configurations: int = 0
 
     def __str__(self) -> str:
         return f"{self.what}: {self.cause}" if self.cause else self.what
@@ -130,4 +132,5 @@ def _arguments(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _of_tuner(tuner: Any, arguments: Mapping[str, Any], configs: int) -> Compilation:
     key = ", ".join(f"{name} {arguments[name]}" for name in tuner.keys if name in arguments)
     name = getattr(tuner.base_fn, "__name__", "?")
-    return Compilation(f"kernel {name} was tuned, {configs} configurations", f"the first with {key}" if key else "")
+    cause = f"the first with {key}" if key else ""
+    return Compilation(f"kernel {name} was tuned, {configs} configurations", cause, configs)
