@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import hybrid_lengths, tuning_storm
+from bench import hybrid_lengths, hybrid_trl, shapes, tuning_storm
+from tests.tiny import VOCAB, random_examples, scorer_of, tiny_model, tiny_policy
 from tuningfork.data.packing.pack import PackLimits
 from tuningfork.models import compilations
 from tuningfork.models.compilations import Compilation
@@ -70,3 +71,47 @@ def test_ours_run_without_a_gpu_and_nothing_is_tuned():
     assert list(tuning_storm.runs(shape, torch.device("cpu"))) == ["ours"]
     (line,) = tuning_storm.of_kernels(lambda: tuning_storm.ours(shape, torch.device("cpu")), [10], torch.device("cpu"))
     assert (line["tunings"], line["compiled"]) == (0, 0)
+
+
+PAIRS = random_examples([(70, (5, 12)), (3, (1, 66)), (9, (20, 2))])
+
+
+def test_by_hand_a_state_leaks_where_position_ids_alone_part_sequences_and_padding_leaks_nothing():
+    model = tiny_model("olmo_hybrid", torch.float32)
+    model.set_attn_implementation("sdpa")
+    truth = hybrid_trl.of_all(hybrid_trl.alone, model, PAIRS, 1)
+    assert [len(part) for part in truth] == [5, 12, 1, 66, 20, 2]
+    errors = {name: hybrid_trl.compared(hybrid_trl.of_all(way, model, PAIRS, 2), truth)
+              for name, way in hybrid_trl.WAYS.items()}  # fmt: skip
+    assert errors["padded"]["error"] < 1e-4
+    assert errors["position_ids"]["error"] > 1 and errors["position_ids"]["equal"].endswith("of 6")
+    dense = tiny_model("llama", torch.float32)  # whose attention sees the borders: the comparison itself is right
+    dense.set_attn_implementation("sdpa")
+    truth = hybrid_trl.of_all(hybrid_trl.alone, dense, PAIRS, 1)
+    for way in hybrid_trl.WAYS.values():
+        assert hybrid_trl.compared(hybrid_trl.of_all(way, dense, PAIRS, 3), truth)["error"] < 1e-4
+
+
+def test_ours_is_alone_to_the_bit_and_the_class_but_for_rounding():
+    scorer, limits = scorer_of(tiny_policy("olmo_hybrid", torch.float32)), PackLimits.plan(256, "tree", compiled=False)
+    found = hybrid_trl.ours(scorer, PAIRS, limits)
+    assert hybrid_trl.compared(found, hybrid_trl.ours_alone(scorer, PAIRS, limits)) == {
+        "error": 0.0,
+        "error_token": 0.0,
+        "equal": "6 of 6",
+    }
+    model = tiny_model("olmo_hybrid", torch.float32)
+    model.set_attn_implementation("sdpa")
+    sums = [part.sum()[None] for part in hybrid_trl.of_all(hybrid_trl.alone, model, PAIRS, 1)]
+    assert hybrid_trl.compared(found, sums)["error"] < 1e-3
+
+
+def test_a_plain_step_trains_and_its_pairs_are_counted():
+    model = shapes.build("tiny", "cpu")
+    model.set_attn_implementation("sdpa")
+    before = [weight.detach().clone() for weight in model.parameters()]
+    steps = [PAIRS[:2]] * 3
+    assert model.config.vocab_size >= VOCAB
+    line = hybrid_trl.plain_speed(hybrid_trl.padded, model, steps, at_once=1)
+    assert line["pairs_s"] > 0 and line["peak_gib"] is None
+    assert all(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
