@@ -20,7 +20,7 @@ class LateCompilations:
 
     The first steps of a process compile what training needs, whatever the number of the first one. So does its first
     evaluation between steps for what scoring needs, which a run that continues may not have scored anything with
-    before. A graph holds for packs of any size, so nothing is left for a last, short pack.
+    before. On a GPU a graph holds for packs of any size, so nothing is left for a last, short pack.
 
     Attributes:
         total: how many came late so far.
