@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch._dynamo.utils import counters
 
 from bench import shapes
 from bench.device_time import DeviceProfile
@@ -108,7 +107,8 @@ def measure(
     hfu                 mfu with the decoder blocks' second forward pass counted too, where they are recomputed; None
                         under an activation budget. Padding and repeated prompts count in neither
     data_share          share of the time that waited for data
-    recompiles_after_warmup     graphs that dynamo captured during the timed steps; 0 or the timing is not steady
+    recompiles_after_warmup     graphs and kernels that were compiled or tuned in the timed steps; 0 or the timing is
+                        not steady
     warmup_steps_left_out       timed steps that met a new pack shape, and are in no rate
     first_loss, last_loss       mean loss of the first and the last step, nats
     epoch_losses        mean loss of each epoch's steps, nats
@@ -145,7 +145,7 @@ def measure(
     limits = PackLimits.plan(pack_tokens, share, compiled=device().type == "cuda")
     longest = max(example.longest for example in examples)
     over = None if not sharded and ranks.size == 1 else Layout.plan(parallel or ParallelConfig(), ranks)
-    session = _start(model, layers, longest, train, head_chunk_rows, limits, DTYPES[weights], ranks, over)
+    session = start(model, layers, longest, train, head_chunk_rows, limits, DTYPES[weights], ranks, over)
     build_s = time.perf_counter() - begun
     print(f"{model}: weights made in {build_s:.1f} s; scoring the reference", file=sys.stderr, flush=True)
 
@@ -225,17 +225,15 @@ class _Timed:
     profile: DeviceProfile | None = None
 
     def run(self, steps: Iterator[StepResult], profile: DeviceProfile | None) -> None:
-        graphs = 0
         for step in steps:
             if step.step <= self.last_warmup:
                 self.warmup_s += step.seconds
                 if step.step == 1 or step.step == self.last_warmup:
                     print(f"step {step.step}: {self.warmup_s:.1f} s of training", file=sys.stderr, flush=True)
-                graphs = counters["stats"]["unique_graphs"]
             elif step.step <= self.last:
                 self.totals.add(step)
                 self.seconds.append(step.seconds)
-                self.recompiles = counters["stats"]["unique_graphs"] - graphs
+                self.recompiles += step.compilations
             else:
                 self.profiled_s += step.seconds
             if step.step <= self.last:
@@ -271,7 +269,7 @@ class _Timed:
         }
 
 
-def _start(
+def start(
     model: str,
     layers: int | None,
     positions: int,

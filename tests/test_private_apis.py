@@ -145,16 +145,39 @@ def test_numbers_of_a_layer_are_constants_of_its_graph():
     assert "l_self_width" in inputs[False] and "l_self_width" not in inputs[True]
 
 
-@lean("torch._dynamo.utils.counters")
-def test_graphs_are_counted():
-    from tuningfork.models.policy import graphs_compiled
+@lean("torch._dynamo.utils.get_compilation_metrics")
+def test_the_compiler_keeps_what_it_has_made_and_why():
+    from torch._dynamo.utils import get_compilation_metrics
 
     torch._dynamo.reset()
-    before = graphs_compiled()
     run = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
-    for rows, graphs in ((2, 1), (2, 1), (3, 2)):
+    for rows, cause in ((2, None), (3, "size mismatch at index 0. expected 2, actual 3")):
         run(torch.zeros(rows))
-        assert graphs_compiled() - before == graphs
+        last = get_compilation_metrics()[-1]
+        assert (last.is_forward, last.is_runtime, last.co_name) == (True, False, "<lambda>")
+        assert last.co_filename == __file__ and last.co_firstlineno > 0 and last.compile_id
+        assert last.recompile_reason is None if cause is None else cause in last.recompile_reason
+
+
+@lean("triton.knobs.runtime.jit_post_compile_hook")
+def test_triton_has_a_hook_for_kernels_that_it_compiles():
+    triton = pytest.importorskip("triton")
+    from triton.runtime import jit
+
+    assert hasattr(triton.knobs.runtime, "jit_post_compile_hook")
+    calls = inspect.getsource(jit.JITFunction)
+    for told in ("jit_post_compile_hook", "'signature'", "'constants'", "'configs'", "'num_warps'", "JitFunctionInfo("):
+        assert told in calls, told
+
+
+@lean("triton.Autotuner.prune_configs")
+def test_a_tuner_asks_once_for_each_key_which_configurations_to_time():
+    pytest.importorskip("triton")
+    from triton.runtime.autotuner import Autotuner
+
+    run = inspect.getsource(Autotuner.run)
+    assert run.index("if key not in self.cache") < run.index("self.prune_configs(kwargs)") < run.index("_bench(")
+    assert "self.nargs = " in run and "self.keys" in run
 
 
 @lean("torch._inductor.config")

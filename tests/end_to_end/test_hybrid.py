@@ -72,3 +72,9 @@ def test_the_exported_model_is_evaluated(hybrid: Job) -> None:
     hybrid.done("eval")
     [found] = (hybrid.run / "evaluations").iterdir()
     assert json.loads(found.read_text())["scores"]["rewards/accuracy"] >= 0.5
+
+
+def test_blocks_with_plain_scans_are_not_compiled(hybrid: Job) -> None:
+    message = hybrid.elsewhere("compiled").but({"model.compile": "on"}).refused()
+    assert "causal_conv and gated_delta run in plain PyTorch on cpu" in message
+    assert "Set model.compile to auto, or to off" in message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.sweep_models import small_config, small_model
-from tests.tiny import VOCAB, one_pack, random_examples, tiny_policy
+from tests.tiny import HYBRIDS, SHORT_CONVS, VOCAB, one_pack, random_examples, tiny_policy
 from tuningfork.data.packing.layout import build_pack
 from tuningfork.kernels.select import plain
 from tuningfork.models.flops import FlopCounter, by_itself
@@ -135,7 +136,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "cohere"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "cohere", *HYBRIDS, *SHORT_CONVS])
 def test_block_products_are_those_that_really_run(family):
     policy = tiny_policy(family, torch.float32)
     batch = one_pack([PAIR], "prompt", tokens=64)
@@ -176,3 +177,84 @@ def test_a_pack_counts_each_row_that_is_laid_and_each_logit_row():
     rows, pairs = 40 + 2 + 4 + 6, 40 * 41 // 2 + (41 + 42) + (41 + 42 + 43 + 44) + sum(range(41, 47))
     # The answers' first tokens have the prompt's last row for a predictor, each a logit row of its own.
     assert counter.forward(tree.spans, len(tree.logit_rows)) == 2 * rows + 2 * (2 + 4 + 6) + 4 * pairs
+
+
+# --- hybrid models in the sizes in which they are published: per row, millions of flops or less -----------------------
+
+
+def _mlp(hidden: int, inner: int) -> int:
+    return 3 * 2 * hidden * inner
+
+
+def _gated_delta(hidden: int, keys: int, key_width: int, values: int, value_width: int, taps: int = 4) -> float:
+    """Projections to queries, keys, values, output gate and both gates, and back; convolution; scan in chunks of 64."""
+    q_and_k, v = 2 * keys * key_width, values * value_width
+    products = 2 * hidden * (q_and_k + 2 * v + 2 * values) + 2 * v * hidden
+    chunk = 64 * (6 * key_width + 4 * value_width) + 2 / 3 * 64**2
+    return products + 2 * taps * (q_and_k + v) + values * (6 * key_width * value_width + chunk)
+
+
+def _attention(hidden: int, heads: int, key_heads: int, width: int, gated: bool = False) -> int:
+    """Products of an attention layer with its weights; where it is gated, queries come with a gate as wide as they."""
+    return 2 * hidden * width * (heads * (3 if gated else 2) + 2 * key_heads)
+
+
+def _short_conv(hidden: int, taps: int) -> int:
+    return 2 * hidden * 3 * hidden + 2 * taps * hidden + 2 * hidden * hidden
+
+
+_OLMO = {"linear_num_key_heads": 30, "linear_num_value_heads": 30, "linear_key_head_dim": 96}
+PUBLISHED: dict[str, tuple[Any, float, int]] = {
+    # What four layers cost a row, three of them with a state; attention's pairs cost 4 flops a head's number each.
+    "olmo_hybrid": (
+        transformers.OlmoHybridConfig(
+            hidden_size=3840, intermediate_size=11008, num_hidden_layers=4, num_attention_heads=30,
+            num_key_value_heads=30, vocab_size=512, pad_token_id=0, linear_value_head_dim=192, **_OLMO,
+        ),
+        3 * _gated_delta(3840, 30, 96, 30, 192) + _attention(3840, 30, 30, 128) + 4 * _mlp(3840, 11008),
+        30 * 128,
+    ),
+    "qwen3_next": (
+        transformers.Qwen3NextConfig(
+            hidden_size=2048, intermediate_size=5632, num_hidden_layers=4, num_attention_heads=16,
+            num_key_value_heads=2, head_dim=256, vocab_size=512, num_experts=0, linear_num_key_heads=16,
+            linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128,
+        ),
+        3 * _gated_delta(2048, 16, 128, 32, 128) + _attention(2048, 16, 2, 256, gated=True) + 4 * _mlp(2048, 5632),
+        16 * 256,
+    ),
+    "qwen3_5_text": (
+        transformers.Qwen3_5TextConfig(
+            hidden_size=4096, intermediate_size=12288, num_hidden_layers=4, num_attention_heads=16,
+            num_key_value_heads=4, head_dim=256, vocab_size=512, linear_num_key_heads=16,
+            linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128,
+        ),
+        3 * _gated_delta(4096, 16, 128, 32, 128) + _attention(4096, 16, 4, 256, gated=True) + 4 * _mlp(4096, 12288),
+        16 * 256,
+    ),
+    "lfm2": (
+        transformers.Lfm2Config(
+            hidden_size=2048, intermediate_size=8192, block_auto_adjust_ff_dim=False, num_hidden_layers=4,
+            num_attention_heads=32, num_key_value_heads=8, vocab_size=512, conv_L_cache=3,
+            layer_types=["conv", "conv", "full_attention", "conv"],
+        ),
+        3 * _short_conv(2048, 3) + _attention(2048, 32, 8, 64) + 4 * _mlp(2048, 8192),
+        32 * 64,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_hybrid_models_cost_what_their_formulas_say(family):
+    config, row, attended = PUBLISHED[family]
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    counter = Policy.plain(model, torch.float32).flops()
+    forward = row * 9 + 2 * config.hidden_size * 512 * 6 + 4 * attended * 37
+    assert counter.forward(*by_itself(PAIR)) == pytest.approx(forward, rel=1e-4)  # PAIR: 9 rows, 6 logit rows, 37 pairs
+    assert counter.training(*by_itself(PAIR)) == pytest.approx(3 * forward, rel=1e-4)
+
+
+def test_the_formula_has_the_numbers_of_olmo_hybrid_7b():
+    assert _gated_delta(3840, 30, 96, 30, 192) == pytest.approx(177.4e6 + 0.09e6 + 5.98e6, rel=1e-3)
+    assert _mlp(3840, 11008) == pytest.approx(253.6e6, rel=1e-3)

@@ -253,11 +253,6 @@ class _Picked(torch.autograd.Function):
         return sum_by_place(wide, rows, ctx.rows).to(gradient.dtype), None
 
 
-def graphs_compiled() -> int:
-    """Graphs that the compiler has made in this process so far; each gets its backward pass when it is first needed."""
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]  # private: torch._dynamo.utils.counters
-
-
 def _logit_transform(config: Any) -> LogitTransform:
     scale = 1.0
     if getattr(config, "logit_scale", None):  # Cohere multiplies

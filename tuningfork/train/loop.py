@@ -18,6 +18,7 @@ from tuningfork.report.run.throughput import RunTotals, peak_flops
 from tuningfork.report.run.writer import Records
 from tuningfork.train.checkpointer import Checkpointer
 from tuningfork.train.held_out import HeldOut
+from tuningfork.train.late import LateCompilations
 from tuningfork.train.prepare import PreparedRun
 from tuningfork.train.session import Session
 from tuningfork.train.steps import training_steps
@@ -41,6 +42,7 @@ class TrainingLoop:
         self.progress = run.progress
         self.totals = RunTotals(_peak_flops(run.session))
         self._pace, self._hosts = PaceWatch(), run.session.ranks.all(socket.gethostname())
+        self._late = LateCompilations(run.console, run.session.ranks)
 
     def train(self) -> bool:
         """Train to the last step. False where the user asked to stop; the last step done is saved then."""
@@ -61,7 +63,7 @@ class TrainingLoop:
                 run.loader, run.session, run.optimizer, run.reference, self.config, self.progress.step
             )
             for step in () if stop_asked() else steps:
-                step = replace(step, seconds=step.seconds - apart)
+                step = self._late.step(replace(step, seconds=step.seconds - apart))
                 apart = 0.0
                 self.progress = replace(self.progress, step=step.step, examples=self.progress.examples + step.examples)
                 interval.add(step)
@@ -99,7 +101,7 @@ class TrainingLoop:
     def _evaluate(self, phase: Phase, stop_asked: Callable[[], bool]) -> float:
         """Score the held-out examples, and keep the weights if they are the best; the seconds that it took."""
         begun, step = time.perf_counter(), self.progress.step
-        with phase.paused():
+        with phase.paused(), self._late.evaluation(step):
             found = self.run.score_held_out(f"evaluating after step {step}", stop_asked)
             if found is not None and self.held_out.enter(step, found):
                 self.checkpointer.save(self.progress)

@@ -13,7 +13,7 @@ from tuningfork.data.packing.loader import PackLoader, ahead
 from tuningfork.distributed.plan import plan_step
 from tuningfork.distributed.ranks import Ranks
 from tuningfork.errors import NonFiniteError, enough_memory
-from tuningfork.models.policy import graphs_compiled
+from tuningfork.models.compilations import Compilations
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.run.metrics import Means, RanksResult, StepResult
 from tuningfork.train.batch import StepBatch
@@ -32,6 +32,7 @@ class OfRank(NamedTuple):
     model_flops: float
     peak_memory_bytes: float
     data_seconds: float
+    compilations: float
     computing: float  # seconds of its blocks' forward passes, as the next
     waiting: float  # for weights
 
@@ -61,7 +62,7 @@ def training_steps(
     """Train step after step from step `first` (from 0), and measure each."""
     cuda, ranks = session.policy.device.type == "cuda", session.ranks
     flops = session.policy.flops()
-    graphs = -1
+    compilations = Compilations()
 
     def batches() -> Iterator[tuple[int, StepBatch, int]]:
         for step in range(first, loader.order.total_steps):
@@ -78,6 +79,7 @@ def training_steps(
     begun = waiting = time.perf_counter()
     for step, batch, model_flops in ahead(batches()):
         data_seconds = time.perf_counter() - waiting
+        compilations.taken()  # between steps: an evaluation's
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         lr = learning_rate(config, step, loader.order.total_steps)
@@ -107,9 +109,14 @@ def training_steps(
         memory = torch.cuda.max_memory_allocated() if cuda else 0
         spread = session.policy.spread
         forward = (0.0, 0.0) if spread is None else spread.forward_seconds()
-        own = OfRank(batch.unique_tokens, batch.rows, model_flops / ranks.tensor, memory, data_seconds, *forward)
+        compiled = compilations.taken()
+        own = OfRank(
+            batch.unique_tokens, batch.rows, model_flops / ranks.tensor, memory, data_seconds, len(compiled), *forward
+        )
         of_ranks = own.of_all(ranks)
         unique_tokens, rows = (int(sum(counts)) for counts in list(zip(*of_ranks[:: ranks.tensor], strict=True))[:2])
+        in_all = int(sum(one.compilations for one in of_ranks))
+        sizes = ", ".join(f"{len(pack.input_ids):,}" for pack in batch.packs) if compiled else ""
         yield StepResult(
             step=step + 1,
             epoch=loader.order.epoch_after(step),
@@ -128,8 +135,9 @@ def training_steps(
             model_flops=sum(one.model_flops for one in of_ranks),
             statistics=Means.of(outcome.statistics),
             peak_memory_bytes=max(int(one.peak_memory_bytes) for one in of_ranks) if cuda else None,
-            compiled=session.compiled and graphs != graphs_compiled(),
+            compiled=in_all > 0 or (session.compiled and step == first),
+            compilations=in_all,
+            compiled_here=tuple(f"{what}; packs of {sizes} tokens" for what in compiled),
             ranks=None if ranks.size == 1 else _ranks(of_ranks),
         )
-        graphs = graphs_compiled()
         begun, waiting = now, time.perf_counter()

@@ -126,6 +126,28 @@ def test_what_a_pack_has_not_is_refused(keywords, words):
         )
 
 
+def test_layers_of_an_older_library_are_refused_by_its_version():
+    model = tiny_model("olmo_hybrid", torch.float32)
+    layer = gated_delta.layers(model)[2]
+    layer.q_conv1d = layer.conv1d
+    del layer.conv1d
+    with pytest.raises(ModelError, match=r"OlmoHybridGatedDeltaNet of transformers 5.* has no conv1d: .*5\.15"):
+        gated_delta.patch(model)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_gated_norm_of_another_package_is_refused(family):
+    """Older versions of the library take that of flash-linear-attention, where it is installed."""
+
+    class FusedRMSNormGated(torch.nn.Module):
+        __module__ = "fla.modules.fused_norm_gate"
+
+    model = tiny_model(family, torch.float32)
+    setattr(gated_delta.layers(model)[0], "o_norm" if family == "olmo_hybrid" else "norm", FusedRMSNormGated())
+    with pytest.raises(ModelError, match=r"fla.modules.fused_norm_gate.FusedRMSNormGated.*uninstall that package"):
+        gated_delta.patch(model)
+
+
 def test_other_activations_and_biases_of_the_convolution_are_refused():
     model = tiny_model("qwen3_next", torch.float32)
     layer = gated_delta.layers(model)[1]

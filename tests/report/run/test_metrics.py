@@ -31,7 +31,7 @@ A = StepResult(
 B = StepResult(
     step=12, epoch=0.5, lr=2e-7, grad_norm=1.0, examples=3, loss=0.9, loss_size=3, tokens=900, unique_tokens=700,
     answer_tokens=450, rows=768, pad_rows=68, seconds=0.5, data_seconds=0.0, model_flops=14e12,
-    statistics=pairs(3, 1.0, 1.4, -0.4, 1.5, -50.0, -60.0), peak_memory_bytes=2 * GIB,
+    statistics=pairs(3, 1.0, 1.4, -0.4, 1.5, -50.0, -60.0), peak_memory_bytes=2 * GIB, late_compilations=2,
 )  # fmt: skip
 
 EXPECTED = {
@@ -58,6 +58,7 @@ EXPECTED = {
     "unique_tokens_per_s": 360.0,
     "mfu": 0.008,  # 20e12 / 2.5 s / 1e15
     "peak_memory_gib": 3.0,
+    "late_compilations": 2,
 }
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -67,6 +68,9 @@ _KINDS: Mapping[str, _Kind] = {
 }
 
 
+_SINCE = "5.15"  # of transformers: one convolution a layer, and norms of its own whatever else is installed
+
+
 def layers(model: nn.Module) -> list[Any]:
     """The layers of a model that can run our mixer."""
     return [module for module in model.modules() if type(module).__name__ in _KINDS]
@@ -76,10 +80,11 @@ def patch(model: nn.Module) -> None:
     """Put our mixer under a model. It may be called again.
 
     Raises:
-        ModelError: its layers do what the mixer does not.
+        ModelError: its layers do what the mixer does not, or are built otherwise by this version of transformers.
     """
     for layer in layers(model):
         kind = type(layer).__name__
+        _check_built(layer)
         if layer.activation not in ("silu", "swish"):
             raise ModelError(
                 f"{kind} has {layer.activation!r} behind its convolution (hidden_act in config.json); only silu is "
@@ -88,6 +93,24 @@ def patch(model: nn.Module) -> None:
         if layer.conv1d.bias is not None:
             raise ModelError(f"the convolution of {kind} has a bias. Not supported.")
         put(layer, _forward)
+
+
+def _check_built(layer: Any) -> None:
+    """Refuse a layer that an older version of the library has built of other parts, or of another package's."""
+    kind, version = type(layer).__name__, transformers.__version__
+    missing = [name for name in ("conv1d", "activation") if not hasattr(layer, name)]
+    if missing:
+        raise ModelError(
+            f"{kind} of transformers {version} has no {' and no '.join(missing)}: layers of this kind are supported as "
+            f"transformers {_SINCE} and newer ones build them. Install one of these."
+        )
+    norm = type(getattr(layer, _KINDS[kind].norm))
+    if norm.__module__.split(".")[0] != "transformers":
+        raise ModelError(
+            f"transformers {version} has given {kind} the gated norm of another package, {norm.__module__}."
+            f"{norm.__name__}, because that is installed. It times several configurations for each length, so a row's "
+            f"bits would depend on its pack. Install transformers {_SINCE} or newer, or uninstall that package."
+        )
 
 
 def _forward(layer: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **keywords: Any) -> Tensor:

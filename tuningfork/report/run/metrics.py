@@ -36,6 +36,8 @@ _SPEED: dict[str, str] = {
     "mfu": "Model flops of the line, of each row that is laid once / the same seconds / peak flops of all devices; "
     "null where the peak is unknown.",
     "peak_memory_gib": "Most device memory held at once during the line, GiB; null on a CPU.",
+    "late_compilations": "Graphs and kernels that were compiled or tuned behind the first three steps of this process, "
+    "or behind its first evaluation between steps, on all ranks, so far. Each is warned of; 0 is right.",
 }
 EVAL = "eval/"  # leads the names of held-out numbers
 
@@ -145,6 +147,9 @@ class StepResult:
     statistics: Means = Means()  # the objective's
     peak_memory_bytes: int | None = None  # of the fullest device during the step; None on a CPU
     compiled: bool = False  # something was compiled or tuned in this step, so its time says nothing about speed
+    compilations: int = 0  # how much was, on all ranks
+    compiled_here: tuple[str, ...] = ()  # what it was on this one
+    late_compilations: int = 0  # of the process so far, see train/late.py
     ranks: RanksResult | None = None  # None where there is one
 
 
@@ -265,5 +270,6 @@ class Interval:
             "data_s": sums.data_seconds / sums.steps,
             **sums.rates(self.peak_flops),
             "peak_memory_gib": sums.peak_memory_gib,
+            "late_compilations": last.late_compilations,
             **sums.of_ranks(),
         }

@@ -151,12 +151,25 @@ def _checked(
         export.check_exportable(loaded, path)
     hold_gradients(loaded.model, config.train)
     policy = Policy.fast(loaded.model, dtype, spread)
+    if compiled:
+        _check_compilable(policy, path)
     with console.stage("head check", "checking the head"):
         check_head(Scorer.of(policy, config.objective.head_chunk_rows), path)
     if not compiled and policy.has_plain_kernels:
         return policy, None
     with console.stage("kernel check", "computing what kernels and compiled blocks are checked against"):
         return policy, KernelCheck.begin(policy, path, config.pack.share, compiled)
+
+
+def _check_compilable(policy: Policy, path: str) -> None:
+    """Raises ConfigError where compiled blocks would have plain ops in them whose steps follow a pack's layout."""
+    plain = [op for op in ("causal_conv", "gated_delta") if policy.kernels.names.get(op) == "plain"]
+    if plain:
+        raise ConfigError(
+            f"model.compile is on, and {path} has layers whose {' and '.join(plain)} run in plain PyTorch on "
+            f"{policy.device.type}: their steps follow the layout of a pack, so blocks would be compiled anew for each "
+            "pack. Set model.compile to auto, or to off."
+        )
 
 
 def _read_by_rows(layout: Layout) -> bool:
