@@ -101,7 +101,7 @@ def test_a_name_is_met_at_the_top_of_a_recipe_in_a_section_and_as_a_flag(name):
         ("stage: sft", "here it is objective.name: sft (which loss"),
         (
             "stage: pt",
-            "here it is objective.name: sft (which loss; for pretraining rows of text, with data.template: none)",
+            "here it is objective.name: lm (which loss; lm reads rows of text, with data.template: none)",
         ),
         ("stage: kto", "not supported: kto; here it is objective.name"),
         ("token_level_loss: false", "here it is objective.mean_over: examples (of objective.name: sft)"),

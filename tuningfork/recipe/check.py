@@ -110,8 +110,14 @@ def _check_order(train: TrainConfig) -> None:
 
 
 def _check_answers(config: RunConfig) -> None:
-    """Raises ConfigError where rows are to be left with a single answer each, and the objective compares answers."""
+    """Raises ConfigError where rows are to be cut, or left with a single answer each, and the objective compares
+    answers."""
     objective = config.objective.build()
+    if config.data.over_length == "pieces" and objective.answers > 1:
+        raise ConfigError(
+            f"data.over_length is pieces, which cuts documents, but objective.name {objective.name} compares two "
+            "answers. Set objective.name: lm to train on documents, or data.over_length: drop."
+        )
     if config.data.answers == "best" and objective.answers > 1:
         raise ConfigError(
             f"data.answers is best, which leaves one answer of each row, but objective.name {objective.name} compares "

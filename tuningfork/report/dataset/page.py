@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 
+from tuningfork.accounts import DroppedRow
 from tuningfork.data.summary.layouts import PLAIN_BATCH
 from tuningfork.data.summary.records import (
     DataSummary,
@@ -20,7 +21,6 @@ from tuningfork.data.summary.records import (
     TableSummary,
     TokenizerFacts,
 )
-from tuningfork.records import DroppedRow
 from tuningfork.report.dataset.charts import draw_bias, draw_cost, draw_lengths, draw_truncation
 from tuningfork.report.dataset.html import breakable, facts, table, text
 from tuningfork.report.dataset.plots import stacked
