@@ -42,6 +42,17 @@ def test_the_best_step_goes_by_a_number_that_the_objective_has(by: str) -> None:
     assert "train.best_by: loss" in message
 
 
+def test_a_step_has_one_size() -> None:
+    message = error(None, "--train.tokens_per_step", "8192", "--train.examples_per_step", "16")
+    assert "train.tokens_per_step is 8,192 and train.examples_per_step is 16. Keep one" in message
+
+
+def test_pieces_are_of_documents() -> None:
+    message = error(None, "--data.over_length", "pieces")
+    assert "objective.name dpo compares two answers" in message and "objective.name: lm" in message
+    load(None, "--data.over_length", "pieces", "--objective.name", "lm")
+
+
 @pytest.mark.parametrize(("name", "value"), [("group_by", "conversation"), ("group_most", "8")])
 def test_settings_of_groups_are_refused_where_nothing_is_grouped(name: str, value: str) -> None:
     message = error(None, f"--train.{name}", value)

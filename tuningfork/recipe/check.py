@@ -86,6 +86,7 @@ def check_run_config(config: RunConfig, required: Mapping[str, str] = REQUIRED) 
             f"reference.cache is {config.reference.cache}, but objective.name {name} has no reference. Remove it."
         )
     _check_order(config.train)
+    _check_step(config.train)
     _check_answers(config)
     sinks.check_names(config.output.sinks)
     _check_pack(config)
@@ -107,6 +108,15 @@ def _check_order(train: TrainConfig) -> None:
                 f"train.{name} is {given}, but train.order is {train.order}, which has no groups. Remove it, or set "
                 "train.order: grouped."
             )
+
+
+def _check_step(train: TrainConfig) -> None:
+    """Raises ConfigError where a step has two sizes."""
+    if train.tokens_per_step is not None and train.examples_per_step != TrainConfig().examples_per_step:
+        raise ConfigError(
+            f"train.tokens_per_step is {train.tokens_per_step:,} and train.examples_per_step is "
+            f"{train.examples_per_step:,}. Keep one: a step is so many tokens, or so many examples."
+        )
 
 
 def _check_answers(config: RunConfig) -> None:

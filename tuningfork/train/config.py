@@ -40,6 +40,10 @@ class TrainConfig:
     """Batch size in examples, exactly, also of a step that goes on into the next epoch; only the last step of a run by
     epochs may have fewer. How a batch is cut into packs changes nothing but speed, and how the gradients
     of bfloat16 weights are rounded, see gradient_dtype."""
+    tokens_per_step: Annotated[int, Field(ge=1)] | None = None
+    """Batch size in tokens instead of examples, each example's as metrics.jsonl counts `tokens`. A step is the longest
+    run of next examples that have no more together, also on into the next epoch, and at least one example. Where steps
+    begin follows from data and seed alone."""
     order: Literal["shuffled", "grouped"] = "shuffled"
     """Order of the examples, each once an epoch. shuffled: each by itself. grouped: some examples of a group stay
     together, so that a step can hold what begins alike: groups are shuffled, cut into pieces of at most group_most,

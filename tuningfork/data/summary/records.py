@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tuningfork.data.summary.layouts import Cost, Layout
 from tuningfork.accounts import DroppedRow
+from tuningfork.data.summary.layouts import Cost, Layout
 from tuningfork.records import Source
 
 REFUSED = ("refused", "positions")
@@ -211,7 +211,8 @@ class RunPlan:
 
     examples: int
     order: str  # in words: shuffled, or by what they are grouped
-    examples_per_step: int
+    examples_per_step: int  # their mean, rounded, where steps go by tokens
+    by_tokens: bool
     steps_per_epoch: float
     epochs: float  # of the whole run
     steps: int
