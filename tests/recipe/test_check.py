@@ -104,8 +104,11 @@ def test_a_path_that_no_file_system_takes_is_named_by_its_setting(key: str, path
         assert why in message or "\ud800" in path  # which is refused as text, where text has bounds
 
 
+PATH_NAMES = ("path", "dir", "cache", "train", "eval", "template", "init", "tokenizer")
+
+
 def test_every_setting_that_is_a_path_is_known_to_be_one() -> None:
-    named = {key for key in SETTINGS if key.rpartition(".")[2] in ("path", "dir", "cache", "train", "eval", "template")}
+    named = {key for key in SETTINGS if key.rpartition(".")[2] in PATH_NAMES}
     assert named == {*PATHS}
 
 
