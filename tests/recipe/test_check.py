@@ -47,6 +47,27 @@ def test_a_step_has_one_size() -> None:
     assert "train.tokens_per_step is 8,192 and train.examples_per_step is 16. Keep one" in message
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            "--train.warmup_steps 10 --train.warmup_ratio 0.2",
+            "train.warmup_steps is 10 and train.warmup_ratio is 0.2. Keep",
+        ),
+        (
+            "--train.schedule constant --train.min_lr_ratio 0.1",
+            "schedule constant does not use it. Remove it, or choose",
+        ),
+        (
+            "--train.schedule cosine --train.decay_start 0.5",
+            "schedule cosine does not use it. Remove it, or choose wsd.",
+        ),
+    ],
+)
+def test_a_schedule_has_one_warm_up_and_its_own_settings(flags: str, words: str) -> None:
+    assert words in error(None, *flags.split())
+
+
 def test_pieces_are_of_documents() -> None:
     message = error(None, "--data.over_length", "pieces")
     assert "objective.name dpo compares two answers" in message and "objective.name: lm" in message

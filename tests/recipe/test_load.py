@@ -43,6 +43,7 @@ NEEDS = {
     "model.weights": ["--train.optimizer", "adamw_8bit"],
     "train.gradient_dtype": ["--train.optimizer", "adamw_8bit", "--model.weights", "bfloat16"],
     "train.eval_every": ["--data.eval", "held_out.jsonl"],
+    "train.decay_start": ["--train.schedule", "wsd"],
     "train.group_by": ["--train.order", "grouped"],
     "train.group_most": ["--train.order", "grouped"],
     "train.best_by": ["--data.eval", "held_out.jsonl", "--train.eval_every", "5"],

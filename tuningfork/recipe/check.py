@@ -100,6 +100,7 @@ def check_run_config(config: RunConfig, required: Mapping[str, str] = REQUIRED) 
         )
     _check_order(config.train)
     _check_step(config.train)
+    _check_schedule(config.train)
     _check_answers(config)
     sinks.check_names(config.output.sinks)
     _check_pack(config)
@@ -149,6 +150,22 @@ def _check_step(train: TrainConfig) -> None:
             f"train.tokens_per_step is {train.tokens_per_step:,} and train.examples_per_step is "
             f"{train.examples_per_step:,}. Keep one: a step is so many tokens, or so many examples."
         )
+
+
+def _check_schedule(train: TrainConfig) -> None:
+    """Raises ConfigError where warm-up has two lengths, or a setting is none of the schedule's."""
+    defaults = TrainConfig()
+    if train.warmup_steps is not None and train.warmup_ratio != defaults.warmup_ratio:
+        raise ConfigError(
+            f"train.warmup_steps is {train.warmup_steps:,} and train.warmup_ratio is {train.warmup_ratio}. Keep one: so "
+            "many steps, or a share of all."
+        )
+    for name, readers in (("min_lr_ratio", ("linear", "cosine", "wsd")), ("decay_start", ("wsd",))):
+        if (given := getattr(train, name)) != getattr(defaults, name) and train.schedule not in readers:
+            raise ConfigError(
+                f"train.{name} is {given}, but train.schedule {train.schedule} does not use it. Remove it, or choose "
+                f"{' or '.join(readers)}."
+            )
 
 
 def _check_answers(config: RunConfig) -> None:

@@ -69,10 +69,17 @@ class TrainConfig:
     (model.weights) round the sum once a pack. float32: without that rounding, for 2 more bytes a bfloat16 weight, 14
     GiB at 7B. Not the default, for a pack's own gradient is rounded more than a sum of tens of packs: on a tiny model
     errors were 3.56 % either way with one pack, and 3.58 % against 3.56 % with 16. May change on --resume."""
-    schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """Shape of the learning rate after warm-up; linear and cosine end at 0."""
+    schedule: Literal["linear", "cosine", "constant", "wsd"] = "linear"
+    """Shape of the learning rate after warm-up. linear and cosine fall to min_lr_ratio of the peak; wsd stays at the peak
+    up to decay_start and falls from there as cosine does."""
     warmup_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Share of all steps that the learning rate takes to rise from 0 to its peak."""
+    warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    """Steps of warm-up, in the place of warmup_ratio."""
+    min_lr_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """What the learning rate falls to, as a share of its peak, just after the last step."""
+    decay_start: Annotated[float, Field(ge=0, lt=1)] = 0.8
+    """Share of all steps after which wsd falls."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Gradients are scaled down to this global norm; null turns clipping off."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
