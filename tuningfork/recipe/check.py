@@ -157,8 +157,8 @@ def _check_schedule(train: TrainConfig) -> None:
     defaults = TrainConfig()
     if train.warmup_steps is not None and train.warmup_ratio != defaults.warmup_ratio:
         raise ConfigError(
-            f"train.warmup_steps is {train.warmup_steps:,} and train.warmup_ratio is {train.warmup_ratio}. Keep one: so "
-            "many steps, or a share of all."
+            f"train.warmup_steps is {train.warmup_steps:,} and train.warmup_ratio is {train.warmup_ratio}. Keep one: "
+            "so many steps, or a share of all."
         )
     for name, readers in (("min_lr_ratio", ("linear", "cosine", "wsd")), ("decay_start", ("wsd",))):
         if (given := getattr(train, name)) != getattr(defaults, name) and train.schedule not in readers:

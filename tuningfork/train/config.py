@@ -70,8 +70,8 @@ class TrainConfig:
     GiB at 7B. Not the default, for a pack's own gradient is rounded more than a sum of tens of packs: on a tiny model
     errors were 3.56 % either way with one pack, and 3.58 % against 3.56 % with 16. May change on --resume."""
     schedule: Literal["linear", "cosine", "constant", "wsd"] = "linear"
-    """Shape of the learning rate after warm-up. linear and cosine fall to min_lr_ratio of the peak; wsd stays at the peak
-    up to decay_start and falls from there as cosine does."""
+    """Shape of the learning rate after warm-up. linear and cosine fall to min_lr_ratio of the peak; wsd stays at the
+    peak up to decay_start and falls from there as cosine does."""
     warmup_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Share of all steps that the learning rate takes to rise from 0 to its peak."""
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
