@@ -127,7 +127,7 @@ def test_a_report_of_the_data_makes_no_weights_and_a_run_may_follow(lm: Job) -> 
     [
         ({"path": "model"}, "model.path is model, and model.init is given. Keep one"),
         ({"tokenizer": None}, "Set model.tokenizer: bytes, or to a folder with a tokenizer.json"),
-        ({"init": None}, "model.init_seed is 3, but only a model from nothing has one"),
+        ({"init": None, "path": "m"}, "model.init_seed is 3, but only a model from nothing has one"),
         ({"init": LLAMA | {"hiden_size": 3}}, "hiden_size is no setting of llama models. Did you mean hidden_size?"),
     ],
 )
