@@ -1,14 +1,18 @@
 # make demo    the main job on a real small model, from nothing          make test    all tests that need no GPU, 7 min
 # make check   style, types                                              make clean   remove what these made
+# make scratch-demo    models from nothing learn Python's standard library byte by byte, on a CPU
 PYTHON ?= python3
 VENV := .venv
 RUN := HF_HUB_OFFLINE=1 $(VENV)/bin/python
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test check clean
+.PHONY: demo scratch-demo test check clean
 
 demo: $(VENV)/.demo
 	@$(RUN) demo/run.py
+
+scratch-demo: $(VENV)/.installed
+	@$(RUN) demo/scratch/run.py
 
 # Fetches published tokenizers and an older transformers once, 250 MB, into tests/.tokenizers; what is not to be had is
 # skipped, and named at the end.

@@ -118,8 +118,8 @@ MUTATIONS = (
     ),
     Mutation(
         "nll-as-a-mean-of-means",
-        "PerToken(-logps, answers.lengths)",
-        "-logps / answers.lengths",
+        '"nll/token": PerToken(-logps, answers.lengths),\n            "logps/answer"',
+        '"nll/token": -logps / answers.lengths,\n            "logps/answer"',
         ("test_an_evaluation_is_a_mean_over_all_held_out_examples_and_not_over_packs",),
     ),
     Mutation(
@@ -583,9 +583,27 @@ MUTATIONS = (
     ),
     Mutation(
         "decay-off-by-one",
-        "done = (step - warmup) / (total_steps - warmup)",
-        "done = (step + 1 - warmup) / (total_steps - warmup)",
+        "done = (step - begin) / (total_steps - begin)",
+        "done = (step + 1 - begin) / (total_steps - begin)",
         ("test_linear_by_hand", "test_cosine_by_hand"),
+    ),
+    Mutation(
+        "pieces-that-count-their-first-token-again",
+        "mask[0] = False",
+        "mask[0] = True",
+        ("test_pieces_predict_each_token_of_a_document_once_and_in_order",),
+    ),
+    Mutation(
+        "steps-of-one-example-too-many",
+        'stop = int(np.searchsorted(ends, before + left, side="right"))',
+        'stop = int(np.searchsorted(ends, before + left, side="right")) + 1',
+        ("test_a_step_by_tokens_is_the_longest_run_of_examples_within_them", "test_steps_by_tokens_by_hand"),
+    ),
+    Mutation(
+        "initial-values-by-the-order-of-modules",
+        'digest = hashlib.sha256(f"{seed} {name}".encode()).digest()',
+        'digest = hashlib.sha256(f"{seed}".encode()).digest()',
+        ("test_values_depend_on_seed_and_name_and_on_nothing_else",),
     ),
     Mutation(
         "float32-gradients-not-held",

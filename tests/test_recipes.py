@@ -15,13 +15,14 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 
 def test_there_are_recipes():
-    assert {path.stem.split("-")[0] for path in RECIPES} >= {"dpo", "simpo", "ipo", "sft"}
+    assert {path.stem.split("-")[0] for path in RECIPES} >= {"dpo", "simpo", "ipo", "sft", "scratch"}
 
 
 @pytest.mark.parametrize("path", [*RECIPES, ROOT / "demo" / "recipe.yaml"], ids=lambda path: path.stem)
 def test_a_recipe_passes_the_checks_of_a_run(path):
     config = load_run_config(path, [], "tuningfork train")
-    assert config.objective.name.split("_")[0] == (path.stem.split("-")[0] if path in RECIPES else "dpo")
+    of_name = path.stem.split("-")[0] if path in RECIPES else "dpo"
+    assert config.objective.name.split("_")[0] == {"scratch": "lm"}.get(of_name, of_name)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

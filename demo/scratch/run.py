@@ -1,0 +1,151 @@
+"""Models from nothing: each twin learns the standard library byte by byte, as many steps. `make scratch-demo` runs it.
+
+One page compares them: bits a byte of held-out files before and after, beside `gzip -9` of the same files, and what
+each model writes before and after, by plain transformers. It is printed, and lies in runs/scratch/page.md.
+
+Flags are settings, for all of them: python demo/scratch/run.py --train.max_steps 1000
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads sleep: much faster beside other busy programs
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+import torch
+from texts import gzip_bits_a_byte, write
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tuningfork.commands.train import train
+from tuningfork.errors import TuningforkError
+from tuningfork.recipe.check import check_run_config
+from tuningfork.recipe.load import load_run_config
+from tuningfork.recipe.run_config import RunConfig
+from tuningfork.report.run.console import table
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "recipes" / "scratch-tiny.yaml"
+FOLDER = Path("runs/scratch")
+PROMPT = "def "
+SAMPLE = 240  # bytes
+
+TWINS: dict[str, Mapping[str, Any]] = {
+    "dense": {},
+}
+"""What is compared: name -> settings of model.init that differ from the recipe's, such as another model_type."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a twin came to."""
+
+    name: str
+    parameters: int
+    steps: int
+    seconds: float
+    before: float  # held-out bits a byte
+    after: float
+    samples: tuple[str, str]  # before and after
+
+
+def main() -> int:
+    os.chdir(ROOT)
+    held_out = write(FOLDER)[1]
+    gzip = gzip_bits_a_byte(held_out)
+    config = load_run_config(RECIPE, [*_data(), *sys.argv[1:]], "demo/scratch/run.py")
+    done = []
+    for name, changes in TWINS.items():
+        print(f"\n=== {name} ===")
+        found = learn(name, _twin(config, name, changes))
+        if found is None:
+            return 130
+        done.append(found)
+    text = page(done, gzip)
+    (FOLDER / "page.md").write_text(text, encoding="utf-8")
+    print(f"\n{text}\nThis page: {FOLDER / 'page.md'}. The models: {', '.join(str(_folder(twin)) for twin in TWINS)}")
+    return 0
+
+
+def learn(name: str, config: RunConfig) -> Trained | None:
+    """Train a twin; None where the user stopped it."""
+    folder, begun = Path(config.output.dir), time.perf_counter()
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier demo
+    if train(config, resume=False):
+        return None
+    seconds = time.perf_counter() - begun
+    scores = json.loads((folder / "eval.json").read_text())
+    summary = json.loads((folder / "summary.json").read_text())
+    before, after = (scores[when]["bits/byte"] for when in ("before", "after"))
+    samples = sample(folder / "start"), sample(folder / "model")
+    return Trained(name, parameters(folder / "model"), summary["last_step"], seconds, before, after, samples)
+
+
+def parameters(folder: Path) -> int:
+    """Numbers that a model has, tied ones once."""
+    return sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters())
+
+
+def sample(folder: Path) -> str:
+    """What the model in a folder writes behind PROMPT, by plain transformers, always the same."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
+    torch.manual_seed(0)
+    inputs = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
+    how = {"do_sample": True, "temperature": 0.7, "max_new_tokens": SAMPLE, "use_cache": False}
+    with torch.inference_mode():
+        return str(tokenizer.decode(model.generate(**inputs, **how)[0], skip_special_tokens=True))
+
+
+def page(done: list[Trained], gzip: float) -> str:
+    """The comparison, as text that is Markdown, too."""
+    rows = [("", "parameters", "steps", "seconds", "bits/byte before", "after")]
+    for one in done:
+        numbers = (
+            f"{one.parameters:,}",
+            f"{one.steps:,}",
+            f"{one.seconds:.0f}",
+            f"{one.before:.3f}",
+            f"{one.after:.3f}",
+        )
+        rows.append((one.name, *numbers))
+    rows.append(("gzip -9", "", "", "", "", f"{gzip:.3f}"))
+    compared = table("Held-out files of the standard library, every 20th", rows)
+    parts = [f"```\n{compared}\n```"]
+    for one in done:
+        for when, text in zip(("before", "after"), one.samples, strict=True):
+            shown = "".join(letter if letter.isprintable() or letter == "\n" else "·" for letter in text)
+            parts.append(f"{one.name}, {when}:\n\n```\n{shown}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def _twin(config: RunConfig, name: str, changes: Mapping[str, Any]) -> RunConfig:
+    """The recipe with a twin's model, in a folder of its own."""
+    assert isinstance(config.model.init, dict)
+    model = replace(config.model, init={**config.model.init, **changes})
+    twin = replace(config, model=model, output=replace(config.output, dir=str(_folder(name))))
+    check_run_config(twin)
+    return twin
+
+
+def _folder(name: str) -> Path:
+    return FOLDER / name
+
+
+def _data() -> list[str]:
+    return [f"--data.train={FOLDER / 'train.jsonl'}", f"--data.eval={FOLDER / 'held_out.jsonl'}"]
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except TuningforkError as error:
+        sys.exit(f"scratch-demo: {error}")
