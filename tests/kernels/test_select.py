@@ -17,7 +17,7 @@ from tuningfork.kernels.row_logps import plain as plain_rows
 from tuningfork.kernels.select import plain, select
 
 ASKED = {"attention": {"head_width": 64}, "row_logps": {}}
-ALL = {path.name for path in Path(kernels.__file__).parent.iterdir() if (path / "plain.py").exists()}
+ALL = {path.name for path in Path(kernels.__file__).parent.iterdir() if (path / "plain.py").exists()} | {"ccgqa"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -15,6 +15,7 @@ import torch
 from tuningfork.errors import ModelError
 from tuningfork.kernels.attention.plain import PlainAttention
 from tuningfork.kernels.causal_conv.plain import PlainCausalConv
+from tuningfork.kernels.ccgqa import PlainCcgqa
 from tuningfork.kernels.gated_delta.plain import PlainGatedDelta
 from tuningfork.kernels.row_logps import plain as plain_rows
 
@@ -83,6 +84,10 @@ def _triton_causal_conv(width: int) -> tuple[str, Any]:
     return "triton", TritonCausalConv
 
 
+def _any_ccgqa(head_width: int, depthwise: int, grouped: int) -> tuple[str, Any]:
+    return "plain", PlainCcgqa  # on any device, and of any size
+
+
 def _triton_gated_delta(key_width: int, value_width: int) -> tuple[str, Any]:
     from tuningfork.kernels.gated_delta.fast import WIDEST_KEY, TritonGatedDelta
 
@@ -103,12 +108,14 @@ def _triton_row_logps() -> tuple[str, Any]:
 _PLAIN: dict[str, Any] = {
     "attention": PlainAttention,
     "causal_conv": PlainCausalConv,
+    "ccgqa": PlainCcgqa,
     "gated_delta": PlainGatedDelta,
     "row_logps": plain_rows,
 }
 _FAST: dict[str, Callable[..., tuple[str, Any]]] = {
     "attention": _fork_attention,
     "causal_conv": _triton_causal_conv,
+    "ccgqa": _any_ccgqa,
     "gated_delta": _triton_gated_delta,
     "row_logps": _triton_row_logps,
 }
