@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.forests import Known, no_worse, normal, paths
-from tuningfork.kernels.ccgqa import Filters, PlainCcgqa, QueryHeads
+from tuningfork.kernels.ccgqa.plain import Filters, PlainCcgqa, QueryHeads
 from tuningfork.records import PackedBatch
 
 # Prompts of 0 to 5 rows, around all that a convolution reads, with answers of 1, 2, 3 and more, one, two and three.

@@ -18,7 +18,7 @@ from tests.ccgqa import (
 )
 from tests.forests import Known, laid, random_forest, ways_to_lie
 from tests.tiny import one_pack, random_examples
-from tuningfork.kernels.ccgqa import Filters, PlainCcgqa, _Mix
+from tuningfork.kernels.ccgqa.plain import Filters, PlainCcgqa, _Mix
 from tuningfork.kernels.tables import rows_read
 
 NEAR = {"rtol": 1e-12, "atol": 1e-12}  # float64 throughout, and sums of a few hundred terms

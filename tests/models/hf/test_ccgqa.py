@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.models.hf.folders import IDS, edit, refused
 from tests.tiny import CCGQA, one_pack, random_examples, tiny_model, tiny_policy, with_form
-from tuningfork.kernels.ccgqa import PlainCcgqa
+from tuningfork.kernels.ccgqa.plain import PlainCcgqa
 from tuningfork.models.ccgqa.modeling_ccgqa import CcgqaConfig, CcgqaForCausalLM
 from tuningfork.models.hf import ccgqa, digests, layers, own
 from tuningfork.models.hf.export import save

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.tiny import one_pack, random_examples, tiny_policy
-from tuningfork.kernels.ccgqa import PlainCcgqa, QueryHeads
+from tuningfork.kernels.ccgqa.plain import PlainCcgqa, QueryHeads
 from tuningfork.models.mixers.ccgqa import Ccgqa, CcgqaLayer
 from tuningfork.records import Span
 

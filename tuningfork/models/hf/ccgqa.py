@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tuningfork.kernels.ccgqa import Filters, QueryHeads
+from tuningfork.kernels.ccgqa.plain import Filters, QueryHeads
 from tuningfork.models.ccgqa.modeling_ccgqa import rotated
 from tuningfork.models.hf.layers import prepared, put
 from tuningfork.models.mixers import attention

@@ -2,8 +2,8 @@
 
 Importing this module makes them known to `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`. The files of each need
 torch and transformers alone. An exported model carries copies of them, and names them in its config.json (`auto_map`),
-so that plain transformers loads it with `trust_remote_code=True`. Here such a model is known by its type: what a folder names,
-or holds, is never run.
+so that plain transformers loads it with `trust_remote_code=True`. Here such a model is known by its type: what a folder
+names, or holds, is never run.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from tuningfork.errors import LOADING, ModelError, OutOfMemory, enough_memory
 from tuningfork.kernels.causal_conv.plain import Heads
-from tuningfork.kernels.ccgqa import Filters, QueryHeads
+from tuningfork.kernels.ccgqa.plain import Filters, QueryHeads
 from tuningfork.models.hf import ccgqa, gated_delta, short_conv
 from tuningfork.models.mixers.attention import KEYWORD, Attention, AttentionLayer
 from tuningfork.models.mixers.ccgqa import Ccgqa, CcgqaLayer

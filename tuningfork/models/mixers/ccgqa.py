@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from tuningfork.kernels.ccgqa import QueryHeads
+from tuningfork.kernels.ccgqa.plain import QueryHeads
 from tuningfork.kernels.select import Kernels, Sizes
 from tuningfork.models.mixers.mixer import Flops, Shape
 from tuningfork.records import ForkLayout, Span
