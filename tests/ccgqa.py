@@ -158,5 +158,10 @@ def check_error_and_repeat(form: Any, batch: PackedBatch, case: Case, dtype, dev
     ours, again, plain = run(form, dtype), run(form, dtype), run(PlainCcgqa, dtype)
     truth = run(PlainCcgqa, torch.float64)
     for name, o, a, p, t in zip(case.names, ours, again, plain, truth, strict=True):
-        no_worse(o, p, t, name)
         assert torch.equal(o, a), f"{name}: another run has other bits"
+        if name == "d temperature":  # so few numbers that the plain form's may be exact by chance
+            _, upstream = given(numbers, case, torch.float64, device, rounded=dtype)
+            terms = (upstream[1] * truth[1]).sum(-1)  # of each row: what is added up
+            assert (o.double() - t).norm() <= 2 * torch.finfo(dtype).eps * terms.norm(), name
+        else:
+            no_worse(o, p, t, name)

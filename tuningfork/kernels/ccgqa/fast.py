@@ -167,7 +167,8 @@ def _query_key_backward(
 
 @_query_key.register_fake
 def _(sources, extras, bounds, x, depthwise, grouped, temperature, bias0, bias1, queries, keys, width):
-    return x.new_empty((len(x), queries, width)), x.new_empty((len(x), keys, width))
+    rows = x.shape[0]  # of its length tracing would make a constant
+    return x.new_empty((rows, queries, width)), x.new_empty((rows, keys, width))
 
 
 @_query_key_backward.register_fake

@@ -143,7 +143,7 @@ class _Mix(torch.autograd.Function):
         wide = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
             product = _taken(sources, x, before, weight).to(wide) @ _matrices(weight).to(wide)
-        out = _rows(product[..., : weight.shape[1]], len(x))
+        out = _rows(product[..., : weight.shape[1]], x.shape[0])
         return out if bias is None else out + bias
 
     @staticmethod
@@ -156,11 +156,11 @@ class _Mix(torch.autograd.Function):
         blocks = _blocks(rounded, width)
         taken = _taken(sources, x, before, weight).to(wide)
         with torch.autocast(x.device.type, enabled=False):
-            d_taken = _rows(blocks @ _matrices(weight)[..., :width].to(wide).mT.contiguous(), len(x))
+            d_taken = _rows(blocks @ _matrices(weight)[..., :width].to(wide).mT.contiguous(), x.shape[0])
             d_matrices = (taken.mT.contiguous() @ blocks).sum(0)
         d_taken = d_taken.unflatten(1, (channels // width, -1))[..., : taps * width]
         d_taken = d_taken.unflatten(2, (taps, width)).transpose(1, 2).reshape(-1, channels)
-        d_x = add_by_place(grad.new_zeros(len(x) + 1, channels), sources.flatten(), d_taken)
+        d_x = add_by_place(grad.new_zeros(x.shape[0] + 1, channels), sources.flatten(), d_taken)
         d_matrices = d_matrices[:, : taps * width].unflatten(1, (taps, width))
         d_weight = d_matrices.permute(0, 3, 2, 1).reshape(weight.shape)
         d_bias = blocks.sum(2).sum(0).flatten() if ctx.needs_input_grad[3] else None
@@ -184,7 +184,7 @@ def _matrices(weight: Tensor) -> Tensor:
 def _blocks(rows: Tensor, width: int) -> Tensor:
     """[T, H * width] -> [blocks, H, _BLOCK, width], filled up with zeros. Contiguous: of views the library multiplies
     one block by another path than many."""
-    padded = pad(rows, (0, 0, 0, -len(rows) % _BLOCK))
+    padded = pad(rows, (0, 0, 0, -rows.shape[0] % _BLOCK))
     return padded.view(-1, _BLOCK, rows.shape[1] // width, width).transpose(1, 2).contiguous()
 
 
