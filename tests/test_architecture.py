@@ -22,6 +22,7 @@ LINES = 400
 
 EVERYONE = {
     "records",
+    "accounts",
     "errors",
     "files",
     "json_files",
