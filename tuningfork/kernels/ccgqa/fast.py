@@ -15,7 +15,7 @@ then the first rows of segments that begin elsewhere, of which there is a list, 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -132,7 +132,7 @@ def _query_key_backward(
     heads, taps = queries + keys, grouped.shape[2]
     tiles, chunks = triton.cdiv(rows, _ROWS), triton.cdiv(rows, _CHUNK)
     first, second = (weights.taps if bias is None else bias for bias in (bias0, bias1))
-    wide = {"dtype": torch.float32, "device": x.device}
+    wide: Any = {"dtype": torch.float32, "device": x.device}
 
     d_y, d_temperature = x.new_empty((rows, channels)), torch.empty(tiles, keys, **wide)
     kernels.query_key_gradient[(tiles, keys)](
