@@ -17,3 +17,18 @@ def spread(counts: Tensor, places: int) -> tuple[Tensor, Tensor, Tensor]:
     place = torch.arange(places, device=counts.device)
     entry = torch.searchsorted(ends, place, right=True).clamp(max=len(counts) - 1)
     return entry, place - (ends - counts)[entry], place < ends[-1]
+
+
+def rows_read(previous: Tensor, width: int) -> Tensor:
+    """The rows that a causal convolution so wide reads along paths.
+
+    Args:
+        previous: int64 [T + 1], the row before each in its path; T where there is none, and for T itself.
+
+    Returns:
+        int64 [T, width], for each row the one width - 1 before it, and so on up to itself; T for none.
+    """
+    taps = [torch.arange(len(previous) - 1, device=previous.device)]
+    for _ in range(width - 1):
+        taps.insert(0, previous[taps[0]])
+    return torch.stack(taps, 1)

@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from tuningfork.errors import SAVING, ModelError, enough_memory
 from tuningfork.files import scratch
-from tuningfork.models.hf import digests
+from tuningfork.models.hf import digests, own
 from tuningfork.models.hf.comparable import comparable
 from tuningfork.models.hf.folder import CONFIG, GENERATION, to_json
 from tuningfork.models.hf.load import Loaded, only_renamed
@@ -55,6 +55,10 @@ def write_beside(loaded: Loaded, folder: Path, dtype: torch.dtype | None) -> Non
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
     config = exported_config(loaded.origin.config, loaded.model, dtype or loaded.stored_dtype)
+    if family := own.FAMILIES.get(config["model_type"]):
+        config["auto_map"] = family.auto_map
+        for file in family.files:
+            (folder / file.name).write_bytes(file.read_bytes())
     (folder / CONFIG).write_bytes(to_json(config))
 
 

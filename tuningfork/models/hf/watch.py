@@ -18,8 +18,10 @@ from transformers import PreTrainedModel
 
 from tuningfork.errors import LOADING, ModelError, OutOfMemory, enough_memory
 from tuningfork.kernels.causal_conv.plain import Heads
-from tuningfork.models.hf import gated_delta, short_conv
+from tuningfork.kernels.ccgqa.plain import Filters, QueryHeads
+from tuningfork.models.hf import ccgqa, gated_delta, short_conv
 from tuningfork.models.mixers.attention import KEYWORD, Attention, AttentionLayer
+from tuningfork.models.mixers.ccgqa import Ccgqa, CcgqaLayer
 from tuningfork.models.mixers.gated_delta import GatedDelta, GatedDeltaLayer, PreparedGatedDelta
 from tuningfork.models.mixers.mixer import Mixer
 from tuningfork.models.mixers.short_conv import ShortConv, ShortConvLayer
@@ -37,6 +39,7 @@ class Watched:
     attention: its calls in their order; a layer that runs twice has two.
     gated_delta: the same of the gated delta rule; models of attention alone have none.
     short_conv: and of gated short convolutions.
+    ccgqa: and of what CCGQA does before its attention.
     blocks: the decoder blocks in the order of their first call: entries of lists of modules in which a mixer runs.
     """
 
@@ -45,13 +48,15 @@ class Watched:
     attention: list[AttentionLayer] = field(default_factory=list)
     gated_delta: list[GatedDeltaLayer] = field(default_factory=list)
     short_conv: list[ShortConvLayer] = field(default_factory=list)
+    ccgqa: list[CcgqaLayer] = field(default_factory=list)
     blocks: list[nn.Module] = field(default_factory=list)
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
         recurrent = (GatedDelta(tuple(self.gated_delta)),) if self.gated_delta else ()
         convolutions = (ShortConv(tuple(self.short_conv)),) if self.short_conv else ()
-        return (Attention(tuple(self.attention)), *recurrent, *convolutions)
+        compressed = (Ccgqa(tuple(self.ccgqa)),) if self.ccgqa else ()
+        return (Attention(tuple(self.attention)), *recurrent, *convolutions, *compressed)
 
 
 def watch(model: PreTrainedModel, precision: AbstractContextManager[Any], run: Callable[..., Any]) -> Watched:
@@ -70,6 +75,8 @@ def watch(model: PreTrainedModel, precision: AbstractContextManager[Any], run: C
         told[gated_delta.KEYWORD] = PreparedGatedDelta(conv=fork, scan=fork)
     if short_conv.layers(model):
         told[short_conv.KEYWORD] = fork
+    if ccgqa.layers(model):
+        told[ccgqa.KEYWORD] = fork
     where = f"{model.name_or_path}: " if model.name_or_path else ""
     kind = type(model).__name__
     try:
@@ -118,6 +125,15 @@ class _Onlooker:
     def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, silu: bool = True) -> Tensor:
         self._seen.short_conv.append(ShortConvLayer(weight.shape[0], weight.shape[1], torch.is_grad_enabled()))
         self._note_block()
+        return torch.zeros_like(x)
+
+    def query_key(self, x: Tensor, filters: Filters, temperature: Tensor, heads: QueryHeads) -> tuple[Tensor, Tensor]:
+        taps = filters.depthwise.shape[1], filters.grouped.shape[2]
+        self._seen.ccgqa.append(CcgqaLayer(heads, *taps, backward=torch.is_grad_enabled()))
+        self._note_block()
+        return x.new_zeros(len(x), heads.queries, heads.width), x.new_zeros(len(x), heads.keys, heads.width)
+
+    def values(self, x: Tensor, now: int) -> Tensor:
         return torch.zeros_like(x)
 
     def _note_block(self) -> None:
