@@ -133,7 +133,7 @@ def fla_scan(layout: ForkLayout, shape: Shape) -> Scan:
         ImportError: it is not installed.
     """
     theirs = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-    importlib.import_module("fla.ops.common.chunk_o").TRITON_ABOVE_3_7_1 = True  # the refusal; its only use
+    vars(importlib.import_module("fla.ops.common.chunk_o"))["TRITON_ABOVE_3_7_1"] = True  # the refusal; its only use
     segments = [Segment(*numbers) for numbers in layout.segments.tolist()]
     assert all(segment.parent == ROOT for segment in segments)
     ends = [0, *(segment.end for segment in segments if segment.end > segment.start)]

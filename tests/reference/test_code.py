@@ -37,6 +37,7 @@ STEPS = (
     "models.scorer",
 )
 DECIDE_NO_BIT = {
+    "accounts": "which rows are used, and which dropped",
     "errors": "what a user can mend",
     "wording": "words",
     "files": "opens files that are whole",
