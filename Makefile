@@ -15,9 +15,10 @@ scratch-demo: $(VENV)/.installed
 	@$(RUN) demo/scratch/run.py
 
 # Fetches published tokenizers and an older transformers once, 250 MB, into tests/.tokenizers; what is not to be had is
-# skipped, and named at the end.
+# skipped, and named at the end. Bytecode is written even where the environment says otherwise: the tests start some
+# hundred processes, each of which would compile the package anew.
 test: $(VENV)/.dev
-	@$(RUN) -m pytest -n auto --dist loadfile
+	@PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/.dev
 	@$(VENV)/bin/ruff check tuningfork tests demo bench

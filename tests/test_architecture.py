@@ -14,6 +14,7 @@ from typing import get_type_hints
 import pytest
 
 import tuningfork
+from tests.conftest import LONGEST
 from tuningfork.objective.kinds import OBJECTIVES
 from tuningfork.recipe.run_config import RunConfig
 
@@ -439,3 +440,8 @@ def test_the_output_weight_is_read_in_one_place():
     }
     checks = {"train.checks.head_check", "train.checks.self_check"}
     assert readers == {"models.policy", *checks}
+
+
+def test_the_files_that_tests_begin_with_are_there() -> None:
+    assert [name for name in LONGEST if not (ROOT.parent / name).is_file()] == []
+    assert len({*LONGEST}) == len(LONGEST)

@@ -77,17 +77,24 @@ def test_so_is_an_error_that_nobody_foresaw() -> None:
     assert not {"\x1b", "\x07", "\r", "\u202e"} & set(said)
 
 
-@pytest.mark.parametrize(
-    "setting", ["use_return_dict", "hidden_size", "eos_token_id", "rope_parameters", "dtype", WORDS]
-)
-def test_a_model_says_nothing_to_a_terminal_through_a_library(tmp_path: Path, setting: str) -> None:
-    """Even where a library is asked for all of its words."""
-    model = folder_of(tmp_path / "model")
-    edit(model / "config.json", **{setting: WORDS, "added": {"by a stranger": WORDS}})
+def test_a_model_says_nothing_to_a_terminal_through_a_library(tmp_path: Path) -> None:
+    """Even where a library is asked for all of its words. One process has all models, one after the other."""
+    settings = ("use_return_dict", "hidden_size", "eos_token_id", "rope_parameters", "dtype", WORDS)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
-    command = [sys.executable, "-m", "tuningfork", "data", "--model.path", str(model), "--data.train", "rows.jsonl"]
+    for number, setting in enumerate(settings):
+        model = folder_of(tmp_path / f"model-{number}")
+        edit(model / "config.json", **{setting: WORDS, "added": {"by a stranger": WORDS}})
+    program = (
+        "import sys; from tuningfork import cli\n"
+        "for number in range(int(sys.argv[1])):\n"
+        "    status = cli.main(['data', '--model.path', f'model-{number}', '--data.train', 'rows.jsonl'])\n"
+        "    print(f'model {number}: status {status}', flush=True)"
+    )
+    command = [sys.executable, "-c", program, str(len(settings))]
     env = os.environ | {"PYTHONPATH": str(ROOT), "TRANSFORMERS_VERBOSITY": "debug", "PYTHONWARNINGS": "always"}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2, done.stderr
-    assert not {"\x1b", "\x07", "\u202e"} & set(done.stdout + done.stderr)
-    assert not any(line.startswith("tuningfork: done") for line in (done.stdout + done.stderr).splitlines())
+    said = done.stdout + done.stderr
+    refused = [line for line in done.stdout.splitlines() if line.startswith("model ")]
+    assert refused == [f"model {number}: status 2" for number in range(len(settings))], said
+    assert not {"\x1b", "\x07", "\u202e"} & set(said)
+    assert not any(line.startswith("tuningfork: done") for line in said.splitlines())

@@ -350,7 +350,7 @@ def test_parts_take_the_dtypes_of_a_training_step(monkeypatch, name, modules):
 
 
 def test_products_add_up_to_a_block(capsys):
-    products.main(["--rows", "16", "32", "--each_s", "0"])
+    products.main(["--rows", "16", "32", "--warm_s", "0", "--each_s", "0"])
     out = capsys.readouterr().out
     lines = json_lines(out)
     singles = [line for line in lines if line.get("kind") == "forward" and line["number"] == "bfloat16"]
@@ -444,7 +444,7 @@ def test_a_run_that_fails_shows_its_last_lines_and_one_without_end_is_ended():
 
 
 def test_learning_compares_ways_by_the_noise_between_seeds(capsys):
-    learning.main([])
+    learning.main(["--seeds", "2"])
     lines = [line for line in json_lines(capsys.readouterr().out) if line.get("bench") == "learning"]
     assert [(line["way"], line["epoch"]) for line in lines] == [("float32", 1), ("float32", 2)]
     assert all(line["noise"] > 0 and line["apart"] == 0 for line in lines)

@@ -135,6 +135,7 @@ def test_machines_must_know_where_they_meet() -> None:
 def launched(script: str, grace: float) -> None:
     """A launcher in a process of its own, whose status is its exit status."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as the command line has it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it
     os._exit(run(script, grace=grace))
 
 

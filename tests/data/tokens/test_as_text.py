@@ -37,8 +37,10 @@ def spelled(tokenizer: PreTrainedTokenizerBase, example: Example) -> RenderedExa
     return as_text(example, lambda one: render(one, tokenizer))
 
 
-def encoded(tokenizer: PreTrainedTokenizerBase, rendered: RenderedExample) -> TokenExample:
-    (example,) = Encoder(tokenizer, "none")([rendered])
+def encoded(
+    tokenizer: PreTrainedTokenizerBase, rendered: RenderedExample, encoder: Encoder | None = None
+) -> TokenExample:
+    (example,) = (encoder or Encoder(tokenizer, "none"))([rendered])
     return example
 
 
@@ -46,20 +48,21 @@ def sequences(example: TokenExample) -> list[list[int]]:
     return [[*example.prompt_ids.tolist(), *answer.ids.tolist()] for answer in example.answers]
 
 
-def written(tokenizer: PreTrainedTokenizerBase, example: Example) -> list[list[int]]:
+def written(
+    tokenizer: PreTrainedTokenizerBase, example: Example, control: ControlTokens | None = None
+) -> list[list[int]]:
     """The control tokens that the template writes around harmless words, of each answer up to its end."""
-    control = ControlTokens(tokenizer, chat=True)
-    ids = tokenizer.get_vocab()
+    control = control or ControlTokens(tokenizer, chat=True)
 
     def blank(turns: Turns) -> Turns:
         return tuple(Message(turn.role, "word" if turn.content.strip() else turn.content) for turn in turns)
 
     texts = render(of(blank(example.prompt), list(map(blank, example.answers))), tokenizer).texts
-    return [[ids[token] for token in control.find(text)] for text in texts]
+    return [[tokenizer.convert_tokens_to_ids(token) for token in control.find(text)] for text in texts]
 
 
-def controls(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
-    known = set(map(tokenizer.get_vocab().__getitem__, ControlTokens(tokenizer, chat=True).texts))
+def controls(tokenizer: PreTrainedTokenizerBase, ids: list[int], control: ControlTokens | None = None) -> list[int]:
+    known = set(tokenizer.convert_tokens_to_ids((control or ControlTokens(tokenizer, chat=True)).texts))
     return [i for i in ids if i in known]
 
 
@@ -155,21 +158,23 @@ def test_published_tokenizers(name: str) -> None:
     except Unavailable as error:
         pytest.skip(str(error))
     control = ControlTokens(tokenizer, chat=True)
-    as_text = AsText(tokenizer, control)
+    as_text, encoder = AsText(tokenizer, control), Encoder(tokenizer, "none")
     few = [*control.opens, *control.ends, *control.texts[:: max(1, len(control.texts) // 6)]]
     harmless = chat("Why  is\nthe sky 12345 blue? é你😀", "  Air\n\nscatters.", "Because <b>.")
     rendered = as_text(harmless, lambda one: render(one, tokenizer))
-    assert sequences(encoded(tokenizer, rendered)) == sequences(encoded(tokenizer, render(harmless, tokenizer)))
+    plain = render(harmless, tokenizer)
+    assert sequences(encoded(tokenizer, rendered, encoder)) == sequences(encoded(tokenizer, plain, encoder))
     for one, other in zip(few, [*few[1:], few[0]], strict=True):
         example = chat(
             f"what {one}is{other}\n{one} ?", f"a{other}{one}b {one}{one} c", f"{other}\nassistant\nno {one} d"
         )
         rendered = as_text(example, lambda one: render(one, tokenizer))
-        found = encoded(tokenizer, rendered)
-        for ids, text, expected in zip(sequences(found), rendered.texts, written(tokenizer, example), strict=True):
+        found = encoded(tokenizer, rendered, encoder)
+        wanted = written(tokenizer, example, control)
+        for ids, text, expected in zip(sequences(found), rendered.texts, wanted, strict=True):
             assert text.count(one) >= 3
             byte_spans(tokenizer, text, ids)
-            assert controls(tokenizer, ids) == expected
+            assert controls(tokenizer, ids, control) == expected
         assert all(answer.mask.any() for answer in found.answers)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -122,6 +122,10 @@ def conversations(draw: st.DrawFn) -> tuple[Turns, list[Turns]]:
     return prompt, draw(st.lists(turns("assistant", 2), min_size=1, max_size=3))
 
 
+# Where a template trims it, the answer's white space seems to be printed: it is the template's, behind the end marker.
+LIKE_ITS_END = ((Message("user", "4"), Message("user", "4")), [(Message("assistant", "<|im_end|>\n"),)])
+
+
 def begin_unlike_the_thought(conversations: Sequence[Turns]) -> bool:
     """Whether one turn begins with the thought that OPENING_THOUGHT opens, and another with its first sign alone."""
     said = [turn.content for turns in conversations for turn in turns if turn.role == "assistant"]
@@ -140,6 +144,7 @@ def test_a_turn_that_begins_with_the_first_sign_of_a_thought_leaves_it_to_the_ot
 
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(max_examples=60, deadline=None)
+@example(tokenizer=byte_bpe(), conversation=LIKE_ITS_END)
 @given(tokenizer=tokenizers(), conversation=conversations())
 def test_what_is_used_is_the_joint_reading_and_nothing_else_is_lost(
     name: str, tokenizer: PreTrainedTokenizerFast, conversation: tuple[Turns, list[Turns]]
@@ -148,20 +153,24 @@ def test_what_is_used_is_the_joint_reading_and_nothing_else_is_lost(
     assume(name != "opening_thought" or not begin_unlike_the_thought((prompt, *answers)))
     tokenizer.chat_template = family.template
     try:
-        example = encoded(tokenizer, prompt, answers)
+        found = encoded(tokenizer, prompt, answers)
     except Unusable as unusable:
         assert unusable.reason and unusable.detail
         assert refused(tokenizer, prompt, answers) or not family.continues
         return
     assert not refused(tokenizer, prompt, answers)
     wholes = [whole(tokenizer, family.style, prompt, answer) for answer in answers]
-    assert differences(example, wholes, boundary(tokenizer, prompt, wholes)) == []
-    assert all(answer.mask.any() for answer in example.answers)
+    assert differences(found, wholes, boundary(tokenizer, prompt, wholes)) == []
+    assert all(answer.mask.any() for answer in found.answers)
 
 
-def test_content_that_reads_like_its_end_marker_takes_no_white_space_from_the_template() -> None:
-    tokenizer = byte_bpe(chat_template=CHATML)
-    prompt, answers = (Message("user", "q"),), [(Message("assistant", text),) for text in ("<|im_end|>\n", "no")]
+@pytest.mark.parametrize("template", [CHATML, MERGING_SYSTEM], ids=["as it is", "trimmed"])
+@pytest.mark.parametrize("text", ["<|im_end|>\n", "<|im_end|><|im_end|>\n", " <|im_end|>\n"])
+def test_content_that_reads_like_its_end_marker_takes_no_white_space_from_the_template(
+    template: str, text: str
+) -> None:
+    tokenizer = byte_bpe(chat_template=template)
+    prompt, answers = (Message("user", "q"),), [(Message("assistant", answer),) for answer in (text, "no")]
     wholes = [whole(tokenizer, TURN, prompt, answer) for answer in answers]
     assert differences(encoded(tokenizer, prompt, answers), wholes, boundary(tokenizer, prompt, wholes)) == []
 

@@ -294,9 +294,18 @@ def spoiled(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
     return make_boxed_func(run)
 
 
+class Opaque(PlainAttention):
+    """The plain attention, into which the compiler does not look, as it does not into a GPU's: to trace all of its
+    blocks takes it most of a minute."""
+
+    @torch.compiler.disable
+    def attend(self, *args: Any, **how: Any) -> torch.Tensor:
+        return super().attend(*args, **how)
+
+
 @pytest.mark.filterwarnings("default")  # the compiler's own
 def test_compiled_graphs_that_spoil_gradients_of_weights_are_found(monkeypatch):
-    policy = Policy(tiny_model("llama", torch.float32), plain(), torch.float32)
+    policy = Policy(tiny_model("llama", torch.float32), with_form("attention", Opaque), torch.float32)
     check = KernelCheck.begin(policy, "here", True, compiling=True)
     backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward), bw_compiler=spoiled)
     monkeypatch.setattr(activations, "compiler", lambda mode, options: {"backend": backend})
@@ -306,8 +315,9 @@ def test_compiled_graphs_that_spoil_gradients_of_weights_are_found(monkeypatch):
 
 
 @pytest.mark.filterwarnings("default")  # the compiler's own
-def test_compiled_blocks_that_are_right_pass():
-    policy = Policy(tiny_model("llama", torch.float32), plain(), torch.float32)
+@pytest.mark.parametrize("attention", [Opaque, pytest.param(PlainAttention, marks=pytest.mark.slow)])
+def test_compiled_blocks_that_are_right_pass(attention):
+    policy = Policy(tiny_model("llama", torch.float32), with_form("attention", attention), torch.float32)
     check = KernelCheck.begin(policy, "here", True, compiling=True)
     policy.compile()
     check.compare(policy)

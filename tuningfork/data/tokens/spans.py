@@ -121,7 +121,7 @@ class Finder:
         closed = closed[: len(closed) - self.printer.opens_next(closed)]
         if self.whole.startswith(closed) and closed.startswith(opened):
             piece = closed[len(opened) :]
-            return Found(place, len(opened), len(opened) + _counted(piece, self.turns[place].content))
+            return Found(place, len(opened), len(opened) + self._counted(place, piece))
         note = REOPENS if self.whole.startswith(closed) else REWRITES
         # System messages may move with the last user turn. A template may look at what the others say: then their
         # words stay, and are printed alike.
@@ -137,6 +137,23 @@ class Finder:
             times = text.count(twice.text)
             raise Unusable(REWRITES, f"and prints the {twice.field} of message {twice.place + 1} {times} times")
         raise Unusable(REWRITES, f"and where message {place + 1} begins and ends cannot be told")
+
+    def _counted(self, place: int, piece: str) -> int:
+        """Length of a printed turn without the white space behind its end marker. White space that its own content ends
+        with stays where no marker follows it."""
+        content = self.turns[place].content
+        end = piece.find(content) + len(content)
+        own = content in piece and not piece[end:].strip() and content != content.rstrip()
+        return end if own and not self._is_closed(place, piece) else len(piece.rstrip())
+
+    def _is_closed(self, place: int, piece: str) -> bool:
+        """Whether an end marker stands behind the words of a printed turn, though these may read like one themselves:
+        then words whose white space is not printed, and the marker with the template's, look like the content."""
+        word = next((mark.text for mark in self.marks.all if mark.place == place and mark.field == "content"), None)
+        if word is None:
+            return bool(piece.strip())
+        printed = self.printer.tried((*self.turns[:place], self.marks.turns[place])) or ""
+        return bool(printed[: len(printed) - self.printer.opens_next(printed)].rpartition(word)[2].strip())
 
     def opening(self, found: Found) -> str:
         """What the generation prompt adds to the conversation before a turn."""
@@ -233,9 +250,3 @@ def evened(answers: Sequence[Located]) -> list[list[Found]]:
         kept[turn.opening] = min(shared, kept.get(turn.opening, shared))
     even = iter(replace(t, start=t.start - (len(t.opening) - t.short - kept[t.opening])) for _, t in known)
     return [[next(even) for _ in answer.turns] for answer in answers]
-
-
-def _counted(piece: str, content: str) -> int:
-    """Length of a printed turn without the white space behind its end marker; white space of its own content stays."""
-    end = piece.find(content) + len(content)
-    return end if content in piece and not piece[end:].strip() else len(piece.rstrip())

@@ -32,7 +32,8 @@ class SplitPoints:
         ]
         if len(wanted) * len(texts) > MOST:
             wanted = []  # then every text is read as a whole, which gives the same
-        self.tokens = [token for token in wanted if not any(_reaches_into(text, token) for text in texts)]
+        endings = {text[-n:] for text in texts for n in range(1, len(text))} if wanted else set()
+        self.tokens = [token for token in wanted if not _is_reached(token, texts, endings)]
         if getattr(tokenizer, "split_special_tokens", False) or getattr(backend, "encode_special_tokens", False):
             self.tokens = []  # they are text like any other
 
@@ -49,8 +50,8 @@ def _stands_alone(token: Any) -> bool:
     return plain and bool(text) and text == text.strip() and not (text[0].isalnum() or text[0] == "_")
 
 
-def _reaches_into(other: str, token: str) -> bool:
-    """Whether another token, or this one, could be found in a place that overlaps this one's beginning."""
-    if other != token and token in other:
-        return True
-    return any(token.startswith(other[-n:]) for n in range(1, min(len(other), len(token))))
+def _is_reached(token: str, texts: list[str], endings: set[str]) -> bool:
+    """Whether another token, or this one, could be found in a place that overlaps this one's beginning: one that has
+    it within, or one of whose endings it begins with."""
+    within = any(token in other for other in texts if other != token)
+    return within or any(token[:n] in endings for n in range(1, len(token)))

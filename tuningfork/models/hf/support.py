@@ -6,6 +6,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import transformers
@@ -247,9 +248,7 @@ def _chance_in_config(model: PreTrainedModel) -> dict[str, Any]:
     """
     config = model.config
     kinds = {type(module) for module in model.modules()}
-    # private: transformers by inspect.getsource
-    code = (inspect.getsource(kind) for kind in kinds if not kind.__module__.startswith("torch."))
-    read = {name for source in code for name in _READ.findall(source)}
+    read = frozenset().union(*(_names_read(kind) for kind in kinds if not kind.__module__.startswith("torch.")))
     spellings: dict[str, set[str]] = {}
     for alias, field in config.attribute_map.items():  # private: transformers.attribute_map
         spellings.setdefault(field, set()).add(alias)
@@ -258,6 +257,12 @@ def _chance_in_config(model: PreTrainedModel) -> dict[str, Any]:
         for field, value in config.to_dict().items()
         if _CHANCE.search(field) and _is_rate(value) and not read.isdisjoint({field, *spellings.get(field, ())})
     }
+
+
+@cache
+def _names_read(kind: type) -> frozenset[str]:
+    """Fields that a class's code may read of the config."""
+    return frozenset(_READ.findall(inspect.getsource(kind)))  # private: transformers by inspect.getsource
 
 
 def _is_rate(value: Any) -> bool:
