@@ -209,7 +209,8 @@ def test_attention_says_what_sharing_saves(capsys):
     assert "note" not in lines[0]
 
 
-def test_sharing_compares_packs_of_the_same_rows(capsys):
+def test_sharing_compares_packs_of_the_same_rows(capsys, monkeypatch):
+    monkeypatch.setattr(sharing, "WARMUP", 0)
     sharing.main(["--ratios", "0.5", "6", "--pairs", "16", "--repeats", "2"])
     yardstick, short, long = json_lines(capsys.readouterr().out)
     assert yardstick["pairs"] == "yardstick" and (short["ratio"], long["ratio"]) == (0.5, 6.0)
