@@ -16,6 +16,7 @@ from tuningfork.errors import ModelError
 from tuningfork.kernels.attention.plain import PlainAttention
 from tuningfork.kernels.causal_conv.plain import PlainCausalConv
 from tuningfork.kernels.gated_delta.plain import PlainGatedDelta
+from tuningfork.kernels.nsa.plain import PlainNsa
 from tuningfork.kernels.row_logps import plain as plain_rows
 
 Sizes = Mapping[str, int]
@@ -94,6 +95,10 @@ def _triton_gated_delta(key_width: int, value_width: int) -> tuple[str, Any]:
     return "triton", TritonGatedDelta
 
 
+def _any_nsa(key_width: int, value_width: int) -> tuple[str, Any]:
+    return "plain", PlainNsa  # on any device, and of any width
+
+
 def _triton_row_logps() -> tuple[str, Any]:
     from tuningfork.kernels.row_logps import fast
 
@@ -104,12 +109,14 @@ _PLAIN: dict[str, Any] = {
     "attention": PlainAttention,
     "causal_conv": PlainCausalConv,
     "gated_delta": PlainGatedDelta,
+    "nsa": PlainNsa,
     "row_logps": plain_rows,
 }
 _FAST: dict[str, Callable[..., tuple[str, Any]]] = {
     "attention": _fork_attention,
     "causal_conv": _triton_causal_conv,
     "gated_delta": _triton_gated_delta,
+    "nsa": _any_nsa,
     "row_logps": _triton_row_logps,
 }
 """Name and form of each op's fast kernel for some sizes; Triton is imported only where it is used."""
