@@ -18,10 +18,11 @@ from transformers import PreTrainedModel
 
 from tuningfork.errors import LOADING, ModelError, OutOfMemory, enough_memory
 from tuningfork.kernels.causal_conv.plain import Heads
-from tuningfork.models.hf import gated_delta, short_conv
+from tuningfork.models.hf import gated_delta, nsa, short_conv
 from tuningfork.models.mixers.attention import KEYWORD, Attention, AttentionLayer
 from tuningfork.models.mixers.gated_delta import GatedDelta, GatedDeltaLayer, PreparedGatedDelta
 from tuningfork.models.mixers.mixer import Mixer
+from tuningfork.models.mixers.nsa import Nsa, NsaLayer, PreparedNsa
 from tuningfork.models.mixers.short_conv import ShortConv, ShortConvLayer
 from tuningfork.wording import first_line
 
@@ -37,6 +38,7 @@ class Watched:
     attention: its calls in their order; a layer that runs twice has two.
     gated_delta: the same of the gated delta rule; models of attention alone have none.
     short_conv: and of gated short convolutions.
+    nsa: and of native sparse attention, whose windows are among attention's calls.
     blocks: the decoder blocks in the order of their first call: entries of lists of modules in which a mixer runs.
     """
 
@@ -45,13 +47,15 @@ class Watched:
     attention: list[AttentionLayer] = field(default_factory=list)
     gated_delta: list[GatedDeltaLayer] = field(default_factory=list)
     short_conv: list[ShortConvLayer] = field(default_factory=list)
+    nsa: list[NsaLayer] = field(default_factory=list)
     blocks: list[nn.Module] = field(default_factory=list)
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
         recurrent = (GatedDelta(tuple(self.gated_delta)),) if self.gated_delta else ()
         convolutions = (ShortConv(tuple(self.short_conv)),) if self.short_conv else ()
-        return (Attention(tuple(self.attention)), *recurrent, *convolutions)
+        sparse = (Nsa(tuple(self.nsa)),) if self.nsa else ()
+        return (Attention(tuple(self.attention)), *recurrent, *convolutions, *sparse)
 
 
 def watch(model: PreTrainedModel, precision: AbstractContextManager[Any], run: Callable[..., Any]) -> Watched:
@@ -70,6 +74,9 @@ def watch(model: PreTrainedModel, precision: AbstractContextManager[Any], run: C
         told[gated_delta.KEYWORD] = PreparedGatedDelta(conv=fork, scan=fork)
     if short_conv.layers(model):
         told[short_conv.KEYWORD] = fork
+    if sparse := nsa.layers(model):
+        told[Nsa.keyword] = PreparedNsa(fork)
+        seen.nsa = sparse
     where = f"{model.name_or_path}: " if model.name_or_path else ""
     kind = type(model).__name__
     try:
@@ -119,6 +126,23 @@ class _Onlooker:
         self._seen.short_conv.append(ShortConvLayer(weight.shape[0], weight.shape[1], torch.is_grad_enabled()))
         self._note_block()
         return torch.zeros_like(x)
+
+    @property
+    def first_positions(self) -> Tensor:
+        return torch.zeros(1, dtype=torch.long)
+
+    def blocks(self, rows: Tensor) -> Tensor:
+        length = self._seen.nsa[0].grid.length
+        return rows.new_zeros(1, length, *rows.shape[1:])
+
+    def mean(self, rows: Tensor) -> Tensor:
+        return torch.zeros_like(rows[:1])
+
+    def compressed(self, query: Tensor, keys: Tensor, values: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
+        return query.new_zeros(*query.shape[:2], values.shape[2]), query.new_zeros(len(query), 0, 0)
+
+    def selected(self, query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, **how: Any) -> Tensor:
+        return query.new_zeros(*query.shape[:2], value.shape[2])
 
     def _note_block(self) -> None:
         if self.inside and not any(self.inside[0] is block for block in self._seen.blocks):
