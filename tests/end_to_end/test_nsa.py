@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.end_to_end.workbench import POSITIONS, VOCAB, job_in, make_tokenizer
 from tuningfork.models.nsa import NsaConfig, NsaForCausalLM
+from tuningfork.objective.pairs import DPO
+from tuningfork.report.run.metrics import OF_NSA, training_definitions
 
 
 def test_a_run_starts_at_a_margin_of_0_and_exports_what_it_learned(shelf: Path, tmp_path: Path) -> None:
@@ -25,7 +29,11 @@ def test_a_run_starts_at_a_margin_of_0_and_exports_what_it_learned(shelf: Path, 
     outcome = job.done()
     assert "step-0 check: margin exactly 0 for 4 of 4 pairs" in outcome.out
     assert "nsa kernel plain" in outcome.out
-    assert job.metrics()[0]["rewards/margin"] == 0.0
+    first = job.metrics()[0]
+    assert first["rewards/margin"] == 0.0
+    assert list(first) == list(training_definitions({**DPO.statistics_defined, **OF_NSA}))
+    assert [first[f"nsa/gate_{branch}"] for branch in ("cmp", "slc", "win")] == [0.5] * 3  # where they begin
+    assert first["nsa/gate_entropy"] == pytest.approx(math.log(3))
     exported = NsaForCausalLM.from_pretrained(job.run / "model")
     assert exported.config.select_count == 4 and (job.run / "model" / "modeling_nsa.py").exists()
     start, now = load_file(tmp_path / "model" / "model.safetensors"), job.exported()

@@ -44,6 +44,7 @@ def _described(layer: NsaAttention) -> NsaLayer:
         value_width=config.value_head_dim,
         grid=Grid(config.block_length, config.block_stride, config.select_length),
         choice=Choice(config.select_count, config.select_initial, config.select_local),
+        window=config.window,
         compression=sum(weights),
     )
 

@@ -3,16 +3,22 @@ Its third branch, a window, is attention as everybody's (mixers/attention.py).""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+import torch
+from torch import Tensor
+
 from tuningfork.kernels.nsa.plain import Choice, Grid
 from tuningfork.kernels.select import Kernels, Sizes
+from tuningfork.models.mixers.attention import visible_pairs
 from tuningfork.models.mixers.mixer import Flops, Shape
 from tuningfork.records import ForkLayout, Span
 
 KEYWORD = "nsa"
+NOTES = ("nsa/gate_cmp", "nsa/gate_slc", "nsa/gate_win", "nsa/gate_entropy", "nsa/keys_read")
+"""What layers say of a pass, by the names that report/run/metrics.py defines."""
 
 
 class NsaLayer(NamedTuple):
@@ -21,6 +27,7 @@ class NsaLayer(NamedTuple):
     heads: of its queries.
     key_width, value_width: of one head.
     grid, choice: where blocks lie, and how many are chosen; the same in all layers of a model.
+    window: keys of its third branch, which is counted with attention's.
     compression: weights that a compressed block is multiplied with, of all groups, for its key and its value.
     """
 
@@ -29,6 +36,7 @@ class NsaLayer(NamedTuple):
     value_width: int
     grid: Grid
     choice: Choice
+    window: int
     compression: int = 0
 
     def forward(self, above: int, own: int) -> int:
@@ -41,9 +49,10 @@ class NsaLayer(NamedTuple):
         return 2 * (self.heads * (self.key_width + self.value_width) * pairs + self.compression * blocks)
 
     def keys_read(self, above: int, own: int) -> int:
-        """Keys that a query head reads in both branches, over all of these rows."""
+        """Keys that a query head reads in its three branches, over all of these rows."""
         end = above + own
-        return sum(count(end) - count(above) for count in (self._compressed_pairs, self._selected_pairs))
+        pairs = sum(count(end) - count(above) for count in (self._compressed_pairs, self._selected_pairs))
+        return pairs + visible_pairs([Span(above, own)], self.window)
 
     def _blocks(self, n: int) -> int:
         """Compressed blocks of a sequence of n."""
@@ -67,9 +76,10 @@ class NsaLayer(NamedTuple):
 
 
 class PreparedNsa(NamedTuple):
-    """What all layers need of a pack."""
+    """What all layers need of a pack of T rows."""
 
     ops: Any
+    gates: Tensor | None = None  # float32 [L, T, 4], in which each layer leaves what its rows' gates are
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +95,15 @@ class Nsa:
         return {"nsa": {"key_width": first.key_width, "value_width": first.value_width}}
 
     def prepare(self, layout: ForkLayout, kernels: Kernels) -> PreparedNsa:
-        return PreparedNsa(kernels["nsa"].prepare(layout, self.layers[0].grid))
+        position = layout.position_of_row
+        gates = torch.zeros(len(self.layers), len(position), len(NOTES) - 1, device=position.device)
+        return PreparedNsa(kernels["nsa"].prepare(layout, self.layers[0].grid), gates)
+
+    def noted(self, prepared: PreparedNsa, spans: Sequence[Span]) -> dict[str, Tensor]:
+        assert prepared.gates is not None
+        gates = prepared.gates[:, : sum(own for _, own in spans)].double().sum(1).mean(0)
+        keys = sum(layer.keys_read(*span) for layer in self.layers for span in spans) / len(self.layers)
+        return dict(zip(NOTES, [*gates.unbind(), torch.full_like(gates[0], keys)], strict=True))
 
     def cost(self, spans: Iterable[Span]) -> Flops:
         """The backward pass is twice the forward."""

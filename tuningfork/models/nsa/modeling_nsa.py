@@ -46,7 +46,7 @@ class NsaSequences:
         self.lengths = lengths
         self.length, self.stride, self.select = config.block_length, config.block_stride, config.select_length
         self.counts = [max(0, (n - self.length) // self.stride + 1) for n in lengths]
-        self.ops = self
+        self.ops, self.gates = self, None
 
     @property
     def first_positions(self) -> Tensor:
@@ -167,9 +167,9 @@ class NsaGates(nn.Linear):
 
 
 class NsaAttention(nn.Module):
-    def __init__(self, config: NsaConfig, layer_idx: int) -> None:
+    def __init__(self, config: NsaConfig) -> None:
         super().__init__()
-        self.config, self.layer_idx = config, layer_idx
+        self.config = config
         heads, groups, size = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
         self.scale = config.head_dim**-0.5
         self.choice = NsaChoice(config.select_count, config.select_initial, config.select_local)
@@ -186,8 +186,8 @@ class NsaAttention(nn.Module):
             self.gate_hidden = nn.Linear(size, config.gate_hidden) if config.gate_hidden else None
             self.gate = NsaGates(config.gate_hidden or size, 3 * heads)
 
-    def forward(self, x: Tensor, turn: NsaTurn, fork: Any, nsa: Any) -> Tensor:
-        """Rows [T, D] -> [T, D]."""
+    def forward(self, x: Tensor, turn: NsaTurn, fork: Any, ops: Any, noted: Tensor | None) -> Tensor:
+        """Rows [T, D] -> [T, D]. In `noted` [T, 4], if it is there, is left what each row's gates are (`_noted`)."""
         config = self.config
         raw = self.q_proj(x).unflatten(-1, (-1, config.head_dim))
         query = turn.rows(raw)
@@ -201,27 +201,36 @@ class NsaAttention(nn.Module):
 
         if config.cmp_rope == "before":
             keys["cmp"] = turn.rows(keys["cmp"])
-        made = [self._pooled(nsa, keys["cmp"], "phi_k"), self._pooled(nsa, values["cmp"], "phi_v")]
+        made = [self._pooled(ops, keys["cmp"], "phi_k"), self._pooled(ops, values["cmp"], "phi_v")]
         if config.cmp_rope == "block_start":
             made[0] = turn.blocks(made[0])
         asked = raw if config.cmp_rope == "none" else query
-        compressed, chosen = nsa.ops.compressed(asked, *made, scale=self.scale, choice=self.choice)
-        selected = nsa.ops.selected(query, turn.rows(keys["slc"]), values["slc"], chosen, scale=self.scale)
+        compressed, chosen = ops.compressed(asked, *made, scale=self.scale, choice=self.choice)
+        selected = ops.selected(query, turn.rows(keys["slc"]), values["slc"], chosen, scale=self.scale)
         window = fork.attend(
             query, turn.rows(keys["win"]), values["win"], scale=self.scale, window=config.window, softcap=None
         )
         gates = self._gates(x).unflatten(-1, (-1, 3, 1))  # [T, H, 3, 1]
+        if noted is not None:
+            noted.copy_(_noted(gates.detach()[..., 0]))
         out = gates[:, :, 0] * compressed + gates[:, :, 1] * selected + gates[:, :, 2] * window
         return self.o_proj(out.flatten(1))
 
-    def _pooled(self, nsa: Any, rows: Tensor, phi: str) -> Tensor:
-        return nsa.ops.mean(rows) if self.config.phi == "mean" else getattr(self, phi)(nsa.ops.blocks(rows))
+    def _pooled(self, ops: Any, rows: Tensor, phi: str) -> Tensor:
+        return ops.mean(rows) if self.config.phi == "mean" else getattr(self, phi)(ops.blocks(rows))
 
     def _gates(self, x: Tensor) -> Tensor:
         """[T, 3 H], of each head those of the compressed branch, the selected one and the window."""
         if self.gate_hidden is not None:
             x = F.silu(self.gate_hidden(x))
         return self.gate(x).sigmoid()
+
+
+def _noted(gates: Tensor) -> Tensor:
+    """Gates [T, H, 3] as means over heads, and the entropy of their shares of the three, in nats: float32 [T, 4]."""
+    gates = gates.float()
+    shares = gates / gates.sum(-1, keepdim=True).clamp(min=torch.finfo(gates.dtype).tiny)
+    return torch.cat([gates, torch.special.entr(shares).sum(-1, keepdim=True)], -1).mean(1)
 
 
 class NsaTurn(NamedTuple):
@@ -266,17 +275,17 @@ class NsaMLP(nn.Module):
 
 
 class NsaDecoderLayer(nn.Module):
-    def __init__(self, config: NsaConfig, layer_idx: int) -> None:
+    def __init__(self, config: NsaConfig) -> None:
         super().__init__()
         self.input_layernorm = NsaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = NsaAttention(config, layer_idx)
+        self.self_attn = NsaAttention(config)
         self.post_attention_layernorm = NsaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = NsaMLP(config)
 
-    def forward(self, hidden_states: Tensor, turn: NsaTurn, fork: Any, nsa: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, turn: NsaTurn, fork: Any, ops: Any, noted: Tensor | None) -> Tensor:
         """Rows [1, T, D] -> [1, T, D]."""
         x = hidden_states[0]
-        x = x + self.self_attn(self.input_layernorm(x), turn, fork, nsa)
+        x = x + self.self_attn(self.input_layernorm(x), turn, fork, ops, noted)
         return (x + self.mlp(self.post_attention_layernorm(x)))[None]
 
 
@@ -308,7 +317,7 @@ class NsaModel(NsaPreTrainedModel):
     def __init__(self, config: NsaConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList([NsaDecoderLayer(config, n) for n in range(config.num_hidden_layers)])
+        self.layers = nn.ModuleList([NsaDecoderLayer(config) for _ in range(config.num_hidden_layers)])
         self.norm = NsaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_init()
 
@@ -347,8 +356,9 @@ class NsaModel(NsaPreTrainedModel):
         of_blocks = config.sparse and config.cmp_rope == "block_start"
         first = nsa.ops.first_positions.to(positions.device) if of_blocks else None
         turn = NsaTurn.of(config, positions, first, hidden.dtype)
-        for layer in self.layers:
-            hidden = layer(hidden, turn, fork, nsa)
+        ops, gates = (nsa.ops, nsa.gates) if config.sparse else (None, None)
+        for number, layer in enumerate(self.layers):
+            hidden = layer(hidden, turn, fork, ops, None if gates is None else gates[number])
         return self.norm(hidden)
 
 
