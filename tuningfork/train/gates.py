@@ -28,7 +28,7 @@ class GateWatch:
         branch = max(gates, key=lambda words: gates[words])
         found = ", ".join(f"{words} {gate:.3f}" for words, gate in gates.items())
         return (
-            f"the gates of native sparse attention have collapsed onto {branch}: nsa/gate_entropy is {entropy:.3f} nats "
-            f"(1.099 where all are as large), gates are {found}. Lower train.learning_rate, or go back to an earlier "
-            "checkpoint"
+            f"the gates of native sparse attention have collapsed onto {branch}: nsa/gate_entropy is {entropy:.3f} "
+            f"nats (1.099 where all are as large), gates are {found}. Lower train.learning_rate, or go back to an "
+            "earlier checkpoint"
         )

@@ -87,9 +87,8 @@ def _read(
     grad_norm: Tensor, logps: Tensor, notes: Sequence[Mapping[str, Tensor]]
 ) -> tuple[float, Tensor, dict[str, Tensor]]:
     """A step's numbers, from the device. Here the host waits for it, and nowhere else in a step."""
-    noted = {
-        name: torch.stack([of_pack[name] for of_pack in notes]).sum().cpu() for name in (notes[0] if notes else ())
-    }
+    names = notes[0] if notes else ()
+    noted = {name: torch.stack([of_pack[name] for of_pack in notes]).sum().cpu() for name in names}
     return float(grad_norm), logps.cpu(), noted
 
 

@@ -65,7 +65,7 @@ def test_code_in_the_folder_is_neither_run_nor_exported(tmp_path: Path) -> None:
     save(loaded, tmp_path / "export")
     assert not (tmp_path / "ran").exists()
     ours = Path(nsa.nsa.__file__).parent
-    for name in ("modeling_nsa.py", "configuration_nsa.py"):
+    for name in ("modeling_nsa.py", "configuration_nsa.py", "sequences_nsa.py"):
         assert (tmp_path / "export" / name).read_bytes() == (ours / name).read_bytes()
     assert not (tmp_path / "export" / "other.py").exists()
     assert json.loads((tmp_path / "export" / "config.json").read_text())["auto_map"] == {

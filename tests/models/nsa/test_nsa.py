@@ -115,7 +115,7 @@ def test_it_generates_without_a_cache_and_refuses_one():
     while greedy.shape[1] < told.shape[1]:
         greedy = torch.cat([greedy, logits(model, greedy)[:, -1:].argmax(-1)], 1)
     assert torch.equal(told, greedy)
-    with pytest.raises(ValueError, match="has no use_cache; call it, or generate, with use_cache=False"):
+    with pytest.raises(ValueError, match="has no use_cache: leave it out, and generate with use_cache=False"):
         model(input_ids=IDS, use_cache=True)
     with pytest.raises(ValueError, match="position_ids must count each sequence's tokens from 0"):
         model(input_ids=IDS, position_ids=torch.arange(90)[None] % 45)

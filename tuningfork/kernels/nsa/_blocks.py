@@ -48,7 +48,7 @@ class Choice(NamedTuple):
     local: the last ones, its own among them, which are, too. Both together are at most `count`.
     """
 
-    count: int
+    count: int  # type: ignore[assignment]  # not tuple's method
     initial: int
     local: int
 

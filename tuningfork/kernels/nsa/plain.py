@@ -232,9 +232,11 @@ class _Attend(torch.autograd.Function):
         upstream = pad(grad.to(q.dtype).flatten(0, 1), (0, 0, 0, grad.shape[1]))
         d_q, d_k, d_v = map(torch.zeros_like, (q, k, v))
         for part in ctx.parts():
-            leaves = [t[places].requires_grad_() for t, places in ((q, part.queries), (k, part.keys), (v, part.keys))]
+            own_q, own_k, own_v = leaves = [
+                t[places].requires_grad_() for t, places in ((q, part.queries), (k, part.keys), (v, part.keys))
+            ]
             with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
-                found = _weights(*leaves[:2], part.visible, ctx.scale) @ leaves[2]
+                found = _weights(own_q, own_k, part.visible, ctx.scale) @ own_v
             of_q, of_k, of_v = torch.autograd.grad(found, leaves, upstream[part.queries])
             d_q[part.queries] = of_q
             for total, own in ((d_k, of_k), (d_v, of_v)):

@@ -15,7 +15,7 @@ from tuningfork.models.mixers.nsa import NsaLayer
 from tuningfork.models.nsa.modeling_nsa import NsaAttention
 
 MODEL_TYPE: str = nsa.NsaConfig.model_type
-_CODE = ("configuration_nsa.py", "modeling_nsa.py")
+_CODE = ("configuration_nsa.py", "modeling_nsa.py", "sequences_nsa.py")
 _AUTO_MAP = {
     "AutoConfig": "configuration_nsa.NsaConfig",
     "AutoModel": "modeling_nsa.NsaModel",

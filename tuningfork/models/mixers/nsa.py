@@ -3,6 +3,7 @@ Its third branch, a window, is attention as everybody's (mixers/attention.py).""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -102,13 +103,14 @@ class Nsa:
     def noted(self, prepared: PreparedNsa, spans: Sequence[Span]) -> dict[str, Tensor]:
         assert prepared.gates is not None
         gates = prepared.gates[:, : sum(own for _, own in spans)].double().sum(1).mean(0)
-        keys = sum(layer.keys_read(*span) for layer in self.layers for span in spans) / len(self.layers)
+        kinds = Counter(self.layers)
+        keys = sum(many * kind.keys_read(*span) for kind, many in kinds.items() for span in spans) / len(self.layers)
         return dict(zip(NOTES, [*gates.unbind(), torch.full_like(gates[0], keys)], strict=True))
 
     def cost(self, spans: Iterable[Span]) -> Flops:
         """The backward pass is twice the forward."""
-        spans = list(spans)
-        forward = sum(layer.forward(*span) for layer in self.layers for span in spans)
+        spans, kinds = list(spans), Counter(self.layers)
+        forward = sum(many * kind.forward(*span) for kind, many in kinds.items() for span in spans)
         return Flops(forward, 2 * forward)
 
     def probes(self, limit: int) -> list[Shape]:

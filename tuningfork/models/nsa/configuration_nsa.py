@@ -81,16 +81,8 @@ class NsaConfig(PreTrainedConfig):
         own["intermediate_size"] = intermediate_size or 4 * hidden_size
         own["value_head_dim"] = value_head_dim or head_dim
         _check_sizes(own)
+        super().__init__(**kwargs)
         for name, value in own.items():
-            setattr(self, name, value)
-        super().__init__(
-            bos_token_id=bos_token_id,
-            eos_token_id=eos_token_id,
-            pad_token_id=pad_token_id,
-            tie_word_embeddings=tie_word_embeddings,
-            **kwargs,
-        )
-        for name, value in own.items():  # of those that the library has too, it has taken its own defaults
             setattr(self, name, value)
 
 

@@ -59,10 +59,10 @@ OF_NSA: Definitions = {
     "layers; tokens that a pack shares count once.",
     "nsa/gate_slc": "The same of the branch of chosen blocks.",
     "nsa/gate_win": "The same of the window.",
-    "nsa/gate_entropy": "Entropy of the three gates' shares of their sum, nats, mean alike: ln 3 where all are as large, "
-    "0 where one branch has everything.",
-    "nsa/keys_read": "Keys that a query reads in all three branches, mean over tokens and layers: compressed blocks, rows "
-    "of chosen ones, and of the window.",
+    "nsa/gate_entropy": "Entropy of the three gates' shares of their sum, nats, mean alike: ln 3 where all are as "
+    "large, 0 where one branch has everything.",
+    "nsa/keys_read": "Keys that a query reads in all three branches, mean over tokens and layers: compressed blocks, "
+    "rows of chosen ones, and of the window.",
 }
 """What a line of training steps has besides, behind the objective's, for a model with native sparse attention."""
 
