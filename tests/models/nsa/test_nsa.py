@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.tiny import SPARSE, VOCAB, random_examples, tiny_model
+from tests.tiny import SPARSE, VOCAB, one_pack, random_examples, scorer_of, tiny_model, tiny_policy
 from tuningfork.data.packing.layout import build_pack
 from tuningfork.kernels.select import plain
 from tuningfork.models.nsa import NsaConfig, NsaForCausalLM
@@ -208,3 +208,17 @@ def test_labels_of_chance_stay_at_chance():
     with torch.no_grad():
         loss = model(input_ids=ids, labels=ids).loss
     assert abs(float(loss) - math.log(VOCAB)) < 0.02
+
+
+def test_what_is_kept_of_a_block_changes_no_gradient():
+    """Recomputed, and with inputs in host memory: gates are noted anew, blocks are chosen anew, and all is as it was."""
+    policy = tiny_policy("nsa", torch.float32)
+    batch = one_pack(random_examples([(70, (3, 61)), (1, (2, 130))]), "prompt", tokens=320)
+    found = []
+    for mode in ("none", "block", "offload"):
+        policy.keep_activations(mode)
+        policy.model.zero_grad()
+        scorer_of(policy).backward(batch, lambda first, last, logps: logps.sum())
+        found.append([weight.grad.clone() for weight in policy.model.parameters()])
+    for others in found[1:]:
+        assert all(map(torch.equal, found[0], others))

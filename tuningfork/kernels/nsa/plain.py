@@ -4,6 +4,9 @@ Queries go as in plain attention (kernels/attention/plain.py): in blocks on the 
 segment has no row. What such a block reads has a size that follows its position: all compressed blocks up to its end;
 of the rows up to there all, behind a mask, or, where a row chooses fewer than there are, for each row those that it
 chose. So a row has the same bits in every pack that has its path.
+
+How many blocks a pack has is known to the host alone, so a compiler would make a graph for each pack: it leaves these
+calls as they are.
 """
 
 from __future__ import annotations
@@ -88,6 +91,7 @@ class PlainNsa(NamedTuple):
             total = total + row
         return (total / self.grid.length).to(rows.dtype)
 
+    @torch.compiler.disable
     def compressed(
         self, query: Tensor, keys: Tensor, values: Tensor, *, scale: float, choice: Choice
     ) -> tuple[Tensor, Tensor]:
@@ -124,6 +128,7 @@ class PlainNsa(NamedTuple):
         out: Tensor = _Attend.apply(parts, scale, choose, query, keys, values)
         return out, chosen[:-1]
 
+    @torch.compiler.disable
     def selected(self, query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, *, scale: float) -> Tensor:
         """Attention over the rows of the chosen blocks, up to each row itself.
 

@@ -77,10 +77,15 @@ class NsaLayer(NamedTuple):
 
 
 class PreparedNsa(NamedTuple):
-    """What all layers need of a pack of T rows."""
+    """What all layers need of a pack of T rows, or one of them."""
 
     ops: Any
-    gates: Tensor | None = None  # float32 [L, T, 4], in which each layer leaves what its rows' gates are
+    gates: Tensor | None = None  # float32 [L, T, 4], in which each layer leaves what its rows' gates are; or [T, 4]
+
+    def of_layer(self, number: int) -> PreparedNsa:
+        """What one layer is handed. Not its gates by themselves: who recomputes a block saves what it is called with,
+        and a tensor that is written to meanwhile cannot be saved."""
+        return self if self.gates is None else self._replace(gates=self.gates[number])
 
 
 @dataclass(frozen=True, slots=True)

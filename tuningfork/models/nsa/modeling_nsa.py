@@ -9,8 +9,8 @@ A layer reads its path through three branches, each with keys and values of its 
     selected     the rows of the `select_count` blocks of `select_length` positions that compressed attention favours
     window       the last `window` rows
 
-and adds them up, each times a gate of its own for each head. What the branches run on, a layer is handed: `fork` for
-the window and `nsa` for the other two. Sequences side by side (sequences_nsa.py) are the readable form of both. There is
+and adds them up, each times a gate of its own for each head. What these run on, a layer is handed: `fork` for the
+window and `nsa` for the other two. Sequences side by side (sequences_nsa.py) are the readable form of both. There is
 no cache, so generate with ``use_cache=False``.
 """
 
@@ -89,8 +89,8 @@ class NsaAttention(nn.Module):
             self.gate_hidden = nn.Linear(size, config.gate_hidden) if config.gate_hidden else None
             self.gate = NsaGates(config.gate_hidden or size, 3 * heads)
 
-    def forward(self, x: Tensor, turn: NsaTurn, fork: Any, ops: Any, noted: Tensor | None) -> Tensor:
-        """Rows [T, D] -> [T, D]. In `noted` [T, 4], if it is there, is left what each row's gates are (`_noted`)."""
+    def forward(self, x: Tensor, turn: NsaTurn, fork: Any, nsa: Any) -> Tensor:
+        """Rows [T, D] -> [T, D]. What each row's gates are is left in `nsa.gates` [T, 4], if that is there (`_noted`)."""
         config = self.config
         raw = self.q_proj(x).unflatten(-1, (-1, config.head_dim))
         query = turn.rows(raw)
@@ -104,18 +104,18 @@ class NsaAttention(nn.Module):
 
         if config.cmp_rope == "before":
             keys["cmp"] = turn.rows(keys["cmp"])
-        made = [self._pooled(ops, keys["cmp"], "phi_k"), self._pooled(ops, values["cmp"], "phi_v")]
+        made = [self._pooled(nsa.ops, keys["cmp"], "phi_k"), self._pooled(nsa.ops, values["cmp"], "phi_v")]
         if config.cmp_rope == "block_start":
             made[0] = turn.blocks(made[0])
         asked = raw if config.cmp_rope == "none" else query
-        compressed, chosen = ops.compressed(asked, *made, scale=self.scale, choice=self.choice)
-        selected = ops.selected(query, turn.rows(keys["slc"]), values["slc"], chosen, scale=self.scale)
+        compressed, chosen = nsa.ops.compressed(asked, *made, scale=self.scale, choice=self.choice)
+        selected = nsa.ops.selected(query, turn.rows(keys["slc"]), values["slc"], chosen, scale=self.scale)
         window = fork.attend(
             query, turn.rows(keys["win"]), values["win"], scale=self.scale, window=config.window, softcap=None
         )
         gates = self._gates(x).unflatten(-1, (-1, 3, 1))  # [T, H, 3, 1]
-        if noted is not None:
-            noted.copy_(_noted(gates.detach()[..., 0]))
+        if nsa.gates is not None:
+            nsa.gates.copy_(_noted(gates.detach()[..., 0]))
         out = gates[:, :, 0] * compressed + gates[:, :, 1] * selected + gates[:, :, 2] * window
         return self.o_proj(out.flatten(1))
 
@@ -186,10 +186,10 @@ class NsaDecoderLayer(nn.Module):
         self.post_attention_layernorm = NsaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = NsaMLP(config)
 
-    def forward(self, hidden_states: Tensor, turn: NsaTurn, fork: Any, ops: Any, noted: Tensor | None) -> Tensor:
+    def forward(self, hidden_states: Tensor, turn: NsaTurn, fork: Any, nsa: Any) -> Tensor:
         """Rows [1, T, D] -> [1, T, D]."""
         x = hidden_states[0]
-        x = x + self.self_attn(self.input_layernorm(x), turn, fork, ops, noted)
+        x = x + self.self_attn(self.input_layernorm(x), turn, fork, nsa)
         return (x + self.mlp(self.post_attention_layernorm(x)))[None]
 
 
@@ -263,9 +263,8 @@ class NsaModel(NsaPreTrainedModel):
         of_blocks = config.sparse and config.cmp_rope == "block_start"
         first = nsa.ops.first_positions.to(positions.device) if of_blocks else None
         turn = NsaTurn.of(config, positions, first, hidden.dtype)
-        ops, gates = (nsa.ops, nsa.gates) if config.sparse else (None, None)
         for number, layer in enumerate(self.layers):
-            hidden = layer(hidden, turn, fork, ops, None if gates is None else gates[number])
+            hidden = layer(hidden, turn, fork, nsa.of_layer(number) if config.sparse else None)
         return self.norm(hidden)
 
 

@@ -32,6 +32,10 @@ class NsaSequences:
         self.counts = [max(0, (n - self.length) // self.stride + 1) for n in lengths]
         self.ops, self.gates = self, None
 
+    def of_layer(self, number: int) -> NsaSequences:
+        """All layers run on the same."""
+        return self
+
     @property
     def first_positions(self) -> Tensor:
         """int64 [E], where in its sequence each compressed block begins."""
