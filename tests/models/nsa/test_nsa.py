@@ -211,7 +211,7 @@ def test_labels_of_chance_stay_at_chance():
 
 
 def test_what_is_kept_of_a_block_changes_no_gradient():
-    """Recomputed, and with inputs in host memory: gates are noted anew, blocks are chosen anew, and all is as it was."""
+    """Recomputed, and with inputs in host memory: gates are noted anew, blocks chosen anew, and all is as it was."""
     policy = tiny_policy("nsa", torch.float32)
     batch = one_pack(random_examples([(70, (3, 61)), (1, (2, 130))]), "prompt", tokens=320)
     found = []

@@ -90,7 +90,7 @@ class NsaAttention(nn.Module):
             self.gate = NsaGates(config.gate_hidden or size, 3 * heads)
 
     def forward(self, x: Tensor, turn: NsaTurn, fork: Any, nsa: Any) -> Tensor:
-        """Rows [T, D] -> [T, D]. What each row's gates are is left in `nsa.gates` [T, 4], if that is there (`_noted`)."""
+        """Rows [T, D] -> [T, D]. What each row's gates are is left in `nsa.gates` [T, 4], if it is there (`_noted`)."""
         config = self.config
         raw = self.q_proj(x).unflatten(-1, (-1, config.head_dim))
         query = turn.rows(raw)
