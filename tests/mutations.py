@@ -777,6 +777,46 @@ MUTATIONS = (
         "if decay.dtype != wide and beta.dtype != wide:",
         ("test_gates_that_would_be_rounded_are_refused",),
     ),
+    # --- CCGQA: what public code has had wrong
+    Mutation(
+        "ccgqa-zeros-before-the-second-convolution",
+        "x.new_zeros(x.shape[1]) if before is None else before.to(x.dtype)",
+        "x.new_zeros(x.shape[1])",
+        ("test_values_and_gradients_are_those_of_a_loop",),
+        within="_query_key",
+    ),
+    Mutation(
+        "ccgqa-mean-over-all-heads",
+        "of_queries.unflatten(1, (-1, group)).mean(2)",
+        "of_queries.mean(1, keepdim=True).expand_as(key)",
+        ("test_values_and_gradients_are_those_of_a_loop",),
+    ),
+    Mutation(
+        "ccgqa-temperature-without-a-gradient",
+        "temperature.to(wide).exp()[:, None]).to(x.dtype)",
+        "temperature.detach().to(wide).exp()[:, None]).to(x.dtype)",
+        ("test_gradients_are_those_of_finite_differences",),
+        within="_query_key",
+    ),
+    Mutation(
+        "ccgqa-clamped-gradients",
+        "rounded = grad.to(x.dtype).to(wide)",
+        "rounded = grad.clamp(-100, 100).to(x.dtype).to(wide)",
+        ("test_gradients_grow_and_shrink_with_what_comes_in_and_nothing_is_clamped",),
+    ),
+    Mutation(
+        "ccgqa-no-root-of-the-width",
+        "return heads * (heads.shape[-1] ** 0.5 / norm)",
+        "return heads / norm",
+        ("test_a_query_has_the_length_of_its_width_and_a_key_that_by_its_temperature",),
+        within="_unit",
+    ),
+    Mutation(
+        "ccgqa-value-of-another-example",
+        "taps[now:, 0] = 1",
+        "taps[now:, 1] = 1",
+        ("test_the_first_row_of_a_path_has_no_value_of_the_row_before",),
+    ),
 )
 
 

@@ -22,6 +22,7 @@ LINES = 400
 
 EVERYONE = {
     "records",
+    "accounts",
     "errors",
     "files",
     "json_files",
@@ -62,7 +63,8 @@ SUB_ROOMS = {
     "data.summary": {"data.packing", "data.examples", "data.config", "data.tokens", "data.prepare"},
     "models.mixers": set(),
     "models.nsa": set(),
-    "models.hf": {"models.mixers", "models.nsa"},
+    "models.ccgqa": set(),
+    "models.hf": {"models.mixers", "models.ccgqa", "models.nsa"},
     "commands.resolve": set(),
     "commands.inputs": set(),
     "commands.summary": set(),

@@ -542,6 +542,16 @@ def test_a_model_says_which_of_its_weights_are_tied():
     assert apart.get_expanded_tied_weights_keys(all_submodels=True) == {}
 
 
+@lean("transformers._init_weights")
+def test_a_family_initialises_module_by_module() -> None:
+    """Each module's own weights, and no others."""
+    model = tiny_model("llama", torch.float32)
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    model._init_weights(model.model.layers[0].mlp.up_proj)
+    changed = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
+    assert changed == {"model.layers.0.mlp.up_proj.weight"}
+
+
 @lean("transformers.attribute_map")
 def test_a_config_says_what_its_family_calls_a_setting():
     config = transformers.GPT2Config(n_layer=3)

@@ -17,6 +17,7 @@ from tuningfork.data.packing.pack import PackLimits
 from tuningfork.data.packing.tree import Share
 from tuningfork.kernels.row_logps import plain as plain_rows
 from tuningfork.kernels.select import Kernels, plain
+from tuningfork.models.ccgqa.modeling_ccgqa import CcgqaConfig
 from tuningfork.models.head import Head
 from tuningfork.models.hf import attention, layers
 from tuningfork.models.nsa import NsaConfig
@@ -81,12 +82,21 @@ SPARSE: dict[str, Any] = {
     "nsa_mean": lambda: NsaConfig(**_NSA, phi="mean", cmp_rope="before"),
     "nsa_linear": lambda: NsaConfig(**_NSA, phi="linear", phi_shared=True, tie_word_embeddings=True),
 }
+_CCGQA: dict[str, Any] = {**_BASE, "head_dim": 8}
+CCGQA: dict[str, Any] = {
+    "ccgqa": lambda: CcgqaConfig(**_CCGQA, depthwise_kernel_size=3, rotary_fraction=0.5),
+    "ccgqa_recursive": lambda: CcgqaConfig(
+        **{**_CCGQA, "num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": 2},
+        **{"grouped_kernel_size": 3, "conv_bias": False, "value_shift": "channels", "tie_word_embeddings": True},
+        **{"recursions": 3, "residual_scale": 0.5, "embedding_scale": 2.0},
+    ),
+}
 
 
 def tiny_model(family: str = "llama", dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
     """A random model whose logits are spread enough that mistakes show."""
     torch.manual_seed(seed)
-    config = {**FAMILIES, **HYBRIDS, **SHORT_CONVS, **SPARSE}[family]()
+    config = {**FAMILIES, **HYBRIDS, **SHORT_CONVS, **CCGQA, **SPARSE}[family]()
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation=attention.NAME, dtype=torch.float32
     )

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tuningfork.accounts import DataReport
 from tuningfork.commands.train import train
 from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.packing.loader import build_packs
@@ -30,7 +31,7 @@ from tuningfork.models.scorer import Scorer
 from tuningfork.objective.pairs import DPO
 from tuningfork.recipe.load import load_run_config
 from tuningfork.recipe.run_config import RunConfig
-from tuningfork.records import DataReport, PackedBatch, TokenExample
+from tuningfork.records import PackedBatch, TokenExample
 from tuningfork.reference.config import ReferenceConfig
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.run.console import Console

@@ -20,7 +20,6 @@ Shape legend, used in names and comments throughout:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
@@ -59,13 +58,19 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where an example was read: a file and its row there, counted from 1."""
+    """Where an example was read: a file and its row there, counted from 1, of which it may be a piece."""
 
     file: str
     row: int
+    piece: int = 0  # counted from 1; 0 is the whole row
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.row}"
+        return f"{self.file}:{self.row}" + (f" piece {self.piece}" if self.piece else "")
+
+    @property
+    def whole(self) -> Source:
+        """The row that it is a piece of."""
+        return Source(self.file, self.row)
 
 
 Turns = tuple[Message, ...]
@@ -105,10 +110,15 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenAnswer:
-    """One answer's tokens: `ids` int32 [a]; `mask` bool [a], true where the token's log-prob counts."""
+    """One answer's tokens: `ids` int32 [a]; `mask` bool [a], true where the token's log-prob counts.
+
+    `text_bytes` is the UTF-8 length of the text that those tokens stand for which count and have a predictor; 0 where
+    nobody has counted it.
+    """
 
     ids: np.ndarray
     mask: np.ndarray
+    text_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,7 +199,9 @@ def prompt_hash(ids: np.ndarray) -> int:
 
 _COLUMNS: dict[str, tuple[str, Callable[[TokenExample], Any]]] = {
     "content": ("S16", lambda e: e.content),
+    "piece": ("<i4", lambda e: e.source.piece),
     "answers": ("<i8", lambda e: len(e.answers)),
+    "prompt": ("<i4", lambda e: len(e.prompt_ids)),
     "longest": ("<i8", lambda e: e.longest),
     "plain_tokens": ("<i8", lambda e: e.plain_tokens),
     "unique_tokens": ("<i8", lambda e: e.unique_tokens),
@@ -202,7 +214,8 @@ _COLUMNS: dict[str, tuple[str, Callable[[TokenExample], Any]]] = {
 
 
 def column(examples: Sequence[TokenExample], name: str) -> np.ndarray:
-    """One fact of each of many examples, [n], by the name that TokenExample has for it; `answers` are counted.
+    """One fact of each of many examples, [n], by the name that TokenExample has for it; `answers` are counted, and so
+    are the tokens of a `prompt`.
 
     A label or margin that is not there is -1 or NaN. A sequence that keeps columns (data/token_table.py) makes no
     example for it: a million of them would take half a minute.
@@ -220,47 +233,11 @@ def taken(examples: Sequence[TokenExample], places: np.ndarray) -> Sequence[Toke
     return [examples[place] for place in places.tolist()] if take is None else take(places)
 
 
-@dataclass(frozen=True, slots=True)
-class DroppedRow:
-    """A row that is not trained on, and why. `reason` is one of a few short phrases; `detail` says more."""
-
-    file: str
-    row: int
-    reason: str
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """Tokens of an example: of its prompt and of each answer. `opening` of the prompt's are a BOS that no cut takes."""
-
-    prompt: int
-    answers: tuple[int, ...]
-    opening: int = 0
-
-
-@dataclass(slots=True)
-class DataReport:
-    """What became of every row of a file set: rows_read = used + the sum of dropped."""
-
-    rows_read: int = 0
-    used: int = 0
-    dropped_rows: list[DroppedRow] = field(default_factory=list)
-    sources: dict[str, list[str]] = field(default_factory=dict)  # source, as the recipe names it -> its files
-    passed_over: list[str] = field(default_factory=list)  # files and splits beside them that are for another use
-    formats: dict[str, str] = field(default_factory=dict)  # file -> its format, a name of data/examples/formats.py
-    fields: dict[str, None] = field(default_factory=dict)  # that rows have, by the files' own names
-    sizes: dict[Source, Size] = field(default_factory=dict)  # of examples that were cut, or left out though readable
-    notes: dict[str, list[Source]] = field(default_factory=dict)  # what is worth knowing of rows that are used -> which
-
-    @property
-    def dropped(self) -> dict[str, int]:
-        """reason -> count, the most frequent first."""
-        return dict(Counter(row.reason for row in self.dropped_rows).most_common())
-
-
 class PerToken(NamedTuple):
-    """A number of some answers that is a mean over their tokens, not over answers: sum of `sums` / sum of `tokens`."""
+    """A number of some answers that is a mean over their tokens, not over answers: sum of `sums` / sum of `tokens`.
+
+    Bytes of text may stand in the place of tokens.
+    """
 
     sums: Tensor  # float64 [n], over each answer's tokens
     tokens: Tensor  # float64 [n], of each answer

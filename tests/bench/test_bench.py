@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from bench import (
     attention,
     causal_conv,
+    ccgqa,
     elementwise,
     gated_delta,
     head,
@@ -253,6 +254,21 @@ def test_causal_conv_measures_both_kinds_of_layers(capsys):
         assert line["form"] == "plain" and "note" not in line
         assert line["forward_ms"] > 0 and line["train_ms"] > 0
         assert all(0 < line[f"error_{kind}"] < 1e-6 for kind in ("results", "rows", "weight"))  # float32 on a CPU
+
+
+def test_ccgqa_stands_beside_attention_of_full_width(capsys):
+    ccgqa.main(["--shapes", "64/4x2x8/2x3", "64/3x3x4/1x1", "--rows", "96"])
+    lines = json_lines(capsys.readouterr().out)
+    assert [line["shape"] for line in lines] == ["64/4x2x8/2x3", "64/3x3x4/1x1"]
+    for line in lines:
+        assert "note" not in line
+        assert line["train_x"] == pytest.approx(line["mha_train_ms"] / line["train_ms"], abs=2e-3)
+        assert line["mix_ms"] > 0
+        assert 0 < line["error_results"] < 1e-6 and 0 < line["error_gradients"] < 1e-5  # float32 on a CPU
+    # By hand: 4 products of 64 x 64 and 4 flops a pair and channel, over those of 32 and 16 channels and what mixes.
+    pairs = 96 * 97 // 2
+    full, mixing = 8 * 64**2 * 96 + 4 * 64 * pairs, 2 * 48 * (2 + 8 * 3) * 96
+    assert lines[0]["flops_x"] == pytest.approx(full / (2 * 64 * (64 + 32) * 96 + mixing + 4 * 32 * pairs), abs=1e-3)
 
 
 def test_elementwise_compares_every_part(capsys):

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tuningfork.accounts import DroppedRow
 from tuningfork.data.examples import infer_format, row_reader
 from tuningfork.data.examples.roles import MessageNames
 from tuningfork.data.examples.values import Unusable
 from tuningfork.data.tables import read
-from tuningfork.records import DroppedRow, Example, Message, Source
+from tuningfork.records import Example, Message, Source
 
 
 @dataclass(frozen=True)

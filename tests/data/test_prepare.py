@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.data.tiny_tokenizers import CHATML, INST, REWRITING, byte_bpe
+from tuningfork.accounts import DataReport, Size
 from tuningfork.data.config import DataConfig
 from tuningfork.data.prepare import dataset_digest, prepare_examples, report_dict
 from tuningfork.data.token_table import Subset, TokenTable, columns_of
@@ -18,7 +19,7 @@ from tuningfork.data.tokens.template import REWRITES
 from tuningfork.data.tokens.truncate import CUT_ANSWERS, CUT_ONE_SIDE, CUT_PROMPT
 from tuningfork.data.tokens.workers import BATCH
 from tuningfork.errors import DataError
-from tuningfork.records import DataReport, Size, Source, TokenAnswer, TokenExample
+from tuningfork.records import Source, TokenAnswer, TokenExample
 
 NONE = DataConfig(template="none")
 
@@ -186,6 +187,7 @@ def test_the_report_is_plain_data(tmp_path: Path) -> None:
         "passed_over": [],
         "formats": {str(path): "pairs"},
         "rows_read": 2,
+        "pieces": {"rows": 0, "pieces": 0},
         "used": 1,
         "dropped": {"empty answer": 1},
         "notes": {},

@@ -13,12 +13,13 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.data.rows import assistant, user, write
 from tests.data.tiny_tokenizers import CHATML, INST, byte_bpe
+from tuningfork.accounts import DataReport
 from tuningfork.data.config import DataConfig
 from tuningfork.data.packing.layout import build_pack
 from tuningfork.data.prepare import prepare_examples
 from tuningfork.data.tokens.tokenize import MERGES
 from tuningfork.data.tokens.truncate import OverLength
-from tuningfork.records import ROOT, DataReport, PackedBatch, Source, TokenExample
+from tuningfork.records import ROOT, PackedBatch, Source, TokenExample
 
 BOS, EOS, START, END = 0, 1, 2, 3  # ids of byte_bpe's special tokens
 

@@ -175,6 +175,10 @@ HOSTILE = {
     "a row before the first": {"row": [0, 2]},
     "a row less": {"row": [1]},
     "a group less": {"group": [7]},
+    "a piece before the first": {"piece": [0, -1]},
+    "a piece less": {"piece": [1]},
+    "a text of less than none": {"text": [1, -1, 0]},
+    "a text less": {"text": [1, 1]},
 }
 
 
@@ -184,6 +188,8 @@ def test_columns_that_no_examples_make_are_told(name: str) -> None:
         **{"row": [1, 2], "answers": [2, 1], "prompt": [2, 2], "label": [-1, -1], "weight": [1, 2]},
         **{"margin": [np.nan, 1], "group": [0, 7], "content": [b"a", b"b"], "answer": [1, 1, 3], "ids": range(9)},
         "counts": [0, 0, 1, 1, 0, 0, 1, 0, 1],
+        "piece": [0, 2],
+        "text": [3, 0, 5],
     }
 
     def columns(values: dict[str, Any]) -> token_table.Columns:
@@ -193,5 +199,5 @@ def test_columns_that_no_examples_make_are_told(name: str) -> None:
 
     token_table.check_consistent(columns(good))
     token_table.check_consistent(columns({name: [] for name in good}))
-    with pytest.raises(ValueError, match=r"columns|example|id|weight|answer"):
+    with pytest.raises(ValueError, match=r"columns|example|id|weight|answer|text"):
         token_table.check_consistent(columns(good | HOSTILE[name]))

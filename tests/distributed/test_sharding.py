@@ -14,6 +14,7 @@ from tests.distributed.worlds import together
 from tests.tiny import HYBRIDS, limits_of, random_examples, scorer_of, tiny_model
 from tuningfork.data.packing.layout import lay
 from tuningfork.data.packing.pack import pack_of, portions_of
+from tuningfork.data.tokens.truncate import pieces_of
 from tuningfork.distributed.config import ParallelConfig
 from tuningfork.distributed.layout import Layout
 from tuningfork.distributed.parallelize import parallelize
@@ -22,7 +23,7 @@ from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
 from tuningfork.distributed.world import ALONE, world
 from tuningfork.models.policy import Policy
 from tuningfork.objective.config import ObjectiveConfig
-from tuningfork.records import ForkLayout
+from tuningfork.records import ForkLayout, TokenExample
 from tuningfork.train.batch import StepBatch
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.optimizer import build_optimizer
@@ -86,10 +87,27 @@ def test_steps_of_copies_of_a_hybrid_model_that_is_spread_are_those_of_one_proce
     check_steps(4, "olmo_hybrid", LAYOUTS["HSDP"], "none")
 
 
-def check_steps(size: int, family: str, parallel: dict[str, Any], activations: str) -> None:
-    examples = random_examples([(n % 7 + 1, (2 * n % 11 + 1, 3 + n % 5)) for n in range(11)])
-    expected, weights = steps_of(ONE_PROCESS, family, {}, examples, {})
-    for found, theirs in together(size, steps_of, family, parallel, examples, {}, activations):
+@pytest.mark.parametrize("layout", ["FSDP", "DDP"])
+@pytest.mark.parametrize("documents", [11, 1])
+def test_steps_over_documents_are_those_of_one_process(layout: str, documents: int) -> None:
+    """Of one document, too, where the other process has an empty pack."""
+    whole = random_examples([(0, (5 + 9 * n % 40,)) for n in range(documents)])
+    pieces = [piece for one in whole for piece in (pieces_of(one, 16) if one.longest > 16 else [one])]
+    check_steps(2, "llama", LAYOUTS[layout], "none", pieces, {"name": "lm"})
+
+
+def check_steps(
+    size: int,
+    family: str,
+    parallel: dict[str, Any],
+    activations: str,
+    examples: list[TokenExample] | None = None,
+    settings: dict[str, Any] | None = None,
+) -> None:
+    examples = examples or random_examples([(n % 7 + 1, (2 * n % 11 + 1, 3 + n % 5)) for n in range(11)])
+    settings = settings or {}
+    expected, weights = steps_of(ONE_PROCESS, family, {}, examples, settings)
+    for found, theirs in together(size, steps_of, family, parallel, examples, settings, activations):
         assert found[0][0] == expected[0][0]
         assert torch.equal(found[0][2], expected[0][2])  # before the first step: the same bits
         for (loss, norm, logps), (loss_alone, norm_alone, logps_alone) in zip(found, expected, strict=True):

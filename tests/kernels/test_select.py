@@ -74,3 +74,13 @@ def test_keys_wider_than_the_gpus_scan_are_refused(monkeypatch):
     assert (chosen["gated_delta"], chosen.names) == (object, {"gated_delta": "triton"})
     with pytest.raises(ModelError, match="keys up to 128 wide, these have 160, beside values of 64"):
         select({"gated_delta": {"key_width": 160, "value_width": 64}}, torch.device("cuda"), torch.bfloat16)
+
+
+def test_compressed_heads_and_convolutions_that_the_gpu_does_not_take_are_refused(monkeypatch):
+    fast = SimpleNamespace(WIDEST=4, WIDEST_HEAD=128, TritonCcgqa=object)
+    monkeypatch.setitem(sys.modules, "tuningfork.kernels.ccgqa.fast", fast)  # the real one needs Triton
+    asked = {"head_width": 128, "depthwise": 4, "grouped": 4}
+    assert select({"ccgqa": asked}, torch.device("cuda"), torch.bfloat16).names == {"ccgqa": "triton"}
+    for wrong, words in (({"grouped": 5}, "of 4 and 5 tokens"), ({"head_width": 256}, "are 256 wide")):
+        with pytest.raises(ModelError, match=words):
+            select({"ccgqa": {**asked, **wrong}}, torch.device("cuda"), torch.bfloat16)

@@ -327,6 +327,27 @@ def test_flops_are_six_per_row_and_eight_only_for_an_example_larger_than_a_chunk
     assert watch.flops == 6 * rows * V * D + 2 * recomputed * V * D
 
 
+@pytest.mark.parametrize("limit", [8192, 36, 16, 4])
+def test_a_weighted_sum_of_log_probs_takes_no_second_product_and_holds_a_chunk_of_logits_at_most(limit):
+    """However long an answer is, and with the numbers of a loss that is not told to be one."""
+
+    def weighted(first: int, last: int, logps: torch.Tensor) -> torch.Tensor:
+        return (torch.cos(torch.arange(first, last, dtype=torch.float64)) * logps).sum()
+
+    found = []
+    for linear in (False, True):
+        case = Case.of(long_answers(vocab=997), torch.float32, v=997)
+        hidden, weight = case.hidden.requires_grad_(), case.weight.requires_grad_()
+        with Watch() as watch:
+            head = Head(plain(), LogitTransform(), limit)
+            loss, logps = head.backward(hidden, weight, case.batch, weighted, linear=linear)
+        found.append((loss, logps, hidden.grad, weight.grad))
+    assert watch.flops == 6 * len(hidden) * 997 * D
+    assert watch.largest <= max(limit * 997, weight.numel())
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_a_flop_counter_sees_all_of_the_head():
     case = Case.of(long_answers(), torch.float32)
     with FlopCounterMode(display=False) as counter:

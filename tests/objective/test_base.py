@@ -16,6 +16,7 @@ from tuningfork.errors import DataError
 from tuningfork.models.hf.load import Loaded
 from tuningfork.objective.base import Answers, BatchTotals, Objective
 from tuningfork.objective.kinds import OBJECTIVES
+from tuningfork.records import TokenExample
 from tuningfork.train.batch import StepBatch
 from tuningfork.train.evaluate import evaluate
 from tuningfork.train.session import Session
@@ -74,13 +75,37 @@ def test_an_objective_declares_what_it_gives(name: str) -> None:
     reference = -np.arange(4.0) if objective.needs_reference else None
     pairs = random_pairs(2)
     if objective.refusal(pairs[0]):
-        known = Answers.of([one for pair in pairs for one in pair.alone()], [1, 2, 3, 4], reference)
+        known = Answers.of([document(one) for pair in pairs for one in pair.alone()], [1, 2, 3, 4], reference)
     else:
         known = Answers.of(pairs, [1, 2, 3, 4], reference)
     found = objective.statistics(-torch.ones(4, dtype=torch.float64), known)
     assert list(found) == list(objective.statistics_defined)
     assert set(objective.headline.values()) <= set(found)
-    assert all(definition.endswith(".") for definition in objective.statistics_defined.values())
+    derived = objective.derived(dict.fromkeys(found, 0.5))
+    assert list(derived) == list(objective.derived_defined)
+    definitions = [*objective.statistics_defined.values(), *objective.derived_defined.values()]
+    assert all(definition.endswith(".") for definition in definitions)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_loss_that_is_called_linear_has_one_slope(name: str) -> None:
+    """The head takes its gradient before it knows the log-probs."""
+    objective = OBJECTIVES[name]()
+    examples = random_pairs(3)
+    if objective.answers == 1:
+        examples = [document(one) for pair in examples for one in pair.alone()]
+    reference = -np.arange(6.0) if objective.needs_reference else None
+    known, totals = Answers.of(examples, [3, 1, 4, 1, 5, 9], reference), objective.totals(examples)
+    slopes = []
+    for at in (torch.zeros(6), -(torch.arange(1.0, 7.0) ** 2)):
+        logps = at.double().requires_grad_()
+        slopes.append(torch.autograd.grad(objective.loss(logps, known, totals), logps)[0])
+    assert torch.equal(*slopes) == objective.linear
+
+
+def document(example: TokenExample) -> TokenExample:
+    """An example's answer as a document of its own."""
+    return replace(example, prompt_ids=example.prompt_ids[:0])
 
 
 @dataclass(frozen=True)

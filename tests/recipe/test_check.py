@@ -42,6 +42,38 @@ def test_the_best_step_goes_by_a_number_that_the_objective_has(by: str) -> None:
     assert "train.best_by: loss" in message
 
 
+def test_a_step_has_one_size() -> None:
+    message = error(None, "--train.tokens_per_step", "8192", "--train.examples_per_step", "16")
+    assert "train.tokens_per_step is 8,192 and train.examples_per_step is 16. Keep one" in message
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            "--train.warmup_steps 10 --train.warmup_ratio 0.2",
+            "train.warmup_steps is 10 and train.warmup_ratio is 0.2. Keep",
+        ),
+        (
+            "--train.schedule constant --train.min_lr_ratio 0.1",
+            "schedule constant does not use it. Remove it, or choose",
+        ),
+        (
+            "--train.schedule cosine --train.decay_start 0.5",
+            "schedule cosine does not use it. Remove it, or choose wsd.",
+        ),
+    ],
+)
+def test_a_schedule_has_one_warm_up_and_its_own_settings(flags: str, words: str) -> None:
+    assert words in error(None, *flags.split())
+
+
+def test_pieces_are_of_documents() -> None:
+    message = error(None, "--data.over_length", "pieces")
+    assert "objective.name dpo compares two answers" in message and "objective.name: lm" in message
+    load(None, "--data.over_length", "pieces", "--objective.name", "lm")
+
+
 @pytest.mark.parametrize(("name", "value"), [("group_by", "conversation"), ("group_most", "8")])
 def test_settings_of_groups_are_refused_where_nothing_is_grouped(name: str, value: str) -> None:
     message = error(None, f"--train.{name}", value)
@@ -93,8 +125,11 @@ def test_a_path_that_no_file_system_takes_is_named_by_its_setting(key: str, path
         assert why in message or "\ud800" in path  # which is refused as text, where text has bounds
 
 
+PATH_NAMES = ("path", "dir", "cache", "train", "eval", "template", "init", "tokenizer")
+
+
 def test_every_setting_that_is_a_path_is_known_to_be_one() -> None:
-    named = {key for key in SETTINGS if key.rpartition(".")[2] in ("path", "dir", "cache", "train", "eval", "template")}
+    named = {key for key in SETTINGS if key.rpartition(".")[2] in PATH_NAMES}
     assert named == {*PATHS}
 
 

@@ -11,7 +11,7 @@ from tuningfork.errors import ConfigError, DataError
 from tuningfork.recipe import load as loading
 from tuningfork.recipe.check import PATHS, REQUIRED
 from tuningfork.recipe.dialect import to_text
-from tuningfork.recipe.load import load_run_config
+from tuningfork.recipe.load import from_yaml, load_run_config
 from tuningfork.recipe.run_config import SETTINGS, RunConfig
 
 
@@ -43,6 +43,7 @@ NEEDS = {
     "model.weights": ["--train.optimizer", "adamw_8bit"],
     "train.gradient_dtype": ["--train.optimizer", "adamw_8bit", "--model.weights", "bfloat16"],
     "train.eval_every": ["--data.eval", "held_out.jsonl"],
+    "train.decay_start": ["--train.schedule", "wsd"],
     "train.group_by": ["--train.order", "grouped"],
     "train.group_most": ["--train.order", "grouped"],
     "train.best_by": ["--data.eval", "held_out.jsonl", "--train.eval_every", "5"],
@@ -50,6 +51,7 @@ NEEDS = {
 }
 
 
+FROM_NOTHING = ("model.init", "model.init_seed", "model.tokenizer")  # which stand together, in the place of model.path
 OTHER = {  # not any text will do
     "data.date": "2026-01-31",
     "data.columns": {"question": "prompt", "7": "chosen"},
@@ -59,7 +61,7 @@ OTHER = {  # not any text will do
 }
 
 
-@pytest.mark.parametrize("key", SETTINGS)
+@pytest.mark.parametrize("key", [key for key in SETTINGS if key not in FROM_NOTHING])
 def test_every_setting_can_be_given_in_a_recipe_and_as_a_flag_which_wins(key: str) -> None:
     section, _, name = key.partition(".")
     before = load(None, *NEEDS.get(key, [])).values()[key]
@@ -79,6 +81,24 @@ def test_every_setting_can_be_given_in_a_recipe_and_as_a_flag_which_wins(key: st
         assert back.values()[key] == before
 
 
+def test_a_model_from_nothing_can_be_given_in_a_recipe_and_as_flags() -> None:
+    """Its config as a mapping, whatever is in it, or as the path of one."""
+    config = {
+        "model_type": "llama",
+        "rope_parameters": {"rope_theta": 1e4},
+        "layer_types": ["full_attention"],
+        "x": None,
+    }
+    for given in (config, "config.json"):
+        Path("r.yaml").write_text(to_text({"model": {"init": given, "init_seed": 7, "tokenizer": "bytes"}}))
+        text = given if isinstance(given, str) else yaml.safe_dump(given, default_flow_style=True).strip()
+        flags = ["--model.init", text, "--model.init_seed", "7", "--model.tokenizer", "bytes"]
+        by_recipe = load_run_config(Path("r.yaml"), ["--data.train", "d"], "tuningfork train")
+        by_flags = load_run_config(None, [*flags, "--data.train", "d"], "tuningfork train")
+        assert by_recipe == by_flags and by_flags.model.init == given
+        assert from_yaml(by_flags.to_yaml(), "r.yaml") == by_flags
+
+
 def test_a_tilde_is_the_home_of_the_user_in_every_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setattr(loading, "read_template", lambda name: None)
@@ -91,7 +111,7 @@ def test_a_tilde_is_the_home_of_the_user_in_every_path(monkeypatch: pytest.Monke
         "reference.cache": "~",
         "output.dir": "~/runs/first",
     }
-    assert set(given) == set(PATHS)
+    assert {*given, "model.init", "model.tokenizer"} == {*PATHS}
     tree: dict[str, Any] = {}
     for key, value in given.items():
         section, _, name = key.partition(".")
@@ -108,6 +128,9 @@ def test_a_tilde_is_the_home_of_the_user_in_every_path(monkeypatch: pytest.Monke
         "output.dir": "/home/me/runs/first",
     }
     assert load(None, "--output.dir=~/other").output.dir == "/home/me/other"
+    made = ["--data.train=d", "--model.init=~/config.json", "--model.tokenizer=~/words"]
+    model = load_run_config(None, made, "tuningfork train").model
+    assert (model.init, model.tokenizer) == ("/home/me/config.json", "/home/me/words")
 
 
 @pytest.mark.parametrize(

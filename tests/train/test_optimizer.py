@@ -46,7 +46,37 @@ def test_constant_by_hand():
     assert rates(6, schedule="constant", warmup_ratio=0.5) == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1], rel=1e-14)
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
+def test_wsd_by_hand():
+    """Ten steps: two of warm-up, held up to the sixth, then four on half a period down to a tenth."""
+    half = math.sqrt(0.5)
+    fall = [0.1 + 0.9 * left for left in (1.0, (1 + half) / 2, 0.5, (1 - half) / 2)]
+    found = rates(10, schedule="wsd", warmup_steps=2, decay_start=0.6, min_lr_ratio=0.1)
+    assert found == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 1.0, *fall], rel=1e-14)
+    held = rates(10, schedule="wsd", warmup_steps=8, decay_start=0.6)  # warm-up is never cut short
+    assert held == pytest.approx([*((n + 1) / 8 for n in range(8)), 1.0, 0.5], rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shape"), [("linear", lambda d: 1 - d), ("cosine", lambda d: math.cos(d * math.pi / 2) ** 2)]
+)
+def test_the_fall_ends_at_the_floor_just_after_the_last_step(schedule, shape):
+    for total, warmup, floor in ((1, 0, 0.5), (7, 3, 0.3), (1000, 100, 0.1), (50, 0, 0.0)):
+        found = rates(total, schedule=schedule, warmup_steps=warmup, min_lr_ratio=floor)
+        n = total - warmup
+        assert found[warmup:] == pytest.approx(
+            [floor + (1 - floor) * shape(k / n) for k in range(n)], rel=1e-12, abs=1e-15
+        )
+
+
+def test_steps_of_warm_up_do_not_depend_on_the_length_of_the_run():
+    for total in (5, 50, 500):
+        found = rates(total, schedule="constant", warmup_steps=10)
+        assert found[:10] == pytest.approx([(n + 1) / 10 for n in range(min(total, 10))], rel=1e-14)
+        assert set(found[10:]) <= {1.0}
+    assert rates(3, schedule="constant", warmup_steps=0) == [1.0] * 3
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant", "wsd"])
 def test_no_step_is_wasted_and_none_exceeds_the_peak(schedule):
     for total in (1, 2, 3, 7, 100):
         for ratio in (0.0, 0.1, 0.5, 1.0):

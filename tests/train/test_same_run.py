@@ -24,6 +24,13 @@ def test_a_checkpoint_stands_at_an_example_that_its_steps_can_have_come_to(examp
         check_same_run(Path("step-3"), saved, PROGRESS, config)
 
 
+@pytest.mark.parametrize(("examples", "fits"), [(2, False), (3, True), (10**6, True)])
+def test_steps_by_tokens_have_any_number_of_examples_but_none(examples, fits):
+    saved, config = replace(PROGRESS, examples=examples), TrainConfig(tokens_per_step=4096)
+    with nullcontext() if fits else pytest.raises(RunFolderError, match="3 steps trained on 2, so no run"):
+        check_same_run(Path("step-3"), saved, PROGRESS, config)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "now", "fits"),
     [

@@ -8,6 +8,7 @@ from pathlib import Path
 from tuningfork.data.sources.hub import commit_in, newest_commit, pinned_sources
 from tuningfork.errors import ConfigError, RunFolderError
 from tuningfork.models.hf.hub import HUB, HubName, fetch, hub_name
+from tuningfork.models.hf.initial import make
 from tuningfork.recipe.check import check_run_config
 from tuningfork.recipe.load import from_yaml
 from tuningfork.recipe.run_config import RunConfig
@@ -34,8 +35,8 @@ def as_before(config: RunConfig, run: RunConfig | None) -> RunConfig:
     config = _dated(config, run)
     if run is None:
         return config
-    ours, theirs = hub_name(config.model.path), hub_name(run.model.path)
     model, data = config.model, config.data
+    ours, theirs = (None if not path else hub_name(path) for path in (model.path, run.model.path))
     if ours is not None and theirs is not None and ours == HubName(theirs.repository, None):
         model = replace(model, path=run.model.path)
     data = replace(data, train=pinned_sources(data.train, commit_in(run.data.train)))
@@ -64,18 +65,34 @@ def _dated(config: RunConfig, run: RunConfig | None) -> RunConfig:
 
 
 def located(config: RunConfig, console: Console, weights: bool = True) -> tuple[RunConfig, str]:
-    """Settings with everything from the hub at one commit and the model's path on this machine; and as config.yaml
-    keeps it, where the model's name with that commit stands for its path. Raises ModelError."""
+    """Settings with everything from the hub at one commit and the model's path on this machine, also of one from
+    nothing; and as config.yaml keeps it, where the model's name with that commit, or what it is made from, stands for
+    its path. Raises ConfigError, ModelError."""
     data = replace(config.data, train=pinned_sources(config.data.train, newest_commit))
     if data.eval is not None:
         data = replace(data, eval=pinned_sources(data.eval, newest_commit))
     config = replace(config, data=data)
+    if config.model.init is not None:
+        made = replace(config.model, path=made_model(config, console, weights), init=None)
+        return replace(config, model=made), config.to_yaml()
     name = hub_name(config.model.path)
     if name is None:
         return config, config.to_yaml()
     folder, fixed = fetched(name, console, weights)
     kept = replace(config, model=replace(config.model, path=f"{HUB}{fixed}"))
     return replace(config, model=replace(config.model, path=folder)), kept.to_yaml()
+
+
+def made_model(config: RunConfig, console: Console, weights: bool) -> str:
+    """The folder of a model from nothing, which is made unless it is there. Raises ConfigError, ModelError."""
+    model = config.model
+    folder = Path(config.output.dir) / run_folder.START
+    assert model.init is not None and model.tokenizer is not None
+    with console.stage("initial model", "making the model from its config and seed"):
+        made = make(folder, model.init, model.init_seed, model.tokenizer, weights)
+    if made and weights:
+        console.print(f"{folder}: a model from nothing, its values drawn from seed {model.init_seed}")
+    return str(folder)
 
 
 def fetched(name: HubName, console: Console, weights: bool) -> tuple[str, HubName]:

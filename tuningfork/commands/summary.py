@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tuningfork.accounts import DataReport
 from tuningfork.objective.base import Objective
-from tuningfork.records import DataReport
 from tuningfork.report.run.console import score, table
 from tuningfork.report.run.writer import Scores
 from tuningfork.train.ended import places

@@ -12,6 +12,7 @@ import numpy as np
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
+from tuningfork.accounts import DataReport, DroppedRow
 from tuningfork.data.config import DataConfig
 from tuningfork.data.examples.field_names import check_renames_used
 from tuningfork.data.examples.groups import check_group_found
@@ -23,7 +24,7 @@ from tuningfork.data.tokens.encode_table import Progress, TableAccount
 from tuningfork.data.tokens.tokenize import check_ids, check_vocabulary
 from tuningfork.data.tokens.truncate import size_of
 from tuningfork.errors import DataError, OutOfMemory
-from tuningfork.records import DataReport, DroppedRow, Source, TokenExample, column
+from tuningfork.records import Source, TokenExample, column
 from tuningfork.wording import counted, first_line
 
 LEFT_OUT = "left out of the mix"
@@ -48,10 +49,10 @@ def prepare_examples(
     """Read, render, encode and, where asked, truncate the examples of all sources, in their order.
 
     Those to train on are mixed by the recipe's shares or counts. Rows that are not used are listed in the report;
-    rows_read = used + dropped. vocab_size is the number of rows of the model's embedding. With a `cache` folder, tokens
-    of before are taken from there and new ones kept there, mapped, not in memory. `group_by` says what examples keep
-    of their rows for their order, see `with_group`. Raises DataError where a source or the tokenizer are unfit, or
-    where no row is left; ConfigError where no row has what they are grouped by.
+    rows_read = used + dropped, where no row was cut into pieces. vocab_size is the number of rows of the model's
+    embedding. With a `cache` folder, tokens of before are taken from there and new ones kept there, mapped, not in
+    memory. `group_by` says what examples keep of their rows for their order, see `with_group`. Raises DataError where a
+    source or the tokenizer are unfit, or where no row is left; ConfigError where no row has what they are grouped by.
     """
     check_vocabulary(tokenizer, vocab_size)
     names = [str(sources)] if isinstance(sources, str | Path) else list(sources)
@@ -67,14 +68,15 @@ def prepare_examples(
                     examples, account = opened.open(table, _from(report.rows_read, progress))
                 check_ids(examples, vocab_size)
                 found.append(examples)
-                _enter(table, account, report)
+                _enter(table, account, column(examples, "piece"), report)
             groups.append(Subset(found))
     used = Subset(_mix(groups, tokenizer, config, report) if use == "train" else groups)
     report.used = len(used)
-    unused = {Source(row.file, row.row) for row in report.dropped_rows}
+    unused = {Source(row.file, row.row) for row in report.dropped_rows if not row.piece}
     noted = {note: [place for place in found if place not in unused] for note, found in report.notes.items()}
     report.notes = {note: found for note, found in noted.items() if found}
-    assert report.rows_read == report.used + sum(report.dropped.values()), "a row was lost"
+    examples_read = report.rows_read - report.cut + report.pieces
+    assert examples_read == report.used + sum(report.dropped.values()), "a row was lost"
     if not used:
         raise DataError(_unusable(report, names))
     if group_by is not None:
@@ -103,9 +105,12 @@ def _from(before: int, progress: Progress | None) -> Progress | None:
     return None if progress is None else lambda done, whole: progress(before + done, before + whole)
 
 
-def _enter(table: str, account: TableAccount, report: DataReport) -> None:
-    """Put what became of a table's rows into the report."""
+def _enter(table: str, account: TableAccount, piece: np.ndarray, report: DataReport) -> None:
+    """Put what became of a table's rows into the report. `piece` says of each example which of its row it is."""
     report.rows_read += account.rows_read
+    report.rows_of[table] = account.rows_read
+    report.cut += int((piece == 1).sum())
+    report.pieces += int((piece > 0).sum())
     report.formats[table] = account.format
     report.fields |= dict.fromkeys(account.fields)
     report.dropped_rows += (DroppedRow(table, row, reason, detail) for row, reason, detail in account.dropped)
@@ -133,8 +138,9 @@ def _mix(
     taken = mixed_indices([len(group) for group in groups], names, config.shares, config.counts, config.mix_seed)
     for group, indices in zip(groups, taken, strict=True):
         for example in group.take(np.setdiff1d(np.arange(len(group)), indices)):
-            report.dropped_rows.append(DroppedRow(example.source.file, example.source.row, LEFT_OUT))
-            report.sizes.setdefault(example.source, size_of(example, tokenizer.bos_token_id))
+            source = example.source
+            report.dropped_rows.append(DroppedRow(source.file, source.row, LEFT_OUT, piece=source.piece))
+            report.sizes.setdefault(source.whole, size_of(example, tokenizer.bos_token_id))
     return [group.take(indices) for group, indices in zip(groups, taken, strict=True)]
 
 
@@ -147,6 +153,7 @@ def report_dict(report: DataReport) -> dict[str, Any]:
         "passed_over": report.passed_over,
         "formats": report.formats,
         "rows_read": report.rows_read,
+        "pieces": {"rows": report.cut, "pieces": report.pieces},
         "used": report.used,
         "dropped": report.dropped,
         "notes": notes,
@@ -156,7 +163,8 @@ def report_dict(report: DataReport) -> dict[str, Any]:
 
 def account_line(name: str, report: DataReport) -> str:
     """Such as ``pairs.jsonl: 348 rows read, 48 used, 300 dropped (300 empty answer)``, with the commonest reasons."""
-    said = f"{name}: {counted(report.rows_read, 'row')} read, {report.used:,} used"
+    cut = f"{report.cut:,} of them cut into {counted(report.pieces, 'piece')}, " if report.cut else ""
+    said = f"{name}: {counted(report.rows_read, 'row')} read, {cut}{report.used:,} used"
     if not report.dropped_rows:
         return said
     reasons = [f"{n:,} {reason}" for reason, n in report.dropped.items()]
@@ -168,7 +176,7 @@ def check_names_used(config: DataConfig, *reports: DataReport) -> None:
     """Raise ConfigError where data.columns or data.roles name what no row of these has: a typing error, most likely."""
     fields = {name for report in reports for name in report.fields}
     notes = {note for report in reports for note in report.notes}
-    complete = all(report.used == report.rows_read for report in reports)
+    complete = not any(report.dropped_rows for report in reports)
     check_renames_used(config.columns or {}, config.roles or {}, fields, notes, complete)
 
 

@@ -3,6 +3,7 @@
 The columns of a table with N examples, A answers and L tokens, each of them one file of plain numbers:
 
     row      int64 [N]    where the example stands in its file, from 1
+    piece    int32 [N]    which piece of its row it is, from 1; 0 where it is the whole row
     answers  int32 [N]    how many answers it has
     prompt   int32 [N]    tokens of its prompt
     label    int8 [N]     of a row without a partner: 1 wanted, 0 not; -1 where there is no label
@@ -11,6 +12,7 @@ The columns of a table with N examples, A answers and L tokens, each of them one
     group    uint64 [N]   names what it is put into for its order (train.group_by); 0 where there is nothing to say
     content  bytes16 [N]  the hash of its tokens and of which count, see records.content_digest
     answer   int32 [A]    tokens of each answer
+    text     int64 [A]    bytes of the text that an answer's targets stand for, see records.TokenAnswer
     ids      int32 [L]    token ids: of each example the prompt, then its answers
     counts   bool [L]     whether the token's log-prob counts; false for prompts
 """
@@ -31,16 +33,16 @@ from tuningfork.records import Source, TokenAnswer, TokenExample, column, prompt
 Columns = Mapping[str, np.ndarray]
 
 TYPES: dict[str, np.dtype] = {
-    "row": np.dtype("<i8"),
+    **dict.fromkeys(("row", "text"), np.dtype("<i8")),
     "label": np.dtype("i1"),
     "content": np.dtype("S16"),
     "counts": np.dtype("?"),
-    **dict.fromkeys(("answers", "prompt", "answer", "ids"), np.dtype("<i4")),
+    **dict.fromkeys(("piece", "answers", "prompt", "answer", "ids"), np.dtype("<i4")),
     **dict.fromkeys(("weight", "margin"), np.dtype("<f8")),
     "group": np.dtype("<u8"),
 }
 
-_OF_TOKENS = ("answer", "ids", "counts")  # columns that have no entry for each example
+_OF_TOKENS = ("answer", "text", "ids", "counts")  # columns that have no entry for each example
 
 
 class TokenTable(Sequence[TokenExample]):
@@ -69,12 +71,13 @@ class TokenTable(Sequence[TokenExample]):
         start = int(self._first_token[n])
         stop = start + int(get["prompt"][n])
         prompt, answers = ids[start:stop], []
-        for length in get["answer"][self._first_answer[n] : self._first_answer[n + 1]].tolist():
+        own = slice(self._first_answer[n], self._first_answer[n + 1])
+        for length, text in zip(get["answer"][own].tolist(), get["text"][own].tolist(), strict=True):
             start, stop = stop, stop + length
-            answers.append(TokenAnswer(ids[start:stop], counts[start:stop]))
+            answers.append(TokenAnswer(ids[start:stop], counts[start:stop], text))
         label, margin = int(get["label"][n]), float(get["margin"][n])
         return TokenExample(
-            Source(self.file, int(get["row"][n])),
+            Source(self.file, int(get["row"][n]), int(get["piece"][n])),
             prompt,
             tuple(answers),
             label=None if label < 0 else bool(label),
@@ -156,6 +159,11 @@ class Subset(Sequence[TokenExample]):
         return Subset(self._parts, self._places[np.asarray(places, dtype=np.int64)])
 
 
+def rows_in(columns: Columns) -> int:
+    """Rows that examples come of, each counted once however many pieces it was cut into."""
+    return int((columns["piece"] <= 1).sum())
+
+
 def columns_of(examples: Sequence[TokenExample]) -> Columns:
     """The columns of these examples."""
     answers = [answer for example in examples for answer in example.answers]
@@ -163,8 +171,10 @@ def columns_of(examples: Sequence[TokenExample]) -> Columns:
     parts = [part for e in examples for part in ((e.prompt_ids, None), *((a.ids, a.mask) for a in e.answers))]
     found: dict[str, list] = {
         "row": [e.source.row for e in examples],
+        "piece": [e.source.piece for e in examples],
         "prompt": [len(e.prompt_ids) for e in examples],
         "answer": [len(answer.ids) for answer in answers],
+        "text": [answer.text_bytes for answer in answers],
     }
     flat = {
         "ids": np.concatenate([np.zeros(0, np.int32), *(ids for ids, _ in parts)]),
@@ -204,6 +214,8 @@ def check_consistent(columns: Columns) -> None:
     if (answers < 1).any() or (answer < 1).any() or (prompt < 0).any() or (columns["row"] < 1).any():
         raise ValueError("an example has no answers, or none of a length")
     tokens = prompt.sum(dtype=np.int64) + answer.sum(dtype=np.int64)
+    if (columns["piece"] < 0).any() or (columns["text"] < 0).any() or len(columns["text"]) != len(answer):
+        raise ValueError("a piece or a text is none")
     if answers.sum(dtype=np.int64) != len(answer) or {len(columns["ids"]), len(columns["counts"])} != {tokens}:
         raise ValueError("examples have other answers or tokens than there are")
     counts, weight = columns["counts"].view(np.uint8), columns["weight"]

@@ -15,6 +15,7 @@ import torch
 from tuningfork.errors import ModelError
 from tuningfork.kernels.attention.plain import PlainAttention
 from tuningfork.kernels.causal_conv.plain import PlainCausalConv
+from tuningfork.kernels.ccgqa.plain import PlainCcgqa
 from tuningfork.kernels.gated_delta.plain import PlainGatedDelta
 from tuningfork.kernels.nsa.plain import PlainNsa
 from tuningfork.kernels.row_logps import plain as plain_rows
@@ -84,6 +85,17 @@ def _triton_causal_conv(width: int) -> tuple[str, Any]:
     return "triton", TritonCausalConv
 
 
+def _triton_ccgqa(head_width: int, depthwise: int, grouped: int) -> tuple[str, Any]:
+    from tuningfork.kernels.ccgqa.fast import WIDEST, WIDEST_HEAD, TritonCcgqa
+
+    if max(depthwise, grouped) > WIDEST or head_width > WIDEST_HEAD:
+        raise ModelError(
+            f"CCGQA on a GPU takes heads up to {WIDEST_HEAD} wide and convolutions of up to {WIDEST} tokens; here they "
+            f"are {head_width} wide, and of {depthwise} and {grouped} tokens. Use train.device: cpu."
+        )
+    return "triton", TritonCcgqa
+
+
 def _triton_gated_delta(key_width: int, value_width: int) -> tuple[str, Any]:
     from tuningfork.kernels.gated_delta.fast import WIDEST_KEY, TritonGatedDelta
 
@@ -108,6 +120,7 @@ def _triton_row_logps() -> tuple[str, Any]:
 _PLAIN: dict[str, Any] = {
     "attention": PlainAttention,
     "causal_conv": PlainCausalConv,
+    "ccgqa": PlainCcgqa,
     "gated_delta": PlainGatedDelta,
     "nsa": PlainNsa,
     "row_logps": plain_rows,
@@ -115,6 +128,7 @@ _PLAIN: dict[str, Any] = {
 _FAST: dict[str, Callable[..., tuple[str, Any]]] = {
     "attention": _fork_attention,
     "causal_conv": _triton_causal_conv,
+    "ccgqa": _triton_ccgqa,
     "gated_delta": _triton_gated_delta,
     "nsa": _any_nsa,
     "row_logps": _triton_row_logps,

@@ -39,3 +39,18 @@ def rows_at(layout: ForkLayout, segment: Tensor, positions: Tensor) -> Tensor:
     base = torch.where(in_steps, listed, start[segment][:, None] - first + step * GRID)
     seam = layout.seams.long().flatten()[torch.where(base < 0, (-1 - base) * GRID + offset, 0)]
     return torch.where(base < 0, seam, base + offset)
+
+
+def rows_read(previous: Tensor, width: int) -> Tensor:
+    """The rows that a causal convolution so wide reads along paths.
+
+    Args:
+        previous: int64 [T + 1], the row before each in its path; T where there is none, and for T itself.
+
+    Returns:
+        int64 [T, width], for each row the one width - 1 before it, and so on up to itself; T for none.
+    """
+    taps = [torch.arange(len(previous) - 1, device=previous.device)]
+    for _ in range(width - 1):
+        taps.insert(0, previous[taps[0]])
+    return torch.stack(taps, 1)

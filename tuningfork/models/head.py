@@ -4,7 +4,7 @@ Logit rows are cut into chunks of whole examples: of whole groups of those that 
 Z = H Wᵀ + b give the answers' log-probs; those few numbers give the loss and its gradient, since the reference is
 cached; the gradient of Z is multiplied out at once. That is exact, costs 6·R·V·D flops with backward included, and
 recomputes nothing. Only a group with more rows than a chunk takes a second product: its log-probs first, then its
-gradient.
+gradient. And that only where the loss bends: the gradient of a weighted sum of log-probs is known before they are.
 
 A logit row that several answers share is projected once. Each of them adds its log-prob up, and its gradient is the sum
 of theirs.
@@ -19,6 +19,7 @@ whatever chunk, pack or order its rows come in, and whoever shares them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -59,10 +60,14 @@ class Head:
         with torch.no_grad():
             rows = hidden.to(_factor_dtype(hidden))
             projection = _Projection.of(weight, bias, rows.dtype)
-            sums = [
-                self._logps(rows, projection, batch, chunk, vocabulary)[0] for chunk in _chunks(batch, self.chunk_rows)
-            ]
-            return torch.cat([hidden.new_zeros(0, dtype=torch.float64), *sums])
+            sums = [hidden.new_zeros(0, dtype=torch.float64)]
+            for chunk in _chunks(batch, self.chunk_rows):
+                row_logps = []
+                for piece in self._pieces(rows, projection, batch, chunk, vocabulary):
+                    row_logps.append(piece.logps)
+                    piece.logits = None
+                sums.append(chunk.by_answer(row_logps, batch))
+            return torch.cat(sums)
 
     def backward(
         self,
@@ -73,6 +78,7 @@ class Head:
         bias: Tensor | None = None,
         vocabulary: Vocabulary = WHOLE,
         gradients: tuple[Gradient, Gradient | None] | None = None,
+        linear: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Take a pack's share of the loss and backpropagate it, into `.grad` of `weight` and `bias` and, through
         `hidden`, the model.
@@ -82,6 +88,7 @@ class Head:
 
         Args:
             gradients: where those of weight and bias are added up instead, of which each has its own.
+            linear: the loss is a weighted sum of log-probs.
 
         Returns:
             `(loss, logps)`: float64 scalar; float64 [A], the same bits as `score` gives. Neither has a gradient.
@@ -95,11 +102,15 @@ class Head:
             total = torch.zeros((), dtype=torch.float64, device=hidden.device)
             logps = []
             for chunk in _chunks(batch, self.chunk_rows):
-                sums, pieces = self._logps(rows, projection, batch, chunk, vocabulary)
-                logps.append(sums)
+                pieces: Iterable[_Piece] = self._pieces(rows, projection, batch, chunk, vocabulary)
+                if linear:  # the gradient by any log-probs is that by those to come
+                    sums = total.new_zeros(_size(chunk.answers))
+                else:
+                    pieces = [piece.kept(chunk) for piece in pieces]
+                    sums = chunk.by_answer([piece.logps for piece in pieces], batch)
                 share, d_sums = _differentiate(loss, chunk.answers, sums)
-                total += share
                 d_logps = chunk.by_row(d_sums, batch)
+                row_logps = []
                 for piece in pieces:
                     logits = piece.logits if piece.logits is not None else projection.logits(rows[piece.rows])
                     d_logits = _as_factor(logits, rows.dtype)
@@ -115,8 +126,14 @@ class Head:
                     d_weight.add_outer(d_logits, rows[piece.rows])
                     if d_bias is not None:
                         d_bias.add_sum(d_logits)
+                    row_logps.append(piece.logps)
                     piece.logits = None
-                    del logits, d_logits  # before the next chunk's are made
+                    del logits, d_logits  # before the next piece's are made
+                if linear:
+                    sums = chunk.by_answer(row_logps, batch)
+                    share = loss(chunk.answers.start, chunk.answers.stop, sums)
+                total += share
+                logps.append(sums)
             del projection  # the model's backward pass is where memory is short
             d_weight.store()
             if d_bias is not None:
@@ -125,18 +142,17 @@ class Head:
         hidden.backward(d_rows.to(hidden.dtype))
         return total, torch.cat([total.new_zeros(0), *logps])
 
-    def _logps(
+    def _pieces(
         self, hidden: Tensor, projection: _Projection, batch: PackedBatch, chunk: _Chunk, vocabulary: Vocabulary
-    ) -> tuple[Tensor, list[_Piece]]:
-        """Answer log-probs of a chunk, and what its backward pass needs. `hidden` has the projection's dtype."""
-        pieces = []
+    ) -> Iterator[_Piece]:
+        """A chunk's logit rows, as many at once as may be. `hidden` has the projection's dtype."""
         for start in range(chunk.rows.start, chunk.rows.stop, self.chunk_rows):
             rows = slice(start, min(start + self.chunk_rows, chunk.rows.stop))
             logits = projection.logits(hidden[rows])
             logps, lse = vocabulary.row_logps(self.kernels["row_logps"], logits, batch.targets[rows], self.transform)
-            pieces.append(_Piece(rows, logits if chunk.is_whole(rows) else None, logps, lse))
-        row_logps = torch.cat([piece.logps for piece in pieces]) if pieces else hidden.new_zeros(0)
-        return chunk.by_answer(row_logps, batch), pieces
+            piece = _Piece(rows, logits, logps, lse)
+            del logits  # whoever takes the piece decides how long they are kept
+            yield piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +206,11 @@ class _Chunk:
         """Where rows of the pack lie among the chunk's."""
         return slice(rows.start - self.rows.start, rows.stop - self.rows.start)
 
-    def by_answer(self, row_logps: Tensor, batch: PackedBatch) -> Tensor:
-        """Log-probs of the chunk's answers, float64, from those of its logit rows."""
+    def by_answer(self, of_pieces: Sequence[Tensor], batch: PackedBatch) -> Tensor:
+        """Log-probs of the chunk's answers, float64, from those of its logit rows, piece by piece. Of none, it is 0."""
+        if not of_pieces:
+            return torch.zeros(_size(self.answers), dtype=torch.float64, device=batch.targets.device)
+        row_logps = torch.cat([*of_pieces])
         if self.shares_rows:
             row_logps = row_logps[self._row_of_counted(batch)]
         return sum_by_answer(row_logps, self._answer_of_counted(batch), _size(self.answers))
@@ -217,6 +236,12 @@ class _Piece:
     logits: Tensor | None  # None where they are to be computed again
     logps: Tensor
     lse: Tensor
+
+    def kept(self, chunk: _Chunk) -> _Piece:
+        """This piece until the whole chunk's log-probs are known: with its logits where it is all of the chunk."""
+        if not chunk.is_whole(self.rows):
+            self.logits = None
+        return self
 
 
 def _factor_dtype(hidden: Tensor) -> torch.dtype:

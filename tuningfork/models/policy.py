@@ -17,7 +17,7 @@ from tuningfork.kernels.select import Kernels, Sizes, plain, select
 from tuningfork.kernels.sums import sum_by_place
 from tuningfork.models import activations, compiler
 from tuningfork.models.flops import FlopCounter
-from tuningfork.models.hf import attention, gated_delta, short_conv
+from tuningfork.models.hf import attention, ccgqa, gated_delta, short_conv
 from tuningfork.models.hf.comparable import comparable
 from tuningfork.models.hf.support import positions
 from tuningfork.models.hf.watch import watch
@@ -87,6 +87,7 @@ class Policy:
         attention.patch(model)
         gated_delta.patch(model)
         short_conv.patch(model)
+        ccgqa.patch(model)
         self._watched = watch(model, self._precision(), model.base_model if spread is None else spread.run)
 
     @classmethod

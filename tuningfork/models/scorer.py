@@ -55,13 +55,16 @@ class Scorer:
             output = self.policy.output
             return self.head.score(hidden.detach(), output.weight, pack, output.bias, output.vocabulary)
 
-    def backward(self, pack: PackedBatch, loss: ChunkLoss, last: bool = True) -> tuple[Tensor, Tensor]:
+    def backward(
+        self, pack: PackedBatch, loss: ChunkLoss, last: bool = True, linear: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Backpropagate a pack's share of a loss into the `.grad` of the policy's weights, the output weight included.
 
         The output weight is made ready once, used by all chunks of the pack, and gets their gradient at the end.
 
         Args:
             last: of the packs of a step, after which all processes have the sum of all gradients.
+            linear: the loss is a weighted sum of log-probs.
 
         Returns:
             `(loss, logps)`: float64 scalar; float64 [A], the same bits as `score` gives. Neither has a gradient.
@@ -71,7 +74,7 @@ class Scorer:
             hidden = self.policy.hidden_rows(pack, last)
             output = self.policy.output
             weight, bias = output.weight, output.bias
-            found = self.head.backward(hidden, weight, pack, loss, bias, output.vocabulary, output.gradients)
+            found = self.head.backward(hidden, weight, pack, loss, bias, output.vocabulary, output.gradients, linear)
         if last and self.policy.spread is not None:
             self.policy.spread.exchange()
         return found

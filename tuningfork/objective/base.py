@@ -40,6 +40,7 @@ class Answers:
     weights: Tensor  # float64 [N], of each example's loss
     margins: Tensor  # float64 [N], by which an example's first answer should be ahead; 0 where its row has none
     labels: Tensor  # int8 [N], whether an example's one answer is wanted: 1, 0, or -1 where its row does not say
+    text_bytes: Tensor  # float64 [A], UTF-8 length of the text that those tokens stand for; 0 where it is not known
 
     @classmethod
     def of(cls, examples: Sequence[TokenExample], lengths: Sequence[int], reference: np.ndarray | None) -> Answers:
@@ -59,6 +60,7 @@ class Answers:
             torch.from_numpy(weights),
             torch.from_numpy(np.nan_to_num(margins, nan=0.0)),
             torch.from_numpy(labels),
+            torch.tensor([a.text_bytes for example in examples for a in example.answers], dtype=torch.float64),
         )
 
     @property
@@ -77,6 +79,7 @@ class Answers:
             self.weights[examples],
             self.margins[examples],
             self.labels[examples],
+            self.text_bytes[answers],
         )
 
     @classmethod
@@ -94,6 +97,7 @@ class Answers:
             all_of("weights"),
             all_of("margins"),
             all_of("labels"),
+            all_of("text_bytes"),
         )
 
     def to(self, device: torch.device) -> Answers:
@@ -138,12 +142,17 @@ class Objective(ABC):
     """Whether `Answers.reference` is there."""
     couples_examples: ClassVar[bool] = False
     """Whether the loss of an example depends on other examples of the batch: `coupling` is then asked for first."""
+    linear: ClassVar[bool] = False
+    """Whether the loss is a weighted sum of log-probs, so that its gradient by them is known before they are. The head
+    then takes one product of an answer's logits, however long the answer is."""
     answers: ClassVar[int]
     """How many answers each of its examples has."""
     unit: ClassVar[str]
     """What its examples are, in the plural."""
     statistics_defined: ClassVar[Mapping[str, str]] = {}
     """Each number that `statistics` gives -> its definition and unit."""
+    derived_defined: ClassVar[Mapping[str, str]] = {}
+    """Each number that `derived` gives -> its definition and unit."""
     headline: ClassVar[Mapping[str, str]] = {}
     """Heading -> the statistic that the progress line and the tables show under it."""
 
@@ -161,8 +170,8 @@ class Objective(ABC):
     def refusal(self, example: TokenExample) -> str:
         """What an example has that this objective cannot train on, and the remedy; empty where it can.
 
-        It depends on the number of answers and on whether there is a label and a margin, on nothing else, and is worded
-        alike for all examples that have it.
+        It depends on the number of answers and on whether there is a label, a margin and a prompt of more than a BOS,
+        on nothing else, and is worded alike for all examples that have it.
         """
 
     @abstractmethod
@@ -197,6 +206,10 @@ class Objective(ABC):
     def statistics(self, logps: Tensor, answers: Answers) -> dict[str, Statistic]:
         """The numbers of `statistics_defined`."""
 
+    def derived(self, means: Mapping[str, float | None]) -> dict[str, float | None]:
+        """The numbers of `derived_defined`, which follow from the means of an evaluation's statistics."""
+        return {}
+
     def coupling(self, logps: Tensor, answers: Answers) -> Tensor:
         """What an objective that couples examples needs of the whole batch's log-probs, without a gradient.
 
@@ -211,9 +224,9 @@ class Objective(ABC):
 
     def check(self, examples: Sequence[TokenExample]) -> None:
         """Raises DataError for the first example that it cannot train on, and says how many are like it."""
-        # Whether one is refused depends on these three alone, so one of each kind tells of all.
+        # Whether one is refused depends on these four alone, so one of each kind tells of all.
         of_margin, of_label = ~np.isnan(column(examples, "margin")), column(examples, "label") >= 0
-        kinds = np.stack([column(examples, "answers"), of_margin, of_label])
+        kinds = np.stack([column(examples, "answers"), of_margin, of_label, column(examples, "prompt") > 1])
         _, first, rows = np.unique(kinds, axis=1, return_index=True, return_counts=True)
         refused: dict[str, list[tuple[int, int]]] = {}
         for place, alike in sorted(zip(first.tolist(), rows.tolist(), strict=True)):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tuningfork.objective import pairs, sft
+from tuningfork.objective import lm, pairs, sft
 from tuningfork.objective.base import Objective
 
-OBJECTIVES: dict[str, type[Objective]] = {**pairs.OBJECTIVES, **sft.OBJECTIVES}
+OBJECTIVES: dict[str, type[Objective]] = {**pairs.OBJECTIVES, **sft.OBJECTIVES, **lm.OBJECTIVES}
 
 
 def readers(setting: str) -> list[str]:

@@ -28,6 +28,7 @@ class SFT(Objective):
 
     name: ClassVar[str] = "sft"
     needs_reference: ClassVar[bool] = False
+    linear: ClassVar[bool] = True
     answers: ClassVar[int] = 1
     unit: ClassVar[str] = "examples"
     statistics_defined: ClassVar[Mapping[str, str]] = {

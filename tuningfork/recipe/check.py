@@ -14,6 +14,7 @@ from tuningfork.data.examples.field_names import check_columns
 from tuningfork.data.examples.roles import check_roles
 from tuningfork.data.sources.apart import would_read
 from tuningfork.errors import ConfigError
+from tuningfork.models.config import ModelConfig
 from tuningfork.recipe.run_config import RunConfig
 from tuningfork.recipe.validate import found
 from tuningfork.report import sinks
@@ -27,16 +28,26 @@ TO_EVALUATE = {"model.path": "./model", "data.eval": "./held_out.jsonl"}
 """Settings that a command which does not train cannot do without, each with an example."""
 
 
-PATHS = ("model.path", "data.train", "data.eval", "data.cache", "data.template", "reference.cache", "output.dir")
+PATHS = (
+    "model.path",
+    "model.init",
+    "model.tokenizer",
+    "data.train",
+    "data.eval",
+    "data.cache",
+    "data.template",
+    "reference.cache",
+    "output.dir",
+)
 """Settings that name files or folders, or lists of them, in which ~ is the user's home."""
 
-READ = ("model.path", "data.train", "data.eval", "data.template")
+READ = ("model.path", "model.init", "model.tokenizer", "data.train", "data.eval", "data.template")
 """Settings that name what must be there before a command begins."""
 
 WRITTEN = ("output.dir", "data.cache", "reference.cache")
 """Settings that name folders to which a command writes."""
 
-_NO_PATHS = {("data.template", CHAT), ("data.template", NO_TEMPLATE)}
+_NO_PATHS = {("data.template", CHAT), ("data.template", NO_TEMPLATE), ("model.tokenizer", "bytes")}
 _PERHAPS_OF_HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # owner/name
 
 
@@ -44,7 +55,8 @@ def check_run_config(config: RunConfig, required: Mapping[str, str] = REQUIRED) 
     """Refuse settings that are missing, contradict each other, or that nothing would read. Raises ConfigError."""
     name, defaults = config.objective.name, RunConfig()
 
-    missing = [key for key in required if not config.values()[key]]
+    made = {"model.path"} if config.model.init is not None else set()
+    missing = [key for key in required if not config.values()[key] and key not in made]
     if missing:
         flags = " ".join(f"--{key} {required[key]}" for key in missing)
         raise ConfigError(
@@ -52,6 +64,7 @@ def check_run_config(config: RunConfig, required: Mapping[str, str] = REQUIRED) 
             f"{_of_a_run(config.output.dir)}"
         )
     _check_paths(config.values())
+    _check_start(config.model)
     _check_mix(config.data)
     _check_date(config.data.date)
     check_columns(config.data.columns or {})
@@ -86,10 +99,31 @@ def check_run_config(config: RunConfig, required: Mapping[str, str] = REQUIRED) 
             f"reference.cache is {config.reference.cache}, but objective.name {name} has no reference. Remove it."
         )
     _check_order(config.train)
+    _check_step(config.train)
+    _check_schedule(config.train)
     _check_answers(config)
     sinks.check_names(config.output.sinks)
     _check_pack(config)
     _check_evaluation(config)
+
+
+def _check_start(model: ModelConfig) -> None:
+    """Raises ConfigError where a model is to be made and read, or made of half of what that takes."""
+    if model.init is None:
+        for name in ("init_seed", "tokenizer"):
+            if (given := getattr(model, name)) != getattr(ModelConfig(), name):
+                raise ConfigError(
+                    f"model.{name} is {given}, but only a model from nothing has one: set model.init, or remove it."
+                )
+    elif model.path:
+        raise ConfigError(
+            f"model.path is {model.path}, and model.init is given. Keep one: a model that is read, or one from nothing."
+        )
+    elif model.tokenizer is None:
+        raise ConfigError(
+            "model.init makes a model from nothing, which has no tokenizer yet. Set model.tokenizer: bytes, or to a "
+            "folder with a tokenizer.json."
+        )
 
 
 def _of_a_run(folder: str) -> str:
@@ -109,9 +143,40 @@ def _check_order(train: TrainConfig) -> None:
             )
 
 
+def _check_step(train: TrainConfig) -> None:
+    """Raises ConfigError where a step has two sizes."""
+    if train.tokens_per_step is not None and train.examples_per_step != TrainConfig().examples_per_step:
+        raise ConfigError(
+            f"train.tokens_per_step is {train.tokens_per_step:,} and train.examples_per_step is "
+            f"{train.examples_per_step:,}. Keep one: a step is so many tokens, or so many examples."
+        )
+
+
+def _check_schedule(train: TrainConfig) -> None:
+    """Raises ConfigError where warm-up has two lengths, or a setting is none of the schedule's."""
+    defaults = TrainConfig()
+    if train.warmup_steps is not None and train.warmup_ratio != defaults.warmup_ratio:
+        raise ConfigError(
+            f"train.warmup_steps is {train.warmup_steps:,} and train.warmup_ratio is {train.warmup_ratio}. Keep one: so "
+            "many steps, or a share of all."
+        )
+    for name, readers in (("min_lr_ratio", ("linear", "cosine", "wsd")), ("decay_start", ("wsd",))):
+        if (given := getattr(train, name)) != getattr(defaults, name) and train.schedule not in readers:
+            raise ConfigError(
+                f"train.{name} is {given}, but train.schedule {train.schedule} does not use it. Remove it, or choose "
+                f"{' or '.join(readers)}."
+            )
+
+
 def _check_answers(config: RunConfig) -> None:
-    """Raises ConfigError where rows are to be left with a single answer each, and the objective compares answers."""
+    """Raises ConfigError where rows are to be cut, or left with a single answer each, and the objective compares
+    answers."""
     objective = config.objective.build()
+    if config.data.over_length == "pieces" and objective.answers > 1:
+        raise ConfigError(
+            f"data.over_length is pieces, which cuts documents, but objective.name {objective.name} compares two "
+            "answers. Set objective.name: lm to train on documents, or data.over_length: drop."
+        )
     if config.data.answers == "best" and objective.answers > 1:
         raise ConfigError(
             f"data.answers is best, which leaves one answer of each row, but objective.name {objective.name} compares "
@@ -165,6 +230,8 @@ def _check_paths(values: Mapping[str, Any]) -> None:
     """Raises ConfigError for a path that no file system takes, or that may not be looked at. It may be absent."""
     for key in PATHS:
         for path in values[key] if isinstance(values[key], list) else [values[key]]:
+            if isinstance(path, dict):  # the settings that may stand in a path's place
+                continue
             try:
                 os.stat(path or "")
             except (FileNotFoundError, NotADirectoryError):  # whoever reads it knows what should be there
@@ -191,7 +258,12 @@ def check_beside(recipe: Path, values: Mapping[str, Any]) -> None:
     """Raises ConfigError for a relative path in a recipe that is not there, but would be if it began at the recipe."""
     for key, value in values.items():
         for path in value if isinstance(value, list) else [value]:
-            if not path or (key, path) in _NO_PATHS or (key == "model.path" and _PERHAPS_OF_HUB.fullmatch(path)):
+            if (
+                not isinstance(path, str)
+                or not path
+                or (key, path) in _NO_PATHS
+                or (key == "model.path" and _PERHAPS_OF_HUB.fullmatch(path))
+            ):
                 continue
             beside = recipe.parent / path
             if not os.path.lexists(path) and os.path.lexists(beside):

@@ -162,6 +162,8 @@ def allowed(hint: Any) -> str:
         return f"one of {', '.join(get_args(hint))}"
     if get_origin(hint) is list:
         return f"a list with each entry {allowed(get_args(hint)[0])}"
+    if get_origin(hint) is dict and get_args(hint)[1] is Any:
+        return "a mapping of settings"
     if get_origin(hint) is dict:
         left_out = ", or to null" if type(None) in get_args(get_args(hint)[1]) else ""
         return f"a mapping of names to names{left_out}, such as {{theirs: ours}}"

@@ -40,6 +40,10 @@ class TrainConfig:
     """Batch size in examples, exactly, also of a step that goes on into the next epoch; only the last step of a run by
     epochs may have fewer. How a batch is cut into packs changes nothing but speed, and how the gradients
     of bfloat16 weights are rounded, see gradient_dtype."""
+    tokens_per_step: Annotated[int, Field(ge=1)] | None = None
+    """Batch size in tokens instead of examples, each example's as metrics.jsonl counts `tokens`. A step is the longest
+    run of next examples that have no more together, also on into the next epoch, and at least one example. Where steps
+    begin follows from data and seed alone."""
     order: Literal["shuffled", "grouped"] = "shuffled"
     """Order of the examples, each once an epoch. shuffled: each by itself. grouped: some examples of a group stay
     together, so that a step can hold what begins alike: groups are shuffled, cut into pieces of at most group_most,
@@ -65,10 +69,17 @@ class TrainConfig:
     (model.weights) round the sum once a pack. float32: without that rounding, for 2 more bytes a bfloat16 weight, 14
     GiB at 7B. Not the default, for a pack's own gradient is rounded more than a sum of tens of packs: on a tiny model
     errors were 3.56 % either way with one pack, and 3.58 % against 3.56 % with 16. May change on --resume."""
-    schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """Shape of the learning rate after warm-up; linear and cosine end at 0."""
+    schedule: Literal["linear", "cosine", "constant", "wsd"] = "linear"
+    """Shape of the learning rate after warm-up. linear and cosine fall to min_lr_ratio of the peak; wsd stays at the peak
+    up to decay_start and falls from there as cosine does."""
     warmup_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Share of all steps that the learning rate takes to rise from 0 to its peak."""
+    warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    """Steps of warm-up, in the place of warmup_ratio."""
+    min_lr_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """What the learning rate falls to, as a share of its peak, just after the last step."""
+    decay_start: Annotated[float, Field(ge=0, lt=1)] = 0.8
+    """Share of all steps after which wsd falls."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Gradients are scaled down to this global norm; null turns clipping off."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0

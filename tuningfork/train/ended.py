@@ -13,7 +13,6 @@ from tuningfork.report.run.writer import read_metrics
 from tuningfork.train.checkpoint import Progress
 from tuningfork.train.config import OutputConfig, TrainConfig
 from tuningfork.train.exported import MODEL, step_of
-from tuningfork.train.extend import plan
 from tuningfork.train.run_folder import CONFIG, LOG, ROWS
 from tuningfork.train.session import Data
 from tuningfork.train.setup.device import DTYPES
@@ -24,7 +23,9 @@ def has_ended(saved: Progress, data: Data, train: TrainConfig) -> bool:
     """Whether a checkpoint is of the last step of the run that settings and data describe."""
     if saved.data_digest != dataset_digest(data.train):
         return False  # which is refused, with the reason, once the model is there
-    return plan(len(data.train), train, saved).total_steps <= saved.step
+    if train.max_steps is not None:
+        return train.max_steps <= saved.step
+    return round(train.epochs * len(data.train)) <= saved.examples
 
 
 def is_whole(

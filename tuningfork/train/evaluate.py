@@ -55,7 +55,8 @@ def evaluate(
         totals = replace(totals, coupling=objective.coupling(logps, Answers.joined([answers for _, answers in parts])))
     loss = sum(float(objective.evaluation_loss(some, answers, totals)) for some, answers in parts)
     means = sum((Means.of(objective.statistics(some, answers)) for some, answers in parts), Means())
-    return Evaluation(totals.examples, objective.unit, loss, means, time.perf_counter() - begun)
+    seconds, derived = time.perf_counter() - begun, objective.derived(means.values()) if parts else {}
+    return Evaluation(totals.examples, objective.unit, loss, means, seconds, derived)
 
 
 class Places:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from tuningfork.data.packing.loader import EpochOrder
 from tuningfork.errors import RunFolderError
+from tuningfork.records import TokenExample
 from tuningfork.train.checkpoint import Progress
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.optimizer import learning_rate
+from tuningfork.train.order import order_of
 from tuningfork.wording import counted
 
 
-def plan(examples: int, config: TrainConfig, saved: Progress | None) -> EpochOrder:
-    """The steps of a run over so many examples, shuffled, from where its checkpoint stands, if it has one."""
-    done = (0, 0) if saved is None else (saved.step, saved.examples)
-    return EpochOrder.plan(examples, config.examples_per_step, config.seed, config.epochs, config.max_steps, *done)
-
-
 def check_length(
-    folder: Path, examples: int, before: TrainConfig, now: TrainConfig, saved: Progress | None
+    folder: Path,
+    examples: Sequence[TokenExample],
+    before: TrainConfig,
+    now: TrainConfig,
+    saved: Progress | None,
 ) -> str | None:
     """What there is to say of a run in `folder` that had the settings `before` and goes on with those of `now`.
 
@@ -33,7 +33,7 @@ def check_length(
     """
     if (before.epochs, before.max_steps) == (now.epochs, now.max_steps):
         return None
-    old, new = (plan(examples, config, saved).total_steps for config in (before, now))
+    old, new = (order_of(examples, config, saved).total_steps for config in (before, now))
     if new <= old:
         raise RunFolderError(
             f"{folder} is a run of {counted(old, 'step')}; train.epochs {now.epochs:g} and train.max_steps "

@@ -142,19 +142,30 @@ def optimizer_bytes(model: nn.Module, config: TrainConfig) -> int:
 
 
 def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
-    """The learning rate of step `step` (from 0).
+    """The learning rate of step `step` (from 0) of `total_steps`.
 
     Warm-up rises in equal parts and reaches the peak with its last step, so no step is spent at 0. Then linear falls
-    in equal parts and cosine on half a period, both to 0 just after the last step.
+    in equal parts and cosine on half a period, both to the floor just after the last step: with d the share of the fall
+    that is done, peak · (floor + (1 - floor) · left), where left is 1 - d, or (1 + cos(pi · d)) / 2. wsd (warm-up,
+    stable, decay; Hu et al. 2024, arXiv:2404.06395) holds the peak up to `decay_start` of all steps, and falls from
+    there as cosine does.
     """
-    warmup = math.ceil(round(config.warmup_ratio * total_steps, 6))  # 0.07 x 100 is 7, not 7.000000000000001
+    warmup = config.warmup_steps
+    if warmup is None:
+        warmup = _steps(config.warmup_ratio, total_steps)
     if step < warmup:
         return config.learning_rate * (step + 1) / warmup
-    if config.schedule == "constant":
+    begin = max(warmup, _steps(config.decay_start, total_steps)) if config.schedule == "wsd" else warmup
+    if config.schedule == "constant" or step < begin:
         return config.learning_rate
-    done = (step - warmup) / (total_steps - warmup)
+    done = (step - begin) / (total_steps - begin)
     left = 1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-    return config.learning_rate * left
+    return config.learning_rate * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
+
+
+def _steps(share: float, total: int) -> int:
+    """A share of all steps, of which a part of one is a whole one; 0.07 x 100 is 7, not 7.000000000000001."""
+    return math.ceil(round(share * total, 6))
 
 
 def _gradients(optimizer: Optimizer) -> list[Tensor]:

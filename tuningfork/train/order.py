@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from tuningfork.data.packing.groups import Groups
 from tuningfork.data.packing.loader import EpochOrder
 from tuningfork.records import TokenExample, column
 from tuningfork.train.checkpoint import Progress
 from tuningfork.train.config import PROMPT, TrainConfig
-from tuningfork.train.extend import plan
 
 
 def asked_of_rows(config: TrainConfig) -> str | None:
@@ -23,11 +24,16 @@ def order_of(examples: Sequence[TokenExample], config: TrainConfig, saved: Progr
 
     A grouped one takes seconds for a million examples, as their prompts are hashed.
     """
-    order = plan(len(examples), config, saved)
-    if config.order == "shuffled":
-        return order
-    keys = column(examples, "prompt_hash" if config.group_by == PROMPT else "group")
-    return replace(order, groups=Groups.of_keys(config.group_by, keys, config.group_most))
+    groups = None
+    if config.order == "grouped":
+        keys = column(examples, "prompt_hash" if config.group_by == PROMPT else "group")
+        groups = Groups.of_keys(config.group_by, keys, config.group_most)
+    done = (0, 0) if saved is None else (saved.step, saved.examples)
+    length = (config.seed, config.epochs, config.max_steps)
+    if config.tokens_per_step is not None:
+        sizes = column(examples, "plain_tokens").astype(np.int64)
+        return EpochOrder.by_tokens(sizes, config.tokens_per_step, *length, *done, groups)
+    return EpochOrder.plan(len(examples), config.examples_per_step, *length, *done, groups)
 
 
 def compared_with(examples: Sequence[TokenExample], config: TrainConfig) -> dict[str, EpochOrder]:
@@ -36,7 +42,7 @@ def compared_with(examples: Sequence[TokenExample], config: TrainConfig) -> dict
     Other groups than prompts are known only if the rows were read for them, see `asked_of_rows`.
     """
     if config.order == "grouped":
-        return {"shuffled": replace(order_of(examples, config), groups=None)}
+        return {"shuffled": order_of(examples, replace(config, order="shuffled"))}
     grouped = order_of(examples, replace(config, order="grouped", group_by=PROMPT))
     assert grouped.groups is not None
     return {} if grouped.groups.alone else {"grouped by prompt": grouped}

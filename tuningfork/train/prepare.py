@@ -131,10 +131,10 @@ def _order(
     if order.groups is not None:
         console.print(f"order: {order.groups}")
     if before is not None:
-        longer = check_length(Path(config.output.dir), examples, before, train, saved)
+        longer = check_length(Path(config.output.dir), data.train, before, train, saved)
         if longer is not None:
             console.print(longer)
-    if train.examples_per_step > examples:
+    if train.tokens_per_step is None and train.examples_per_step > examples:
         so = "a step has some more than once" if order.total_examples > examples else "the run is one step"
         in_all = counted(examples, "example")
         console.print(f"! train.examples_per_step is {train.examples_per_step:,}, but {in_all} are all: {so}")

@@ -1,8 +1,8 @@
 """The run folder: made once, continued only when asked, never overwritten.
 
 It is looked at before anything else happens, and made when training begins: a run that never began leaves nothing.
-A report of `tuningfork data` and evaluations of `tuningfork eval` may lie in it already. The folder may be a link, and
-what a run keeps in it may not.
+A report of `tuningfork data`, evaluations of `tuningfork eval` and a starting model may lie in it already. The folder
+may be a link, and what a run keeps in it may not.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ _CHECKSUM = "# These settings as the run wrote them have the checksum"
 CONFIG = "config.yaml"  # the first file of a run, written once the reference is scored and before the first step
 ROWS = "data_rows.json"  # the account of every row that the run read
 CHECKPOINTS = "checkpoints"
+START = "start"  # the starting model, where it was made from nothing
 
 LOG = "log.txt"  # grows line by line; all other files are replaced as a whole
 FILES = (CONFIG, ROWS, "metrics.jsonl", LOG, "eval.json", "summary.json", "export.json")
-FOLDERS = (CHECKPOINTS, "model", eval_files.FOLDER, *sinks.NAMES)
+FOLDERS = (CHECKPOINTS, START, "model", eval_files.FOLDER, *sinks.NAMES)
 
 # Settings that may change between a run and its continuation: they decide where, how often, and at most how gradients
 # are rounded. model.path and model.dtype may be spelt anew: a checkpoint knows which model and dtype they must name.
@@ -64,7 +65,7 @@ def check_run_folder(folder: Path, resume: bool) -> None:
             something under a run's names that no run makes, such as a link.
     """
     found = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
-    may_be = (report_files.FOLDER, eval_files.FOLDER)
+    may_be = (report_files.FOLDER, eval_files.FOLDER, START)
     others = {name for name in found if name not in may_be and not is_aside(name)}
     if others and not has_begun(folder):
         raise RunFolderError(f"{folder} is no run folder: it has files, but no {CONFIG}. Choose another output.dir.")

@@ -62,9 +62,10 @@ def check_same_run(path: Path, saved: Progress, begun: Progress, config: TrainCo
             f"parallel.shard to {saved.layout.shard} and parallel.tensor to {saved.layout.tensor}; parallel.replicate "
             "is free."
         )
-    if not saved.step <= saved.examples <= saved.step * config.examples_per_step:
+    by_tokens = config.tokens_per_step is not None  # whose steps have any number of examples
+    if saved.examples < saved.step or (not by_tokens and saved.examples > saved.step * config.examples_per_step):
+        most = "" if by_tokens else f" of at most {config.examples_per_step:,} examples"
         raise RunFolderError(
-            f"{path} says that {saved.step:,} steps of at most {config.examples_per_step:,} examples trained on "
-            f"{saved.examples:,}, so no run has written it. Remove that folder; --resume then takes the checkpoint "
-            "before it."
+            f"{path} says that {saved.step:,} steps{most} trained on {saved.examples:,}, so no run has written it. "
+            "Remove that folder; --resume then takes the checkpoint before it."
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from tuningfork.accounts import DataReport
 from tuningfork.data.packing.layout import lay
 from tuningfork.data.packing.loader import packs_in_windows
 from tuningfork.data.packing.pack import PackLimits, pack_of
@@ -14,7 +15,7 @@ from tuningfork.models.hf.load import Loaded
 from tuningfork.models.policy import Policy
 from tuningfork.models.scorer import Scorer
 from tuningfork.objective.base import Objective
-from tuningfork.records import DataReport, PackedBatch, TokenExample, taken
+from tuningfork.records import PackedBatch, TokenExample, taken
 from tuningfork.train.checks.kernel_check import KernelCheck
 
 

@@ -62,7 +62,7 @@ def train_step(
     scores, notes = [], []
     for number, (pack, of_pack) in enumerate(batch.with_answers(own), start=1):
         last = number == len(batch.packs)
-        _, pack_logps = scorer.backward(pack, objective.of_chunks(of_pack, there), last)
+        _, pack_logps = scorer.backward(pack, objective.of_chunks(of_pack, there), last, objective.linear)
         scores.append(pack_logps)
         notes.append(scorer.policy.noted)
 

@@ -14,12 +14,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
+from tuningfork.accounts import DataReport
 from tuningfork.data.config import DataConfig
 from tuningfork.data.examples.groups import ALONE, CONVERSATION, check_group_found
 from tuningfork.data.prepare import dataset_digest, prepare_examples
 from tuningfork.data.token_table import Subset
 from tuningfork.errors import ConfigError, DataError
-from tuningfork.records import DataReport, column
+from tuningfork.records import column
 
 CHAT = DataConfig(max_length=10_000, workers=1)
 TEXT = replace(CHAT, template="none")

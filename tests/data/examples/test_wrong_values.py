@@ -12,9 +12,9 @@ import pytest
 
 from tests.data.rows import assistant, user, write
 from tests.data.tiny_tokenizers import byte_bpe
+from tuningfork.accounts import DroppedRow
 from tuningfork.data.config import DataConfig
 from tuningfork.data.prepare import prepare_examples
-from tuningfork.records import DroppedRow
 
 Row = dict[str, Any]
 Place = tuple[str | int, ...]

@@ -6,6 +6,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -85,6 +86,45 @@ def test_max_steps_overrides_epochs_with_full_batches(examples, batch, steps):
 def test_used_indices_are_exactly_those_that_the_run_meets(examples, batch, epochs, steps):
     order = EpochOrder.plan(examples, batch, seed=2, epochs=epochs, max_steps=steps)
     assert order.used_indices().tolist() == sorted(set(stream(order)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=20),
+    most=st.integers(1, 60),
+    epochs=st.integers(1, 3),
+    stop=st.integers(0, 9),
+)
+def test_a_step_by_tokens_is_the_longest_run_of_examples_within_them(sizes, most, epochs, stop):
+    """Each epoch is a permutation, also of a run that is stopped and made longer; a step of one may have more."""
+    tokens = np.array(sizes)
+    order = EpochOrder.by_tokens(tokens, most, 5, epochs, None)
+    assert sorted(stream(order)) == sorted(list(range(len(sizes))) * epochs)
+    steps = [order.indices(step) for step in range(order.total_steps)]
+    for step, after in pairwise([*steps, None]):
+        held = int(tokens[step].sum())
+        assert held <= most or len(step) == 1
+        assert after is None or held + sizes[after[0]] > most
+    assert order.epoch_after(order.total_steps - 1) == epochs
+
+    done_steps = min(stop, order.total_steps)
+    seen = [place for step in steps[:done_steps] for place in step]
+    again = EpochOrder.by_tokens(tokens, most, 5, epochs, None, done_steps, len(seen))
+    assert again.cuts == order.cuts
+    longer = EpochOrder.by_tokens(tokens, most, 5, epochs + 1, None, done_steps, len(seen))
+    everything = seen + stream(longer, done_steps)
+    assert sorted(everything) == sorted(list(range(len(sizes))) * (epochs + 1))
+    counted = EpochOrder.by_tokens(tokens, most, 5, 0.01, order.total_steps + 2)
+    assert counted.total_steps == order.total_steps + 2
+    assert [counted.indices(step) for step in range(order.total_steps - 1)] == steps[:-1]
+
+
+def test_steps_by_tokens_by_hand():
+    """Ten tokens a step; the one example of eleven is a step of its own."""
+    order = EpochOrder.by_tokens(np.array([4, 4, 2, 4, 4, 11]), 10, 0, 1, None)
+    assert [place for step in range(4) for place in order.indices(step)] == [3, 2, 5, 4, 0, 1]
+    assert [order.indices(step) for step in range(order.total_steps)] == [[3, 2], [5], [4, 0], [1]]
+    assert order.used_indices().tolist() == list(range(6))
 
 
 def test_epochs_differ_in_order():

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from tests.data.tiny_tokenizers import byte_bpe
+from tuningfork.accounts import DataReport
 from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.packing.loader import EpochOrder
 from tuningfork.data.packing.pack import PackLimits
@@ -22,7 +23,7 @@ from tuningfork.data.summary.sets import SetData
 from tuningfork.data.summary.sizes import Sizes
 from tuningfork.data.summary.summarize import summarize
 from tuningfork.data.tokens.truncate import size_of
-from tuningfork.records import DataReport, TokenExample
+from tuningfork.records import TokenExample
 
 
 def pair(prompt: Any, chosen: Any, rejected: Any) -> dict[str, Any]:
@@ -83,7 +84,10 @@ def summary_of_files(
 
 def summary_of_examples(examples: Sequence[TokenExample]) -> DataSummary:
     """The summary of examples of any number of answers."""
-    report = DataReport(len(examples), len(examples), sources={"random": ["random"]}, formats={"random": "ranking"})
+    rows = len(examples)
+    report = DataReport(
+        rows, used=rows, rows_of={"random": rows}, sources={"random": ["random"]}, formats={"random": "ranking"}
+    )
     data = SetData.of(examples, report, None)
     order = EpochOrder.plan(len(examples), 2, 0, 1.0, None)
     return _summary(data, data, byte_bpe(), DataConfig(template="none", max_length=64), None, order, "prompt")

@@ -14,6 +14,7 @@ from tests.bounds import within
 from tests.data.summary.workbench import write
 from tests.data.tiny_tokenizers import CHATML, INST, byte_bpe, word_level
 from tests.real_tokenizers import Unavailable, real_tokenizer
+from tuningfork.accounts import DataReport
 from tuningfork.data.config import DataConfig
 from tuningfork.data.examples.values import Unusable
 from tuningfork.data.prepare import prepare_examples
@@ -27,7 +28,7 @@ from tuningfork.data.tokens.control_tokens import (
     ControlTokens,
     with_changed_strings,
 )
-from tuningfork.records import DataReport, Example, Message, Source, TokenExample
+from tuningfork.records import Example, Message, Source, TokenExample
 
 END, START = "<|im_end|>", "<|im_start|>"
 

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from tuningfork.data.examples.values import Unusable
-from tuningfork.data.tokens.truncate import CUT_ANSWERS, CUT_ONE_SIDE, CUT_PROMPT, OverLength, truncate
+from tuningfork.data.tokens.truncate import (
+    CUT_ANSWERS,
+    CUT_ONE_SIDE,
+    CUT_PROMPT,
+    OverLength,
+    is_document,
+    pieces_of,
+    truncate,
+)
 from tuningfork.records import Source, TokenAnswer, TokenExample
 
 BOS = 1
@@ -88,3 +96,41 @@ def test_answers_are_cut_at_one_length_and_asymmetry_is_said() -> None:
     made, notes = truncate(example(6, 5, 9), 10, "truncate_answers", BOS)
     assert ids(made)[1:] == [[50, 51, 52, 53]] * 2 and notes == (CUT_ANSWERS,)
     assert all(len(a.mask) == len(a.ids) for a in made.answers)
+
+
+# ---- documents in pieces
+
+
+def document(tokens: int, bos: bool) -> TokenExample:
+    """One text of ids 50, 51, .. and 90 for its end, perhaps behind a BOS."""
+    made = example(0, tokens)
+    return replace(made, prompt_ids=np.array([BOS], np.int32)) if bos else made
+
+
+@pytest.mark.parametrize("bos", [False, True])
+@pytest.mark.parametrize("limit", [2, 3, 4, 7, 10])
+@pytest.mark.parametrize("tokens", [11, 12, 13, 20, 28])
+def test_pieces_predict_each_token_of_a_document_once_and_in_order(tokens: int, limit: int, bos: bool) -> None:
+    """Also the first behind a cut, from the one before it. No piece is longer than the limit, and all but the last are
+    as long."""
+    whole = document(tokens, bos)
+    pieces = pieces_of(whole, limit)
+    text = [*whole.prompt_ids.tolist(), *whole.answers[0].ids.tolist()]
+    targets = []
+    for piece in pieces:
+        ids, start = [*piece.prompt_ids.tolist(), *piece.answers[0].ids.tolist()], len(targets)
+        assert ids == text[start : start + limit]
+        counted = piece.answers[0].ids[piece.answers[0].mask].tolist()
+        targets += counted[1:] if not bos and piece is pieces[0] else counted
+        assert piece.answer_tokens(0) == len(ids) - 1
+    assert targets == text[1:]
+    assert [piece.longest for piece in pieces[:-1]] == [limit] * (len(pieces) - 1)
+    assert 2 <= pieces[-1].longest <= limit
+    assert [str(piece.source) for piece in pieces] == [f"f:3 piece {n}" for n in range(1, len(pieces) + 1)]
+
+
+def test_only_documents_are_cut_into_pieces() -> None:
+    assert is_document(document(5, bos=False)) and is_document(document(5, bos=True))
+    assert not is_document(example(2, 5)) and not is_document(example(0, 5, 6))
+    with pytest.raises(Unusable, match="longer than max_length"):
+        truncate(example(6, 5), 10, "pieces", BOS)

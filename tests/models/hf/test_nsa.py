@@ -14,6 +14,7 @@ import torch
 from tests.data.tiny_tokenizers import byte_bpe
 from tests.models.hf.folders import IDS, edit, folder_of
 from tests.tiny import tiny_policy
+from tuningfork import models
 from tuningfork.errors import ModelError
 from tuningfork.models.hf import nsa
 from tuningfork.models.hf.export import save
@@ -64,7 +65,7 @@ def test_code_in_the_folder_is_neither_run_nor_exported(tmp_path: Path) -> None:
     loaded = load(str(folder))
     save(loaded, tmp_path / "export")
     assert not (tmp_path / "ran").exists()
-    ours = Path(nsa.nsa.__file__).parent
+    ours = Path(models.nsa.__file__).parent
     for name in ("modeling_nsa.py", "configuration_nsa.py", "sequences_nsa.py"):
         assert (tmp_path / "export" / name).read_bytes() == (ours / name).read_bytes()
     assert not (tmp_path / "export" / "other.py").exists()

@@ -8,8 +8,9 @@ import pytest
 
 from tests.data.summary.workbench import summary_of_examples
 from tests.tiny import random_examples
+from tuningfork.accounts import DroppedRow
 from tuningfork.data.summary.records import Note, Numbers, SetSummary, Truncation
-from tuningfork.records import DroppedRow, Source
+from tuningfork.records import Source
 from tuningfork.report.dataset.wording import (
     account,
     amount,

@@ -18,6 +18,7 @@ from tuningfork.data.packing.groups import Groups
 from tuningfork.data.packing.layout import lay
 from tuningfork.data.packing.pack import WINDOW, Bin, PackLimits, pack_evenly, pack_stream, portions_of
 from tuningfork.data.packing.portions import Portion
+from tuningfork.data.packing.token_steps import token_cuts
 from tuningfork.records import PackedBatch, TokenExample
 
 Item = TypeVar("Item")
@@ -30,7 +31,8 @@ class EpochOrder:
     A step holds exactly `examples_per_step` examples, also where it straddles two epochs; only the very last step of a
     run by epochs may hold fewer. A run that is made longer goes on behind that step's last example: `done_examples`
     are those of its first `done_steps` steps. So within each epoch every example appears exactly once. With `groups`
-    an epoch is shuffled by pieces of these, which steps may cut.
+    an epoch is shuffled by pieces of these, which steps may cut. With `cuts` a step has the examples between two of
+    them instead, see token_steps.py.
     """
 
     examples: int
@@ -40,6 +42,7 @@ class EpochOrder:
     done_steps: int = 0
     done_examples: int = 0
     groups: Groups | None = None
+    cuts: tuple[int, ...] | None = None
 
     @classmethod
     def plan(
@@ -58,14 +61,34 @@ class EpochOrder:
             total = done_examples + (max_steps - done_steps) * examples_per_step
         return cls(examples, examples_per_step, seed, total, done_steps, done_examples, groups)
 
+    @classmethod
+    def by_tokens(
+        cls,
+        sizes: np.ndarray,
+        tokens_per_step: int,
+        seed: int,
+        epochs: float,
+        max_steps: int | None,
+        done_steps: int = 0,
+        done_examples: int = 0,
+        groups: Groups | None = None,
+    ) -> EpochOrder:
+        """Steps of at most so many tokens; `sizes` int64 [n] are those of the examples."""
+        n = len(sizes)
+        done = (done_steps, done_examples)
+        end = max(1, round(epochs * n))
+        cuts = token_cuts(sizes, tokens_per_step, lambda k: _permutation(n, seed, k, groups), end, max_steps, *done)
+        return cls(n, max(1, round(cuts[-1] / (len(cuts) - 1))), seed, cuts[-1], *done, groups, cuts)
+
     @property
     def total_steps(self) -> int:
+        if self.cuts is not None:
+            return len(self.cuts) - 1
         return self.done_steps + ceil((self.total_examples - self.done_examples) / self.examples_per_step)
 
     def indices(self, step: int) -> list[int]:
         """The examples of step `step` (from 0)."""
-        first = self._first(step)
-        places = range(first, min(first + self.examples_per_step, self.total_examples))
+        places = range(self._first(step), min(self._first(step + 1), self.total_examples))
         return [int(self._epoch(n // self.examples)[n % self.examples]) for n in places]
 
     def used_indices(self) -> np.ndarray:
@@ -76,14 +99,16 @@ class EpochOrder:
 
     def epoch_after(self, step: int) -> float:
         """Passes over the data completed after step `step` (from 0)."""
-        return min(self._first(step) + self.examples_per_step, self.total_examples) / self.examples
+        return min(self._first(step + 1), self.total_examples) / self.examples
 
     def _epoch(self, epoch: int) -> np.ndarray:
         """int64 [examples]: all examples in the order of one epoch (from 0)."""
         return _permutation(self.examples, self.seed, epoch, self.groups)
 
     def _first(self, step: int) -> int:
-        """The place of a step's first example among all that the run goes through."""
+        """The place of a step's first example among all that the run goes through; its end behind the last step."""
+        if self.cuts is not None:
+            return self.cuts[step]
         if step < self.done_steps:
             return step * self.examples_per_step
         return self.done_examples + (step - self.done_steps) * self.examples_per_step

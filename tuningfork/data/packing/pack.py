@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tuningfork.accounts import DroppedRow
 from tuningfork.data.packing.bin_packing import best_fit, even_fit, members_of, stream_fit
 from tuningfork.data.packing.portions import Portion, joined, portion_out
 from tuningfork.data.packing.tree import Forest, Share
 from tuningfork.errors import DataError
-from tuningfork.records import DroppedRow, TokenExample, column, taken
+from tuningfork.records import TokenExample, column, taken
 
 COMPILED_QUANTUM = 128  # slots; matrix products of such sizes keep their kernels, and so a row's bits
 SMALLEST_COMPILED = 1024  # below, a compiled graph may add up rows in another order

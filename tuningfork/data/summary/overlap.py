@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from tuningfork.records import DataReport, TokenExample, column
+from tuningfork.accounts import DataReport
+from tuningfork.records import TokenExample, column
 from tuningfork.wording import counted
 
 

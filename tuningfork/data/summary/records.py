@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tuningfork.accounts import DroppedRow
 from tuningfork.data.summary.layouts import Cost, Layout
-from tuningfork.records import DroppedRow, Source
+from tuningfork.records import Source
 
 REFUSED = ("refused", "positions")
 """Kinds of finding at which training does not start."""
@@ -169,7 +170,8 @@ class SetSummary:
     identical_answers: int  # of the dropped rows
     empty_answers: int
     repeats: Repeats
-    cut: int  # rows in use that are shorter than their file has them, by data.over_length
+    cut: int  # rows in use that are shorter than their file has them, or in pieces, by data.over_length
+    pieces: int  # that came of rows which were cut into some
     lengths: dict[str, Lengths]  # of prompt, chosen, rejected, answer and sequence, as there are
     length_bias: LengthBias | None  # of examples with several answers
     truncation: list[Truncation]
@@ -209,7 +211,8 @@ class RunPlan:
 
     examples: int
     order: str  # in words: shuffled, or by what they are grouped
-    examples_per_step: int
+    examples_per_step: int  # their mean, rounded, where steps go by tokens
+    by_tokens: bool
     steps_per_epoch: float
     epochs: float  # of the whole run
     steps: int

@@ -4,12 +4,13 @@ lengths, and what a limit would cost."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from tuningfork.accounts import DataReport, Size
 from tuningfork.data.config import DataConfig
 from tuningfork.data.prepare import NOTED, ON_PURPOSE
 from tuningfork.data.summary.lengths import length_bias, lengths, preview_truncation
@@ -18,7 +19,7 @@ from tuningfork.data.summary.repeats import find_repeats
 from tuningfork.data.summary.sizes import Sizes
 from tuningfork.data.tokens.control_tokens import RENDERED, WRITTEN
 from tuningfork.data.tokens.truncate import size_of
-from tuningfork.records import DataReport, Size, Source, TokenExample
+from tuningfork.records import Source, TokenExample
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,8 @@ class SetData:
 def summarize_set(purpose: str, data: SetData, config: DataConfig, positions: int | None) -> SetSummary:
     """Count one data set. `purpose` says what it is for; `positions` are those that the model knows, if it says so."""
     examples, report = data.examples, data.report
-    used = {example.source for example in examples}
-    before = [report.sizes.get(e.source, size) for e, size in zip(examples, data.sizes, strict=True)]
+    used = {example.source.whole for example in examples}
+    before = [report.sizes.get(source, size) for source, size in _rows(data)]
     unused = [size for source, size in report.sizes.items() if source not in used]
     whole = Sizes.of(before)
     tables = _tables(data)
@@ -68,6 +69,7 @@ def summarize_set(purpose: str, data: SetData, config: DataConfig, positions: in
         empty_answers=report.dropped.get("empty answer", 0),
         repeats=find_repeats(examples),
         cut=len(used & report.sizes.keys()),
+        pieces=report.pieces,
         lengths=lengths(whole),
         length_bias=length_bias(whole),
         truncation=preview_truncation(Sizes.of([*before, *unused]), config.max_length, config.over_length),
@@ -75,6 +77,16 @@ def summarize_set(purpose: str, data: SetData, config: DataConfig, positions: in
         control_words=_control_words(report, used) if config.control_tokens is None else None,
         over_positions=[e.source for e in examples if positions is not None and e.longest > positions],
     )
+
+
+def _rows(data: SetData) -> Iterator[tuple[Source, Size]]:
+    """The row of each example with a size of it, that of pieces once."""
+    seen: set[Source] = set()
+    for example, size in zip(data.examples, data.sizes, strict=True):
+        row = example.source.whole
+        if not example.source.piece or row not in seen:
+            yield row, size
+        seen.add(row)
 
 
 def _tables(data: SetData) -> list[TableSummary]:
@@ -90,7 +102,7 @@ def _tables(data: SetData) -> list[TableSummary]:
             file=file,
             form=report.formats[file],
             source=source,
-            rows_read=used[file] + dropped[file] + left_out[file],
+            rows_read=report.rows_of[file],
             used=used[file],
             dropped=dropped[file],
             left_out=left_out[file],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tuningfork.records import Size
+from tuningfork.accounts import Size
 
 
 @dataclass(frozen=True, slots=True)

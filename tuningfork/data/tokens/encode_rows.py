@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from tuningfork.accounts import Size
 from tuningfork.data.config import DataConfig
 from tuningfork.data.examples.groups import with_group
 from tuningfork.data.examples.roles import MessageNames, roles_for
@@ -22,9 +23,9 @@ from tuningfork.data.tokens.control_tokens import AS_TEXT, KEPT, RENDERED, WRITT
 from tuningfork.data.tokens.printing import Printer, at_work, message_fields
 from tuningfork.data.tokens.template import RenderedExample, render
 from tuningfork.data.tokens.tokenize import Encoded, Encoder
-from tuningfork.data.tokens.truncate import size_of, truncate
+from tuningfork.data.tokens.truncate import CUT_PIECES, is_document, pieces_of, size_of, truncate
 from tuningfork.errors import DataError
-from tuningfork.records import Example, Size, Source, TokenExample
+from tuningfork.records import Example, Source, TokenExample
 
 RowBatch = list[tuple[int, Row]]
 """Rows with their numbers."""
@@ -79,14 +80,23 @@ class RowEncoder:
             if encoded.example.longest > self.config.max_length:
                 batch.sizes[row] = size_of(encoded.example, bos)
             try:
-                example, cuts = truncate(encoded.example, self.config.max_length, self.config.over_length, bos, names)
-                _check(example, names)
+                examples, cuts = self._cut(encoded.example, names)
+                for example in examples:
+                    _check(example, names)
             except Unusable as unusable:
                 batch.dropped.append((row, unusable.reason, unusable.detail))
                 continue
-            used.append(example)
+            used += _measured(examples, encoded.widths)
             batch.notes.extend((note, row) for note in (*encoded.notes, *cuts))
         return replace(batch, columns=columns_of(used))
+
+    def _cut(self, example: TokenExample, names: list[str]) -> tuple[list[TokenExample], tuple[str, ...]]:
+        """What an example comes to within max_length, and what was done to it. Raises Unusable."""
+        config = self.config
+        if config.over_length == "pieces" and example.longest > config.max_length and is_document(example):
+            return pieces_of(example, config.max_length), (CUT_PIECES,)
+        cut, notes = truncate(example, config.max_length, config.over_length, self.tokenizer.bos_token_id, names)
+        return [cut], notes
 
     def _encode(self, rows: RowBatch, reader: RowReader, batch: EncodedBatch) -> list[tuple[list[str], Encoded]]:
         """Read, render and encode; what rows say beside the text goes along, and the names of their answers."""
@@ -156,6 +166,24 @@ class RowEncoder:
             return self.as_text(example, printed), [*notes, *(f"{AS_TEXT}: {words}" for words in written)]
         notes += [f"{KEPT}: {words}" for words in written]
         return printed(example), [*notes, RENDERED] if self.control.looks_rendered(example) else notes
+
+
+def _measured(examples: list[TokenExample], widths: tuple[np.ndarray, ...]) -> list[TokenExample]:
+    """What a row came to with the bytes of text that its targets stand for; of several answers nobody asks for them.
+
+    Of pieces, tokens that count lie one behind the other in the document, whose `widths` are given.
+    """
+    if len(widths) > 1:
+        return examples
+    found, first = [], 0
+    for example in examples:
+        [answer] = example.answers
+        own = widths[0][first : first + len(answer.ids)]
+        targets = answer.mask.copy()
+        targets[: len(example.prompt_ids) == 0] = False  # the first token of a document has no predictor
+        found.append(replace(example, answers=(replace(answer, text_bytes=int(own[targets].sum())),)))
+        first += len(answer.ids) - 1  # the last token is the next piece's first
+    return found
 
 
 def _check(example: TokenExample, names: list[str]) -> None:

@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 from pydantic import TypeAdapter
 from transformers import PreTrainedTokenizerBase
 
+from tuningfork.accounts import Size
 from tuningfork.data.config import DataConfig
 from tuningfork.data.examples.infer_format import open_table
 from tuningfork.data.examples.row_reader import fields_not_read
-from tuningfork.data.token_table import Columns
+from tuningfork.data.token_table import Columns, rows_in
 from tuningfork.data.tokens.encode_rows import RowEncoder
 from tuningfork.data.tokens.printing import Printer, at_work
 from tuningfork.data.tokens.template import check_size
 from tuningfork.data.tokens.template_date import with_fixed_date
 from tuningfork.data.tokens.workers import Workers, check_started
 from tuningfork.errors import DataError
-from tuningfork.records import Size
 
 Progress = Callable[[int, int], None]
 """Called with (rows done, rows in all) of a table."""
@@ -40,7 +40,7 @@ _ACCOUNT = TypeAdapter(
 
 @dataclass(slots=True)
 class TableAccount:
-    """What became of a table's rows: rows_read = examples + dropped. Rows are named by their numbers."""
+    """What became of a table's rows: each is dropped, or an example, or pieces. They are named by their numbers."""
 
     format: str
     rows_read: int
@@ -98,7 +98,7 @@ class TableEncoder:
             not_read: dict[str, list[int]] = {}
             for batch in self.workers.encode(rows, count, reader):
                 yield batch.columns
-                kept += len(batch.columns["row"])
+                kept += rows_in(batch.columns)
                 account.dropped += batch.dropped
                 account.sizes.update(batch.sizes)
                 for note, row in batch.notes:

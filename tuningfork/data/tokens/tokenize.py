@@ -38,10 +38,11 @@ MERGES = (  # a note
 
 
 class Encoded(NamedTuple):
-    """An example as tokens, and what is worth knowing of it, in short phrases."""
+    """An example as tokens, what is worth knowing of it, in short phrases, and what its answers' tokens stand for."""
 
     example: TokenExample
     notes: tuple[str, ...]
+    widths: tuple[np.ndarray, ...]  # int64 [a] of each answer: UTF-8 bytes of text, which add up to those of the whole
 
 
 class Encoder:
@@ -149,9 +150,10 @@ class Encoder:
         given = all(np.array_equal(sequence.ids[:1], bos) for sequence in sequences)
         prompt_ids = sequences[0].ids[:p] if given else np.concatenate([bos, sequences[0].ids[:p]])
         answers = tuple(_answer(s, p, spans, eos) for s, spans in zip(sequences, example.spans, strict=True))
+        widths = tuple(_widths(s, t, p, a) for s, t, a in zip(sequences, example.texts, answers, strict=True))
         merged = any(p < len(s.ids) and s.starts[p] < example.boundary for s in sequences)
         notes = (*example.notes, MERGES) if merged else example.notes
-        return Encoded(TokenExample(example.source, prompt_ids, answers), notes)
+        return Encoded(TokenExample(example.source, prompt_ids, answers), notes, widths)
 
 
 def _parts(example: RenderedExample, cut: int) -> tuple[list[str], list[str]]:
@@ -248,6 +250,18 @@ def _answer(sequence: _Sequence, p: int, spans: Sequence[Span], eos: np.ndarray)
     if not np.array_equal(ids[-1:], eos):
         ids, mask = np.concatenate([ids, eos]), np.concatenate([mask, np.ones(len(eos), dtype=bool)])
     return TokenAnswer(ids, mask)
+
+
+def _widths(sequence: _Sequence, text: str, p: int, answer: TokenAnswer) -> np.ndarray:
+    """int64 [a]: UTF-8 bytes of the text from where the tokens before one end to where it ends itself. Of a character
+    that several tokens make, the first has them; an EOS that was put behind the text has none."""
+    ends = np.maximum.accumulate(sequence.stops)
+    if not text.isascii():
+        letters = np.frombuffer(text.encode("utf-32-le"), "<u4")
+        ends = np.cumsum([0, *(1 + (letters >= 0x80) + (letters >= 0x800) + (letters >= 0x10000))])[ends]
+    widths = np.zeros(len(answer.ids), np.int64)
+    widths[: len(ends) - p] = np.diff(ends, prepend=0)[p:]
+    return widths
 
 
 class _Sequence(NamedTuple):

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.functional import pad
 
 from tuningfork.kernels.sums import add_by_place
+from tuningfork.kernels.tables import rows_read
 from tuningfork.records import ForkLayout
 
 NORM_EPS = 1e-6  # beneath the root of an l2 norm
@@ -82,16 +83,9 @@ class PlainCausalConv(NamedTuple):
 
     def _conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
-        sources = self._sources(weight.shape[1])
+        sources = rows_read(self.previous, weight.shape[1])
         out: Tensor = _Convolve.apply(sources, x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
         return F.silu(out) if silu else out
-
-    def _sources(self, width: int) -> Tensor:
-        """int64 [T, W], the row that each tap of each row reads, T for none."""
-        taps = [torch.arange(len(self.previous) - 1, device=self.previous.device)]
-        for _ in range(width - 1):
-            taps.insert(0, self.previous[taps[0]])
-        return torch.stack(taps, 1)
 
 
 class _Convolve(torch.autograd.Function):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tuningfork.errors import ModelError
-from tuningfork.models.mixers import gated_delta, short_conv
+from tuningfork.models.mixers import ccgqa, gated_delta, short_conv
 from tuningfork.models.mixers.attention import KEYWORD
 
 NAME = "tuningfork"
@@ -23,7 +23,7 @@ AHEAD = (
 
 HARMLESS = {"position_ids", "use_cache", "cache_position", "past_key_values", "output_attentions", "is_causal"}
 """Keywords of the model call that a mixer may ignore: they say nothing that the fork layout does not."""
-_OTHERS = {gated_delta.KEYWORD, short_conv.KEYWORD}  # what other kinds of layers are told
+_OTHERS = {ccgqa.KEYWORD, gated_delta.KEYWORD, short_conv.KEYWORD}  # what other kinds of layers are told
 
 # Decoder blocks that are given keywords and do not pass them to their attention.
 # private: transformers.DecoderLayer

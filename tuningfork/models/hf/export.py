@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from tuningfork.errors import SAVING, ModelError, enough_memory
 from tuningfork.files import scratch
-from tuningfork.models.hf import digests, nsa
+from tuningfork.models.hf import digests, own
 from tuningfork.models.hf.comparable import comparable
 from tuningfork.models.hf.folder import CONFIG, GENERATION, to_json
 from tuningfork.models.hf.load import Loaded, only_renamed
@@ -54,9 +54,11 @@ def write_beside(loaded: Loaded, folder: Path, dtype: torch.dtype | None) -> Non
     for name, content in loaded.origin.files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
-    for name, content in nsa.code_of(loaded.model.config)[0].items():
-        (folder / name).write_bytes(content)
     config = exported_config(loaded.origin.config, loaded.model, dtype or loaded.stored_dtype)
+    if family := own.FAMILIES.get(config["model_type"]):
+        config["auto_map"] = family.auto_map
+        for file in family.files:
+            (folder / file.name).write_bytes(file.read_bytes())
     (folder / CONFIG).write_bytes(to_json(config))
 
 
@@ -89,8 +91,6 @@ def exported_config(start: Mapping[str, Any], model: PreTrainedModel, dtype: tor
     config = _of_this_model(start, loaded)
     own = (kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))  # not that of a spread model
     config["architectures"] = [next(own).__name__]
-    if auto_map := nsa.code_of(loaded)[1]:
-        config["auto_map"] = dict(auto_map)
     config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
     for key, value in _known_to_older_readers(config, model):
         if (key not in config or config[key] != value) and _reads_the_same(type(loaded), config, {key: value}):

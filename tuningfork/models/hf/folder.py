@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 from tuningfork.errors import ModelError
 from tuningfork.files import opened
 from tuningfork.json_files import read_object
-from tuningfork.models.hf import nsa, safetensors_reader, trust
+from tuningfork.models.hf import own, safetensors_reader, trust
 from tuningfork.wording import first_line, from_here, shortened
 
 CONFIG = "config.json"
@@ -254,7 +254,7 @@ def read_origin(path: str) -> tuple[Origin, tuple[str, ...]]:
     except OSError as error:
         raise ModelError(f"{path}: {error.filename} cannot be read: {error.strerror or error}. Permit it.") from error
     notes: tuple[str, ...] = ()
-    if config.pop("auto_map", None) and config.get("model_type") != nsa.MODEL_TYPE:  # that is our own, see nsa.py
+    if config.pop("auto_map", None) and config.get("model_type") not in own.FAMILIES:
         notes += (
             "config.json names code of its own (auto_map), which is not run: the model is transformers' own of that "
             "type, and is exported as that",

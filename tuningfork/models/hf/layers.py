@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from tuningfork.errors import ModelError
 from tuningfork.models.hf.attention import HARMLESS
-from tuningfork.models.mixers import attention, gated_delta, short_conv
+from tuningfork.models.mixers import attention, ccgqa, gated_delta, short_conv
 
-_MIXERS = {attention.KEYWORD, gated_delta.KEYWORD, short_conv.KEYWORD}
+_MIXERS = {attention.KEYWORD, ccgqa.KEYWORD, gated_delta.KEYWORD, short_conv.KEYWORD}
 _CACHES = ("cache", "cache_params", "past_key_values")  # in one version of the library or another
 
 _ours: set[Callable[..., Tensor]] = set()

@@ -14,7 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd  # private: torch.nn.modules.dro
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from tuningfork.errors import ModelError
-from tuningfork.models.hf import gated_delta, nsa, short_conv
+from tuningfork.models.hf import gated_delta, own, short_conv
 from tuningfork.models.hf.attention import AHEAD
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
@@ -101,7 +101,7 @@ def check_config(config: Any, path: str) -> None:
                 f"{where} uses rotary scaling of type {scaling!r}, which depends on the longest sequence of a batch, "
                 "and config.json does not say up to which length it does not (original_max_position_embeddings)."
             )
-    if config.model_type != nsa.MODEL_TYPE:  # our own class hands its layers what we give it
+    if config.model_type not in own.FAMILIES:
         _check_code(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], where)
 
 

@@ -18,8 +18,10 @@ from transformers import PreTrainedModel
 
 from tuningfork.errors import LOADING, ModelError, OutOfMemory, enough_memory
 from tuningfork.kernels.causal_conv.plain import Heads
-from tuningfork.models.hf import gated_delta, nsa, short_conv
+from tuningfork.kernels.ccgqa.plain import Filters, QueryHeads
+from tuningfork.models.hf import ccgqa, gated_delta, nsa, short_conv
 from tuningfork.models.mixers.attention import KEYWORD, Attention, AttentionLayer
+from tuningfork.models.mixers.ccgqa import Ccgqa, CcgqaLayer
 from tuningfork.models.mixers.gated_delta import GatedDelta, GatedDeltaLayer, PreparedGatedDelta
 from tuningfork.models.mixers.mixer import Mixer
 from tuningfork.models.mixers.nsa import Nsa, NsaLayer, PreparedNsa
@@ -39,6 +41,7 @@ class Watched:
     gated_delta: the same of the gated delta rule; models of attention alone have none.
     short_conv: and of gated short convolutions.
     nsa: and of native sparse attention, whose windows are among attention's calls.
+    ccgqa: and of what CCGQA does before its attention.
     blocks: the decoder blocks in the order of their first call: entries of lists of modules in which a mixer runs.
     """
 
@@ -48,6 +51,7 @@ class Watched:
     gated_delta: list[GatedDeltaLayer] = field(default_factory=list)
     short_conv: list[ShortConvLayer] = field(default_factory=list)
     nsa: list[NsaLayer] = field(default_factory=list)
+    ccgqa: list[CcgqaLayer] = field(default_factory=list)
     blocks: list[nn.Module] = field(default_factory=list)
 
     @property
@@ -55,7 +59,8 @@ class Watched:
         recurrent = (GatedDelta(tuple(self.gated_delta)),) if self.gated_delta else ()
         convolutions = (ShortConv(tuple(self.short_conv)),) if self.short_conv else ()
         sparse = (Nsa(tuple(self.nsa)),) if self.nsa else ()
-        return (Attention(tuple(self.attention)), *recurrent, *convolutions, *sparse)
+        compressed = (Ccgqa(tuple(self.ccgqa)),) if self.ccgqa else ()
+        return (Attention(tuple(self.attention)), *recurrent, *convolutions, *compressed, *sparse)
 
 
 def watch(model: PreTrainedModel, precision: AbstractContextManager[Any], run: Callable[..., Any]) -> Watched:
@@ -77,6 +82,8 @@ def watch(model: PreTrainedModel, precision: AbstractContextManager[Any], run: C
     if sparse := nsa.layers(model):
         told[Nsa.keyword] = PreparedNsa(fork)
         seen.nsa = sparse
+    if ccgqa.layers(model):
+        told[ccgqa.KEYWORD] = fork
     where = f"{model.name_or_path}: " if model.name_or_path else ""
     kind = type(model).__name__
     try:
@@ -143,6 +150,15 @@ class _Onlooker:
 
     def selected(self, query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, **how: Any) -> Tensor:
         return query.new_zeros(*query.shape[:2], value.shape[2])
+
+    def query_key(self, x: Tensor, filters: Filters, temperature: Tensor, heads: QueryHeads) -> tuple[Tensor, Tensor]:
+        taps = filters.depthwise.shape[1], filters.grouped.shape[2]
+        self._seen.ccgqa.append(CcgqaLayer(heads, *taps, backward=torch.is_grad_enabled()))
+        self._note_block()
+        return x.new_zeros(len(x), heads.queries, heads.width), x.new_zeros(len(x), heads.keys, heads.width)
+
+    def values(self, x: Tensor, now: int) -> Tensor:
+        return torch.zeros_like(x)
 
     def _note_block(self) -> None:
         if self.inside and not any(self.inside[0] is block for block in self._seen.blocks):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 
+from tuningfork.accounts import DroppedRow
 from tuningfork.data.summary.layouts import PLAIN_BATCH
 from tuningfork.data.summary.records import (
     DataSummary,
@@ -20,7 +21,6 @@ from tuningfork.data.summary.records import (
     TableSummary,
     TokenizerFacts,
 )
-from tuningfork.records import DroppedRow
 from tuningfork.report.dataset.charts import draw_bias, draw_cost, draw_lengths, draw_truncation
 from tuningfork.report.dataset.html import breakable, facts, table, text
 from tuningfork.report.dataset.plots import stacked
@@ -153,7 +153,10 @@ def _figures(summary: DataSummary) -> str:
         (f"{ours.tokens:,}", "tokens laid in an epoch"),
         (share(ours.tokens_saved), SAVED[summary.share]),
         (f"{less:.1f} ×", f"{word} token slots than padded batches of {PLAIN_BATCH} {unit}s"),
-        (f"{run.steps:,}", f"{step} of {counted(run.examples_per_step, unit)} in the whole run"),
+        (
+            f"{run.steps:,}",
+            f"{step} of {'about ' * run.by_tokens}{counted(run.examples_per_step, unit)} in the whole run",
+        ),
     ]
     tiles = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for value, name in figures)
     return f'<dl class="figures">{tiles}</dl>'
@@ -334,7 +337,7 @@ def _run(summary: DataSummary) -> str:
     run = summary.run
     about = "" if run.steps_packed >= run.steps else "about "
     named = [
-        (f"{summary.unit.capitalize()}s per step", f"{run.examples_per_step:,}"),
+        (f"{summary.unit.capitalize()}s per step", f"{'about ' * run.by_tokens}{run.examples_per_step:,}"),
         ("Steps per epoch", amount(run.steps_per_epoch)),
         ("Epochs", amount(run.epochs)),
         ("Steps in the whole run", f"{run.steps:,}"),

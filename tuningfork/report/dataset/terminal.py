@@ -275,8 +275,9 @@ def _color(part: str) -> str:
 def _run(summary: DataSummary) -> RenderableType:
     run = summary.run
     about = "" if run.steps_packed >= run.steps else "about "
+    size = f"{'about ' * run.by_tokens}{counted(run.examples_per_step, summary.unit)}"
     return Text(
-        f"run: {counted(run.steps, 'step')} of {counted(run.examples_per_step, summary.unit)}, "
+        f"run: {counted(run.steps, 'step')} of {size}, "
         f"{_many(run.epochs, 'epoch')} of {_many(run.steps_per_epoch, 'step')}, {run.order}; "
         f"{_many(run.packs_per_step, 'pack')} a step, {about}{run.packs:,} in all, "
         f"{share(run.pad_share)} padding, counted for {summary.counted_for}"

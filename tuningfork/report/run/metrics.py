@@ -74,7 +74,8 @@ def training_definitions(statistics: Definitions) -> dict[str, str]:
 
 
 def evaluation_definitions(unit: str, statistics: Definitions) -> dict[str, str]:
-    """The numbers of a line of metrics.jsonl that stands for an evaluation. `unit`: what its examples are."""
+    """The numbers of a line of metrics.jsonl that stands for an evaluation. `unit`: what its examples are; `statistics`
+    are the objective's, with what follows from them."""
     return {
         "step": f"Optimizer steps done when the held-out {unit} were scored; 0 is the starting model.",
         f"{EVAL}{unit}": f"Held-out {unit}.",
@@ -122,9 +123,10 @@ class Evaluation:
     loss: float  # the objective's mean over all of them, without an SFT term
     means: Means
     seconds: float = 0.0  # that it took
+    derived: Mapping[str, float | None] = field(default_factory=dict)  # what follows from the means
 
     def as_dict(self) -> dict[str, float | int | None]:
-        return {self.unit: self.examples, "loss": self.loss, **self.means.values()}
+        return {self.unit: self.examples, "loss": self.loss, **self.means.values(), **self.derived}
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,12 +150,36 @@ class _GatedDelta(_Beside):
         return usual[0].to(value.dtype)
 
 
+class _Ccgqa(_Beside):
+    def query_key(self, x: Tensor, filters: Any, temperature: Tensor, heads: Any) -> tuple[Tensor, ...]:
+        names = ["depthwise filters", "grouped filters", "first biases", "second biases"]
+        weights = {name: t for name, t in zip(names, filters, strict=True) if t is not None}
+
+        def split(form: Any, x: Tensor, temperature: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+            parts: tuple[Tensor, ...] = form.query_key(x, type(filters)(*weights), temperature, heads)
+            return parts
+
+        given = {"channels": x, "temperatures": temperature, **weights}
+        _, _, usual, _ = self.compare(split, given, ["queries", "keys"], few=["temperatures"])
+        return tuple(t.to(x.dtype) for t in usual[:2])
+
+    def values(self, x: Tensor, now: int) -> Tensor:
+        _, _, usual, _ = self.compare(lambda form, x: form.values(x, now), {"values": x}, ["values shifted"])
+        return usual[0].to(x.dtype)
+
+
 _BESIDE: dict[str, type[_Beside]] = {
     "attention": _Attention,
     "causal_conv": _CausalConv,
+    "ccgqa": _Ccgqa,
     "gated_delta": _GatedDelta,
 }
-_WORDS = {"attention": "attention kernel", "causal_conv": "convolution kernel", "gated_delta": "scan kernel"}
+_WORDS = {
+    "attention": "attention kernel",
+    "causal_conv": "convolution kernel",
+    "ccgqa": "CCGQA kernel",
+    "gated_delta": "scan kernel",
+}
 
 
 def through(op: Callable[..., Any], given: Sequence[Tensor]) -> list[Tensor]:

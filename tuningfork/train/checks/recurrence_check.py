@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tuningfork.data.packing.layout import build_pack
 from tuningfork.errors import ModelError
-from tuningfork.models.hf import gated_delta, short_conv
+from tuningfork.models.hf import ccgqa, gated_delta, short_conv
 from tuningfork.models.policy import Policy
 from tuningfork.records import ForkLayout, PackedBatch, TokenExample
 
@@ -96,7 +96,7 @@ def _by_itself(example: TokenExample) -> PackedBatch:
 
 
 def _layers(model: nn.Module) -> list[Any]:
-    return gated_delta.layers(model) or short_conv.layers(model)
+    return gated_delta.layers(model) or short_conv.layers(model) or ccgqa.layers(model)
 
 
 class _ValuesAsTheyAre:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from tuningfork.accounts import DataReport
 from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.packing.pack import PackLimits, split_fitting
 from tuningfork.data.prepare import account_line, check_names_used, prepare_examples
@@ -18,7 +19,7 @@ from tuningfork.models.config import ModelConfig
 from tuningfork.models.hf.load import load_config
 from tuningfork.models.hf.support import positions
 from tuningfork.objective.base import Objective
-from tuningfork.records import DataReport, TokenExample, column
+from tuningfork.records import TokenExample, column
 from tuningfork.report.run.console import Console
 from tuningfork.train.session import Data
 from tuningfork.wording import counted

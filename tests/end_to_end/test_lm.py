@@ -1,0 +1,136 @@
+"""From nothing to a model through the whole trainer: documents, steps by tokens, kill -9 and resume, and DPO on it."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.end_to_end.workbench import Child, Job, assert_same_state, make_pairs, write_rows
+
+
+def texts(count: int, seed: int) -> list[str]:
+    return [" ".join((row["prompt"], row["chosen"], row["rejected"])) + " ä" for row in make_pairs(count, seed)]
+
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.fixture
+def lm(job: Job) -> Job:
+    """A model from nothing on documents in pieces of at most 32 bytes, steps of at most 200 tokens."""
+    write_rows(job.folder / "docs.jsonl", [{"text": text} for text in texts(16, 0)])
+    write_rows(job.folder / "held_out.jsonl", [{"text": text} for text in texts(7, 5)])
+    return job.but(
+        {"data.train": job.folder / "docs.jsonl", "data.eval": job.folder / "held_out.jsonl", "reference.cache": None},
+        model={"path": None, "init": LLAMA, "init_seed": 3, "tokenizer": "bytes"},
+        objective={"name": "lm"},
+        data={"max_length": 32, "over_length": "pieces", "template": "none"},
+        train={"tokens_per_step": 200, "examples_per_step": None, "learning_rate": 1e-2},
+        pack={"tokens": 128},
+    )
+
+
+def plain_nll(folder: str) -> tuple[float, int]:
+    """Nats and targets of the held-out documents, each cut by hand, by plain transformers."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    nats, targets = 0.0, 0
+    for text in texts(7, 5):
+        ids = [*tokenizer(text).input_ids, tokenizer.eos_token_id]
+        for start in range(0, len(ids) - 1, 31):
+            piece = torch.tensor(ids[start : start + 32])
+            logps = model(piece[None]).logits[0].log_softmax(-1)
+            nats -= float(logps[torch.arange(len(piece) - 1), piece[1:]].detach().sum())
+            targets += len(piece) - 1
+    return nats, targets
+
+
+def test_a_run_learns_documents_and_says_bits_a_byte(lm: Job) -> None:
+    out = lm.done().out
+    assert "step-0" not in out and "reference" not in out
+    assert "docs.jsonl: 16 rows read, 16 of them cut into" in out and "bits/byte" in out
+    scores = json.loads((lm.run / "eval.json").read_text())
+    lines, report = lm.metrics(), lm.report()
+    assert report["pieces"]["rows"] == 16 and report["used"] == report["pieces"]["pieces"]
+    size = sum(len(text.encode()) for text in texts(7, 5))  # behind BOS all bytes are targets
+    for when, folder in (("before", "start"), ("after", "model")):
+        nats, targets = plain_nll(str(lm.run / folder))
+        assert targets == size + 7
+        assert scores[when]["loss"] == pytest.approx(nats / targets, rel=1e-5) == scores[when]["nll/token"]
+        assert scores[when]["perplexity"] == pytest.approx(math.exp(nats / targets), rel=1e-4)
+        assert scores[when]["bits/byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
+    assert scores["before"]["loss"] == pytest.approx(math.log(320), abs=0.05)
+    assert scores["after"]["loss"] < scores["before"]["loss"] - 1
+    assert all(200 - 32 < line["tokens"] <= 200 for line in lines[:-1]) and lines[-1]["epoch"] == 1
+    assert len({line["examples"] for line in lines}) > 1
+    assert "about" in " ".join(lm.done("data").out.split())
+
+
+def test_killed_at_a_step_it_goes_on_to_the_bit(lm: Job) -> None:
+    lm = lm.but({"output.save_every": 2, "train.eval_every": 3})
+    whole = lm.elsewhere("whole")
+    whole.done()
+    child = Child(lm.arguments("train"), lm.folder)
+    assert child.kill_when(lambda: (lm.run / "checkpoints" / "step-4").exists())
+    shutil.rmtree(lm.run / "start")  # it is made again, to the bit
+    assert "continuing from" in lm.done("train", "--resume").out
+    last = whole.metrics()[-1]["step"]
+    assert_same_state(lm, whole, last)
+    assert numbers_of(lm) == numbers_of(whole) and lm.evaluations() == whole.evaluations()
+
+
+def numbers_of(job: Job) -> list[dict[str, float]]:
+    """The lines of training steps, without what depends on the clock."""
+    return [{k: v for k, v in line.items() if not k.endswith("_s") and k != "mfu"} for line in job.metrics()]
+
+
+def test_dpo_goes_on_from_the_model_that_was_made(lm: Job) -> None:
+    """The reference is scored in other packs; the margin of the first step is exactly 0 all the same."""
+    lm.done()
+    dpo = lm.elsewhere("dpo").but(
+        {"data.train": lm.folder / "pairs.jsonl", "data.eval": None, "reference.cache": lm.folder / "cache"},
+        model={"path": lm.run / "model", "init": None, "init_seed": None, "tokenizer": None},
+        objective={"name": "dpo"},
+        data={"max_length": 128, "over_length": None},
+        train={"tokens_per_step": None, "examples_per_step": 4, "learning_rate": 1e-3, "max_steps": 3},
+        pack={"tokens": 512},
+    )
+    write_rows(lm.folder / "pairs.jsonl", make_pairs(12))
+    dpo.but(pack={"tokens": 1024}).done("reference")
+    assert "step-0 check: margin exactly 0" in dpo.done().out
+    lines = dpo.metrics()
+    assert lines[0]["rewards/margin"] == 0.0 and lines[0]["loss"] == pytest.approx(math.log(2), rel=1e-14)
+    assert lines[-1]["rewards/margin"] > 0
+
+
+def test_a_report_of_the_data_makes_no_weights_and_a_run_may_follow(lm: Job) -> None:
+    lm.done("data")
+    assert not (lm.run / "start" / "model.safetensors").exists()
+    assert "a model from nothing, its values drawn from seed 3" in lm.but({"train.max_steps": 1}).done().out
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"path": "model"}, "model.path is model, and model.init is given. Keep one"),
+        ({"tokenizer": None}, "Set model.tokenizer: bytes, or to a folder with a tokenizer.json"),
+        ({"init": None}, "model.init_seed is 3, but only a model from nothing has one"),
+        ({"init": LLAMA | {"hiden_size": 3}}, "hiden_size is no setting of llama models. Did you mean hidden_size?"),
+    ],
+)
+def test_half_of_a_model_from_nothing_is_refused(lm: Job, settings: dict, words: str) -> None:
+    assert words in lm.but(model=settings).refused()
+    assert not (lm.run / "checkpoints").exists()

@@ -1,0 +1,51 @@
+"""The account of what is read: each row is used, whole or in pieces, or dropped for a reason."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from tuningfork.records import Source
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedRow:
+    """A row that is not trained on, and why. `reason` is one of a few short phrases; `detail` says more."""
+
+    file: str
+    row: int
+    reason: str
+    detail: str = ""
+    piece: int = 0  # of the row, where the others may be trained on; see Source
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Tokens of an example: of its prompt and of each answer. `opening` of the prompt's are a BOS that no cut takes."""
+
+    prompt: int
+    answers: tuple[int, ...]
+    opening: int = 0
+
+
+@dataclass(slots=True)
+class DataReport:
+    """What became of every row of a file set: rows_read - cut + pieces = used + the sum of dropped."""
+
+    rows_read: int = 0
+    cut: int = 0  # rows that were cut into pieces
+    pieces: int = 0  # that came of these, each an example
+    used: int = 0  # examples
+    dropped_rows: list[DroppedRow] = field(default_factory=list)
+    sources: dict[str, list[str]] = field(default_factory=dict)  # source, as the recipe names it -> its files
+    passed_over: list[str] = field(default_factory=list)  # files and splits beside them that are for another use
+    formats: dict[str, str] = field(default_factory=dict)  # file -> its format, a name of data/examples/formats.py
+    rows_of: dict[str, int] = field(default_factory=dict)  # file -> rows read of it
+    fields: dict[str, None] = field(default_factory=dict)  # that rows have, by the files' own names
+    sizes: dict[Source, Size] = field(default_factory=dict)  # of examples that were cut, or left out though readable
+    notes: dict[str, list[Source]] = field(default_factory=dict)  # what is worth knowing of rows that are used -> which
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """reason -> count, the most frequent first."""
+        return dict(Counter(row.reason for row in self.dropped_rows).most_common())

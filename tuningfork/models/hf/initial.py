@@ -1,0 +1,199 @@
+"""A model from a config and a seed, without weights: written as a folder, which is then loaded like any other.
+
+So all that works on a folder works on it: weights spread over processes as they are read, checksums, exports, a run
+that is resumed, another run that starts from it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import gc
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from tuningfork.errors import ConfigError, ModelError, RunFolderError, enough_memory
+from tuningfork.files import check_plain, remove, whole_folder
+from tuningfork.json_files import read_object
+from tuningfork.models.hf import byte_tokenizer, digests, export
+from tuningfork.models.hf.folder import CONFIG, TOKENIZER, Origin, to_json
+from tuningfork.models.hf.load import Loaded, load_config, without_memory
+from tuningfork.models.hf.tokenizer_file import check_tokenizer_file
+from tuningfork.wording import first_line
+
+FACTS = "made_from.json"
+"""In the folder of a model that was made: from what."""
+
+_OLDER_NAMES = {"torch_dtype", "rope_theta", "rope_scaling", "architectures", "model_type"}  # that configs take, too
+
+
+def make(folder: Path, given: str | Mapping[str, Any], seed: int, tokenizer: str, weights: bool = True) -> bool:
+    """Make a model's folder, unless it is there and made from the same; whether it was made now.
+
+    Args:
+        given: the settings of its config.json, or the path of one, or of a folder that has one.
+        seed: of its initial values, see `initial_model`.
+        tokenizer: ``bytes``, or the folder of a tokenizer. The config's vocabulary and marks follow it where they are
+            not given.
+        weights: whether weights are needed; without them, only config and tokenizer are.
+
+    Raises:
+        ConfigError: a setting that the model's config does not have, with the nearest that it has.
+        ModelError: the config is of no model that can be trained, or a rule of its family leaves a weight without a
+            value.
+        RunFolderError: the disk refuses, or something else lies there.
+    """
+    settings, words = _settings(given), _tokenizer(tokenizer)
+    for key, value in _of_tokenizer(words).items():
+        settings.setdefault(key, value)
+    _check_settings(settings)
+    identity = hashlib.sha256(words.backend_tokenizer.to_str().encode()).hexdigest()  # type: ignore[attr-defined]
+    facts = {"config": settings, "seed": seed, "tokenizer": identity, "weights": weights}
+    if _is_made_from(folder, facts):
+        return False
+    if folder.exists():
+        remove(folder)
+    try:
+        with whole_folder(folder) as aside:
+            _write(aside, settings, seed, words, weights)
+            (aside / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
+            digests.write(aside)
+    except RunFolderError:
+        if not _is_made_from(folder, facts):  # by a process of another machine, on a disk that both have
+            raise
+    return True
+
+
+def _write(folder: Path, settings: dict[str, Any], seed: int, words: PreTrainedTokenizerBase, weights: bool) -> None:
+    words.save_pretrained(folder)
+    (folder / CONFIG).write_bytes(to_json(settings))
+    try:
+        config = load_config(str(folder))
+    except ModelError as error:
+        raise ModelError(*(str(line).replace(str(folder), "model.init") for line in error.args)) from error
+    if config.vocab_size < len(words):
+        raise ConfigError(
+            f"model.init sets vocab_size to {config.vocab_size:,}, but the tokenizer has {len(words):,} tokens. Set it "
+            f"to {len(words):,} or more, or leave it out."
+        )
+    if not weights:
+        return
+    with enough_memory("making the model"):
+        model = initial_model(config, seed)
+        loaded = Loaded(model, torch.float32, origin=Origin(settings))
+        export.write_weights(loaded, folder, {name: w.detach() for name, w in export.state_of(loaded).items()}, None)
+        (folder / CONFIG).write_bytes(to_json(export.exported_config(settings, model, torch.float32)))
+    del model, loaded
+    gc.collect()  # modules refer to each other, and the next thing that is done is to read the weights
+
+
+def initial_model(config: Any, seed: int) -> PreTrainedModel:
+    """A model on the CPU in float32 with the initial values that its family's own code gives it.
+
+    The library's rule for each module (`_init_weights` of its model class: normal numbers of `initializer_range`, zeros
+    for biases, ones for norms, or what the family does instead) is carried out module by module, children first, as the
+    library does. Before each, PyTorch's generator is seeded by (seed, the module's name). So a tensor's values depend
+    on the seed, its module's name and shapes, and the rule: not on the device, the dtype or the processes that a run
+    computes with, nor on other modules, such as the number of layers. Memory for each weight is there once.
+
+    Raises:
+        ModelError: the rules leave a weight without a value.
+    """
+    model = without_memory(config).to_empty(device="cpu").float()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point():
+                tensor.fill_(math.nan)
+        _initialize(model, "", model, seed)
+        model.tie_weights()
+    unset = [name for name, tensor in model.state_dict().items() if not torch.isfinite(tensor).all()]
+    if unset:
+        raise ModelError(
+            f"model.init: the initialisation of {type(model).__name__} leaves {unset[0]} without a value"
+            f"{f', and {len(unset) - 1:,} others' if unset[1:] else ''}. Start from a folder with weights: model.path."
+        )
+    return model
+
+
+def _initialize(module: nn.Module, name: str, owner: PreTrainedModel, seed: int) -> None:
+    """Initialise a module behind all that it holds, by the rule of the innermost model that it is a part of."""
+    for child_name, child in module.named_children():
+        inner = child if isinstance(child, PreTrainedModel) else owner
+        _initialize(child, f"{name}.{child_name}" if name else child_name, inner, seed)
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "little"))
+    owner._init_weights(module)  # private: transformers._init_weights
+
+
+def _settings(given: str | Mapping[str, Any]) -> dict[str, Any]:
+    """What a config.json holds, or a mapping that stands in its place. Raises ConfigError."""
+    settings = dict(given) if isinstance(given, Mapping) else _read(Path(given))
+    kind = settings.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(str(kind), CONFIG_MAPPING.keys(), n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        what = "names no model_type" if kind is None else f"has model_type {kind!r}, which transformers does not know"
+        raise ConfigError(f"model.init {what}.{hint} It says what model this is, such as llama.")
+    return settings
+
+
+def _read(path: Path) -> dict[str, Any]:
+    file = path / CONFIG if path.is_dir() else path
+    try:
+        return dict(read_object(file))
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or first_line(error)
+        raise ConfigError(f"model.init: {file} cannot be read as a config.json: {why}.") from error
+
+
+def _check_settings(settings: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a setting that the config of this type does not have: the library would keep it without a
+    word, and use the default of what was meant."""
+    kind = CONFIG_MAPPING[settings["model_type"]]
+    default, own = kind(), {*kind.attribute_map, *_OLDER_NAMES}  # private: transformers.attribute_map
+    for key in settings:
+        if key not in own and not hasattr(default, key):
+            names = [name for name in (*default.to_dict(), *own) if not name.startswith("_")]
+            near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"model.init: {key} is no setting of {settings['model_type']} models.{hint}")
+
+
+def _tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of this name or folder. Raises ConfigError, and ModelError for a file that is not to be read."""
+    if name == byte_tokenizer.NAME:
+        return byte_tokenizer.byte_tokenizer()
+    if not (Path(name) / "tokenizer.json").is_file():
+        raise ConfigError(f"model.tokenizer is {name}, which is neither bytes nor a folder with a tokenizer.json.")
+    check_tokenizer_file(name)
+    try:
+        return AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)  # type: ignore[no-any-return]
+    except Exception as error:
+        raise ModelError(f"model.tokenizer: {name}/{TOKENIZER} cannot be loaded: {first_line(error)}") from error
+
+
+def _of_tokenizer(words: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What a config says of its tokenizer."""
+    marks = {f"{mark}_token_id": getattr(words, f"{mark}_token_id") for mark in ("bos", "eos", "pad")}
+    return {"vocab_size": -(-len(words) // 64) * 64, **marks}
+
+
+def _is_made_from(folder: Path, facts: Mapping[str, Any]) -> bool:
+    """Whether a folder is there and made from these. Raises RunFolderError where it is no folder that was made."""
+    check_plain(folder, folder=True)
+    if not folder.exists():
+        return False
+    try:
+        found = read_object(folder / FACTS)
+    except (OSError, ValueError) as error:
+        raise RunFolderError(
+            f"{folder} is no model that was made here: {FACTS} cannot be read. Move it away."
+        ) from error
+    return found in (dict(facts), {**facts, "weights": True})  # weights that nobody needs do no harm
