@@ -2,7 +2,8 @@
 
 Queries go as in plain attention (kernels/attention/plain.py): in blocks on the grid of positions, filled up where a
 segment has no row. What such a block reads has a size that follows its position: all compressed blocks up to its end;
-of the rows up to there all, behind a mask, or, where a row chooses few of them, for each row those that it chose. So a row has the same bits in every pack that has its path.
+of the rows up to there all, behind a mask, or, where a row chooses few of them, for each row those that it chose. So a
+row has the same bits in every pack that has its path.
 
 How many blocks a pack has is known to the host alone, so a compiler would make a graph for each pack: it leaves these
 calls as they are.
