@@ -726,7 +726,7 @@ MUTATIONS = (
         "nsa-chosen-rows-behind-the-query",
         "there & (position <= blocks.positions[:, None])",
         "there",
-        ("test_no_later_token_moves_a_bit_of_an_earlier_row",),
+        ("test_values_gradients_and_choices_are_those_of_the_definition[two]",),
     ),
     Mutation(
         "nsa-ties-in-any-order",

@@ -2,8 +2,8 @@
 
 Queries go as in plain attention (kernels/attention/plain.py): in blocks on the grid of positions, filled up where a
 segment has no row. What such a block reads has a size that follows its position: all compressed blocks up to its end;
-of the rows up to there all, behind a mask, or, where a row chooses fewer than there are, for each row those that it
-chose. So a row has the same bits in every pack that has its path.
+of the rows up to there all, behind a mask, or, where a row chooses few of them, for each row those that it chose. So a
+row has the same bits in every pack that has its path.
 
 How many blocks a pack has is known to the host alone, so a compiler would make a graph for each pack: it leaves these
 calls as they are.
@@ -26,6 +26,7 @@ from tuningfork.records import ForkLayout
 
 __all__ = ["Choice", "Grid", "PlainNsa"]
 
+_SPARSE = 8  # where a row chooses no more than one row in so many, those are gathered: a copy of each costs as much
 _MOST = 1 << 24  # numbers that scores, or gathered keys, take at once; a block of a very long path goes alone
 
 
@@ -148,7 +149,7 @@ class PlainNsa(NamedTuple):
         def parts() -> Iterator[_Part]:
             for blocks in self.queries:
                 n = blocks.path.shape[1]
-                if n <= count * self.grid.select:
+                if n <= _SPARSE * count * self.grid.select:
                     for some in blocks.split(heads * BLOCK * n):
                         yield self._behind_a_mask(some, heads, groups, chosen[some.rows])
                 else:
