@@ -727,6 +727,49 @@ MUTATIONS = (
         "for name, f, u, e, more in list(zip(names, found, usual, exact, sizes, strict=True))[: len(outputs)]:",
         ("test_a_wrong_gradient_of_the_scan_is_named", "test_a_wrong_attention_kernel_is_named"),
     ),
+    # --- native sparse attention
+    Mutation(
+        "nsa-blocks-that-overlap-count-whole",
+        "min(strides, per_block, place + strides, per_block - place)",
+        "min(strides, per_block)",
+        ("test_scores_of_blocks_are_the_table_worked_out_by_hand",),
+    ),
+    Mutation(
+        "nsa-a-block-is-read-before-it-is-complete",
+        "(last <= blocks.positions[:, None])",
+        "(last <= blocks.positions[:, None] + 1)",
+        ("test_no_later_token_moves_a_bit_of_an_earlier_row",),
+    ),
+    Mutation(
+        "nsa-chosen-rows-behind-the-query",
+        "there & (position <= blocks.positions[:, None])",
+        "there",
+        ("test_values_gradients_and_choices_are_those_of_the_definition[two]",),
+    ),
+    Mutation(
+        "nsa-ties-in-any-order",
+        "scores.sort(dim=-1, descending=True, stable=True)",
+        "(scores + 1e-6 * block).sort(dim=-1, descending=True, stable=True)",
+        ("test_equal_scores_go_to_the_lowest_blocks_every_time",),
+    ),
+    Mutation(
+        "nsa-a-crossed-block-is-the-prompts",
+        "segment = torch.searchsorted(end, last, right=True).clamp(max=len(end) - 1)",
+        "segment = torch.searchsorted(end, last).clamp(max=len(end) - 1)",
+        ("test_each_path_finds_its_blocks_and_a_shared_one_is_made_once",),
+    ),
+    Mutation(
+        "nsa-values-are-not-compressed",
+        'self._pooled(nsa.ops, values["cmp"], "phi_v")',
+        'nsa.ops.mean(values["cmp"])',
+        ("test_a_run_starts_at_a_margin_of_0_and_exports_what_it_learned",),
+    ),
+    Mutation(
+        "nsa-gates-of-padding-count",
+        "prepared.gates[:, : sum(own for _, own in spans)]",
+        "prepared.gates",
+        ("test_what_is_noted_are_the_gates_and_keys_of_its_tokens",),
+    ),
     # --- the gated delta rule
     Mutation(
         "delta-decay-of-a-chunk",

@@ -17,6 +17,7 @@ from tuningfork.kernels.attention.plain import PlainAttention
 from tuningfork.kernels.causal_conv.plain import PlainCausalConv
 from tuningfork.kernels.ccgqa.plain import PlainCcgqa
 from tuningfork.kernels.gated_delta.plain import PlainGatedDelta
+from tuningfork.kernels.nsa.plain import PlainNsa
 from tuningfork.kernels.row_logps import plain as plain_rows
 
 Sizes = Mapping[str, int]
@@ -106,6 +107,10 @@ def _triton_gated_delta(key_width: int, value_width: int) -> tuple[str, Any]:
     return "triton", TritonGatedDelta
 
 
+def _any_nsa(key_width: int, value_width: int) -> tuple[str, Any]:
+    return "plain", PlainNsa  # on any device, and of any width
+
+
 def _triton_row_logps() -> tuple[str, Any]:
     from tuningfork.kernels.row_logps import fast
 
@@ -117,6 +122,7 @@ _PLAIN: dict[str, Any] = {
     "causal_conv": PlainCausalConv,
     "ccgqa": PlainCcgqa,
     "gated_delta": PlainGatedDelta,
+    "nsa": PlainNsa,
     "row_logps": plain_rows,
 }
 _FAST: dict[str, Callable[..., tuple[str, Any]]] = {
@@ -124,6 +130,7 @@ _FAST: dict[str, Callable[..., tuple[str, Any]]] = {
     "causal_conv": _triton_causal_conv,
     "ccgqa": _triton_ccgqa,
     "gated_delta": _triton_gated_delta,
+    "nsa": _any_nsa,
     "row_logps": _triton_row_logps,
 }
 """Name and form of each op's fast kernel for some sizes; Triton is imported only where it is used."""

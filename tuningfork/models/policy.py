@@ -21,7 +21,7 @@ from tuningfork.models.hf import attention, ccgqa, gated_delta, short_conv
 from tuningfork.models.hf.comparable import comparable
 from tuningfork.models.hf.support import positions
 from tuningfork.models.hf.watch import watch
-from tuningfork.models.mixers.mixer import Mixer
+from tuningfork.models.mixers.mixer import Mixer, Noting
 from tuningfork.models.sink import Output
 from tuningfork.records import LogitTransform, PackedBatch
 
@@ -83,6 +83,7 @@ class Policy:
         self.compiled = False
         self.activation_memory = "none"  # see activations.py
         self.spread = spread  # over several processes
+        self.noted: dict[str, Tensor] = {}  # what mixers note of the last pass, see Noting
         attention.patch(model)
         gated_delta.patch(model)
         short_conv.patch(model)
@@ -172,6 +173,8 @@ class Policy:
                 use_cache=False,
                 **prepared,
             ).last_hidden_state[0]
+        noting = [mixer for mixer in self.mixers if isinstance(mixer, Noting)]
+        self.noted = {k: v for m in noting for k, v in m.noted(prepared[m.keyword], batch.spans).items()}
         return picked(hidden, batch.logit_rows).to(self.dtype)
 
     def _precision(self) -> AbstractContextManager[Any]:

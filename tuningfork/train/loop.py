@@ -17,6 +17,7 @@ from tuningfork.report.run.metrics import Interval, StepResult
 from tuningfork.report.run.throughput import RunTotals, peak_flops
 from tuningfork.report.run.writer import Records
 from tuningfork.train.checkpointer import Checkpointer
+from tuningfork.train.gates import GateWatch
 from tuningfork.train.held_out import HeldOut
 from tuningfork.train.late import LateCompilations
 from tuningfork.train.prepare import PreparedRun
@@ -43,6 +44,7 @@ class TrainingLoop:
         self.totals = RunTotals(_peak_flops(run.session))
         self._pace, self._hosts = PaceWatch(), run.session.ranks.all(socket.gethostname())
         self._late = LateCompilations(run.console, run.session.ranks)
+        self._gates = GateWatch()
 
     def train(self) -> bool:
         """Train to the last step. False where the user asked to stop; the last step done is saved then."""
@@ -89,7 +91,9 @@ class TrainingLoop:
         return not stop_asked()  # it may have been asked while the last checkpoint was written
 
     def _watch(self, step: StepResult) -> None:
-        """Name a rank that is slower than the others, step after step."""
+        """Say what goes wrong step after step: gates that have collapsed, a rank that is slower than the others."""
+        if said := self._gates.add(step.statistics.values()):
+            self.run.console.print(f"! after step {step.step}, {said}")
         slow = None if step.ranks is None else self._pace.add(step.ranks.paces)
         if slow is not None:
             host = self._hosts[slow.rank]

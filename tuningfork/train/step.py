@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +14,7 @@ from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
 from tuningfork.errors import NonFiniteError, ReferenceMismatch
 from tuningfork.models.scorer import Scorer
 from tuningfork.objective.base import Objective
-from tuningfork.records import Statistic
+from tuningfork.records import PerToken, Statistic
 from tuningfork.reference.build import unequal
 from tuningfork.train.batch import StepBatch
 from tuningfork.train.optimizer import gradient_norm, move_weights
@@ -29,7 +29,7 @@ class StepOutcome:
     loss: float  # of the batch, as the objective defines it; as the log-probs, the same however many ranks there are
     grad_norm: float  # before clipping
     logps: Tensor  # float64 [A], before the weights moved
-    statistics: Mapping[str, Statistic]  # the objective's, of these log-probs
+    statistics: Mapping[str, Statistic]  # the objective's, of these log-probs, and what the model's mixers noted
 
 
 def train_step(
@@ -59,14 +59,15 @@ def train_step(
         totals = replace(totals, coupling=objective.coupling(logps, batch.answers))
     there = totals.to(scorer.device)
 
-    scores = []
+    scores, notes = [], []
     for number, (pack, of_pack) in enumerate(batch.with_answers(own), start=1):
         last = number == len(batch.packs)
         _, pack_logps = scorer.backward(pack, objective.of_chunks(of_pack, there), last, objective.linear)
         scores.append(pack_logps)
+        notes.append(scorer.policy.noted)
 
     norm = gradient_norm(optimizer, scorer.policy.spread)
-    grad_norm, own_logps = _read(norm, torch.cat(scores))
+    grad_norm, own_logps, noted = _read(norm, torch.cat(scores), notes)
     logps = batch.together(own_logps, ranks)
     loss = float(objective.loss(logps, batch.answers, totals))
     _check_finite(loss, grad_norm, logps, batch)
@@ -78,12 +79,26 @@ def train_step(
     move_weights(optimizer, scale)
     optimizer.zero_grad(set_to_none=True)
     # Statistics come last: the device moves the weights meanwhile.
-    return StepOutcome(loss, grad_norm, logps, objective.statistics(logps, batch.answers))
+    statistics = {**objective.statistics(logps, batch.answers), **_of_mixers(noted, batch, ranks)}
+    return StepOutcome(loss, grad_norm, logps, statistics)
 
 
-def _read(grad_norm: Tensor, logps: Tensor) -> tuple[float, Tensor]:
+def _read(
+    grad_norm: Tensor, logps: Tensor, notes: Sequence[Mapping[str, Tensor]]
+) -> tuple[float, Tensor, dict[str, Tensor]]:
     """A step's numbers, from the device. Here the host waits for it, and nowhere else in a step."""
-    return float(grad_norm), logps.cpu()
+    names = notes[0] if notes else ()
+    noted = {name: torch.stack([of_pack[name] for of_pack in notes]).sum().cpu() for name in names}
+    return float(grad_norm), logps.cpu(), noted
+
+
+def _of_mixers(noted: Mapping[str, Tensor], batch: StepBatch, ranks: Ranks) -> dict[str, PerToken]:
+    """What mixers noted of this worker's packs, over the tokens of all workers'."""
+    if not noted:
+        return {}
+    own = torch.stack([*noted.values(), torch.tensor(float(batch.unique_tokens), dtype=torch.float64)])
+    *sums, tokens = torch.stack(ranks.of_workers(own, [len(own)] * ranks.workers)).sum(0)[:, None].unbind()
+    return {name: PerToken(total, tokens) for name, total in zip(noted, sums, strict=True)}
 
 
 def _check_starting(logps: Tensor, batch: StepBatch) -> None:

@@ -56,8 +56,22 @@ OF_RANKS: Definitions = {
 """What a line of training steps has besides, where several ranks share the run."""
 
 
+OF_NSA: Definitions = {
+    "nsa/gate_cmp": "Gate of the compressed branch of native sparse attention, 0 to 1, mean over tokens, heads and "
+    "layers; tokens that a pack shares count once.",
+    "nsa/gate_slc": "The same of the branch of chosen blocks.",
+    "nsa/gate_win": "The same of the window.",
+    "nsa/gate_entropy": "Entropy of the three gates' shares of their sum, nats, mean alike: ln 3 where all are as "
+    "large, 0 where one branch has everything.",
+    "nsa/keys_read": "Keys that a query reads in all three branches, mean over tokens and layers: compressed blocks, "
+    "rows of chosen ones, and of the window.",
+}
+"""What a line of training steps has besides, behind the objective's, for a model with native sparse attention."""
+
+
 def training_definitions(statistics: Definitions) -> dict[str, str]:
-    """The numbers of a line of training steps in the order in which it has them; `statistics` are the objective's."""
+    """The numbers of a line of training steps in the order in which it has them; `statistics` are the objective's, and
+    those of the model's layers."""
     return {**_TRAINING, **statistics, **_SPEED}
 
 
@@ -146,7 +160,7 @@ class StepResult:
     seconds: float  # wall time since the numbers of the step before were known; data, logging and checkpoints included
     data_seconds: float  # of these, waiting for data
     model_flops: float  # necessary work only, of each row that is laid once
-    statistics: Means = Means()  # the objective's
+    statistics: Means = Means()  # the objective's, and what the model's layers noted
     peak_memory_bytes: int | None = None  # of the fullest device during the step; None on a CPU
     compiled: bool = False  # something was compiled or tuned in this step, so its time says nothing about speed
     compilations: int = 0  # how much was, on all ranks
