@@ -207,33 +207,6 @@ def nsa_compressed_query_gradient(
     tl.store(d_q + places, (acc * scale).to(d_q.dtype.element_ty), mask=live[:, None] & (keys < KEY)[None, :])
 
 
-@triton.jit
-def _key_gradient_of_rows(
-    acc_k, acc_v, key, value, q, grad, lse, delta, last_rows, begin, stop, end, stride_q, stride_grad, unit,
-    keys, values,
-    MASKED: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Everything here is transposed: [entries, rows]."""
-    for first in range(begin, stop, STEP):
-        rows = first + tl.arange(0, STEP)
-        live = rows < end
-        query = load_rows(q, rows, live, stride_q, keys, KEY)
-        d_out = load_rows(grad, rows, live, stride_grad, values, VALUE)
-        top = tl.load(lse + rows, mask=live, other=0.0)
-        weighted = tl.load(delta + rows, mask=live, other=0.0)
-        products = tl.dot(key, tl.trans(query), input_precision=PRECISION)
-        weights = tl.exp2(tl.fma(products, unit, -top[None, :]))
-        seen = live[None, :]
-        if MASKED:
-            seen = seen & (rows[None, :] >= last_rows[:, None])
-        weights = tl.where(seen, weights, 0.0)
-        acc_v = tl.dot(weights.to(d_out.dtype), d_out, acc_v, input_precision=PRECISION)
-        d_weights = tl.dot(value, tl.trans(d_out), input_precision=PRECISION)
-        d_scores = weights * (d_weights - weighted[None, :])
-        acc_k = tl.dot(d_scores.to(query.dtype), query, acc_k, input_precision=PRECISION)
-    return acc_k, acc_v
-
-
 @triton.jit(do_not_specialize=["rows_total"])
 def nsa_compressed_key_gradient(
     q, k, v, grad, lse, delta, partial_k, partial_v, parts, entry_rows,
@@ -261,9 +234,6 @@ def nsa_compressed_key_gradient(
     key = load_rows(k + group * head_k, entries, live, stride_k, keys, KEY)
     value = load_rows(v + group * head_v, entries, live, stride_v, values, VALUE)
     last_rows = tl.load(entry_rows + entries * LENGTH + (LENGTH - 1), mask=live, other=2147483647)
-    settled = tl.load(entry_rows + (tl.minimum(first + TILE, entries_end) - 1) * LENGTH + (LENGTH - 1))
-    settled = tl.minimum(tl.maximum(settled, begin), end)  # from this row on all entries are seen
-    middle = begin + tl.cdiv(settled - begin, STEP) * STEP
     acc_k = tl.zeros([TILE, KEY_LANES], tl.float32)
     acc_v = tl.zeros([TILE, VALUE_LANES], tl.float32)
     stride_grad = groups * GROUP * VALUE
@@ -273,14 +243,20 @@ def nsa_compressed_key_gradient(
         grad_head = grad + head * VALUE
         lse_head = lse + head * rows_total
         delta_head = delta + head * rows_total
-        acc_k, acc_v = _key_gradient_of_rows(
-            acc_k, acc_v, key, value, q_head, grad_head, lse_head, delta_head, last_rows, begin, middle, end,
-            stride_q, stride_grad, unit, keys, values, True, KEY, VALUE, STEP, PRECISION,
-        )  # fmt: skip
-        acc_k, acc_v = _key_gradient_of_rows(
-            acc_k, acc_v, key, value, q_head, grad_head, lse_head, delta_head, last_rows, middle, end, end,
-            stride_q, stride_grad, unit, keys, values, False, KEY, VALUE, STEP, PRECISION,
-        )  # fmt: skip
+        for row in range(begin, end, STEP):
+            rows = row + tl.arange(0, STEP)
+            reads = rows < end
+            query = load_rows(q_head, rows, reads, stride_q, keys, KEY)
+            d_out = load_rows(grad_head, rows, reads, stride_grad, values, VALUE)
+            top = tl.load(lse_head + rows, mask=reads, other=0.0)
+            weighted = tl.load(delta_head + rows, mask=reads, other=0.0)
+            products = tl.dot(key, tl.trans(query), input_precision=PRECISION)  # transposed, as all here
+            weights = tl.exp2(tl.fma(products, unit, -top[None, :]))
+            weights = tl.where(reads[None, :] & (rows[None, :] >= last_rows[:, None]), weights, 0.0)
+            acc_v = tl.dot(weights.to(d_out.dtype), d_out, acc_v, input_precision=PRECISION)
+            d_weights = tl.dot(value, tl.trans(d_out), input_precision=PRECISION)
+            d_scores = weights * (d_weights - weighted[None, :])
+            acc_k = tl.dot(d_scores.to(query.dtype), query, acc_k, input_precision=PRECISION)
     slots = (number.to(tl.int64) * groups + group) * TABLE_TILE + offset + tl.arange(0, TILE)
     tl.store(partial_k + slots[:, None] * KEY + keys[None, :], acc_k * scale, mask=(keys < KEY)[None, :])
     tl.store(partial_v + slots[:, None] * VALUE + values[None, :], acc_v, mask=(values < VALUE)[None, :])
@@ -307,8 +283,8 @@ def nsa_scores(
     """How much weight some blocks have from the entries that begin in them, by group; the heads' in order.
 
     Of an entry some strides may lie in the next block: these are `carried` there. Both are float32 [rows of the chunk's
-    tiles, groups, row_scores]. Nothing is written for tiles in which no row has a choice, nor for blocks that are yet to
-    come.
+    tiles, groups, row_scores]. Nothing is written for tiles in which no row has a choice, nor for blocks that are yet
+    to come.
     """
     block = tl.program_id(0) * BLOCKS
     group = tl.program_id(1)

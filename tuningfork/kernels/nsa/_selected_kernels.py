@@ -192,9 +192,9 @@ def nsa_selected_key_gradient(
 ):  # fmt: skip
     """What a part of the rows that read a piece for a group gives its keys: float32 [parts, SELECT, width].
 
-    A row's heads lie in GROUP of LINES lines, and as many rows at once as fit there. `parts` int32 [parts, 3]: piece and
-    group as `lists` has them, and the part's begin and end in `order`, which has the places of `lists`, each piece's
-    together.
+    A row's heads lie in GROUP of LINES lines, and as many rows at once as fit there. `parts` int32 [parts, 3]: piece
+    and group as `lists` has them, and the part's begin and end in `order`, which has the places of `lists`, each
+    piece's together.
     """
     part = parts + 3 * tl.program_id(0)
     listed = tl.load(part)

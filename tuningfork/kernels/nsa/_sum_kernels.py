@@ -21,7 +21,8 @@ def nsa_mean(rows, out, table, blocks, rows_total, stride, LENGTH: tl.constexpr,
     for number in range(LENGTH):
         row = tl.load(table + block * LENGTH + number, mask=block < blocks, other=rows_total)
         pointers = rows + row.to(tl.int64)[:, None] * stride + lanes[None, :]
-        total += tl.load(pointers, mask=(row < rows_total)[:, None] & (lanes < WIDTH)[None, :], other=0.0).to(tl.float32)
+        found = tl.load(pointers, mask=(row < rows_total)[:, None] & (lanes < WIDTH)[None, :], other=0.0)
+        total += found.to(tl.float32)
     places = block.to(tl.int64)[:, None] * WIDTH + lanes[None, :]
     mean = total * (1.0 / LENGTH)
     tl.store(out + places, mean.to(out.dtype.element_ty), mask=(block < blocks)[:, None] & (lanes < WIDTH)[None, :])
