@@ -72,7 +72,7 @@ def attend_compressed(
             LENGTH=length, STRIDE=stride, BLOCKS=blocks, PLACES=places, **scoring, **choosing,
             num_warps=config.warps, num_stages=max(2, config.stages),
         )  # fmt: skip
-        kernels.nsa_choose[(groups, tiles * TABLE_TILE)](
+        kernels.nsa_choose[(tiles * TABLE_TILE, groups)](
             scores, carried, chosen, *where[:2], first, row_scores, INITIAL=initial, LOCAL=local, LANES=lanes,
             COUNT_LANES=triton.next_power_of_2(count), **choosing, num_warps=1 if lanes <= 2048 else 4,
         )  # fmt: skip

@@ -129,7 +129,7 @@ def nsa_compressed_forward(
         state, query, k, v, steps, seams, own, above, visible, level, most, most, stride_k, stride_v, unit, keys,
         values, True, KEY, VALUE, STEP, PRECISION,
     )  # fmt: skip
-    nothing = visible <= 0
+    nothing = total == 0.0
     total = tl.where(nothing, 1.0, total)
     places = (rows.to(tl.int64)[:, None] * heads + head) * VALUE + values[None, :]
     result = (acc / total[:, None]).to(out.dtype.element_ty)
@@ -361,9 +361,9 @@ def nsa_choose(
 ):  # fmt: skip
     """The blocks that a row chooses for one group. LANES is at least the number of a pack's blocks; a row that has few
     is looked through in fewer lanes, which decides nothing."""
-    group = tl.program_id(0)
-    groups = tl.num_programs(0)
-    program = tl.program_id(1)
+    program = tl.program_id(0)
+    group = tl.program_id(1)
+    groups = tl.num_programs(1)
     tile = tiles + 2 * (first_tile + program // TABLE_TILE)
     segment = segments + _COLUMNS * tl.load(tile)
     row = tl.load(tile + 1) + program % TABLE_TILE

@@ -69,6 +69,19 @@ def _by_row(config: Config, constants: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def lists_of(tables: Sequence[Tensor], chosen: Tensor) -> Tensor:
+    """Which pieces the chosen blocks [T, G, n] are, int32 [T, G, n]; see `_selected_kernels.py`."""
+    of, pieces = _SelectedTables.of(tables), _SelectedTables.of(tables).pieces
+    chosen = chosen.contiguous()
+    _, groups, count = chosen.shape
+    lists = torch.empty_like(chosen)
+    kernels.nsa_lists[(triton.cdiv(chosen.numel(), 256),)](
+        chosen, lists, of.position_of_row, pieces.segment_of_row, pieces.piece_of_row, of.segments, of.steps, of.seams,
+        chosen.numel(), len(pieces.rows) * groups, SELECT=pieces.rows.shape[1], GROUPS=groups, COUNT=count, PAIRS=256,
+    )  # fmt: skip
+    return lists
+
+
 @torch.library.custom_op("tuningfork::nsa_selected", mutates_args=())
 def attend_selected(
     tables: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, scale: float
@@ -81,14 +94,9 @@ def attend_selected(
     """
     of, pieces = _SelectedTables.of(tables), _SelectedTables.of(tables).pieces
     q, k, v = readable(q, k, v)
-    chosen = chosen.contiguous()
     (rows, heads, _), (_, groups, count) = q.shape, chosen.shape
     none, select = len(pieces.rows) * groups, pieces.rows.shape[1]
-    lists = torch.empty_like(chosen)
-    kernels.nsa_lists[(triton.cdiv(chosen.numel(), 256),)](
-        chosen, lists, of.position_of_row, pieces.segment_of_row, pieces.piece_of_row, of.segments, of.steps, of.seams,
-        chosen.numel(), none, SELECT=select, GROUPS=groups, COUNT=count, PAIRS=256,
-    )  # fmt: skip
+    lists = lists_of(tables, chosen)
     out = q.new_empty(rows, heads, v.shape[2])
     lse = q.new_empty(rows, heads, dtype=torch.float32)
     kernels.nsa_selected_forward[(rows, groups)](
@@ -117,7 +125,7 @@ def _selected_backward(
         q, k, v, out, grad, lse, delta, d_q, lists, *where, *strides(q, k, v), rows, none, unit, scale,
         **_by_row(config_of(q, v), constants),
     )  # fmt: skip
-    parts, part_starts, order = _readers(lists, none)
+    parts, part_starts, order = readers_of(lists, none)
     partial = [q.new_empty(len(parts), select, t.shape[2], dtype=torch.float32) for t in (k, v)]
     lines = max(config_of(q, v).readers, triton.next_power_of_2(constants["GROUP"]))
     kernels.nsa_selected_key_gradient[(len(parts), triton.cdiv(select, constants["KEYS"]))](
@@ -129,7 +137,7 @@ def _selected_backward(
     return d_q, d_k, d_v
 
 
-def _readers(lists: Tensor, none: int) -> tuple[Tensor, Tensor, Tensor]:
+def readers_of(lists: Tensor, none: int) -> tuple[Tensor, Tensor, Tensor]:
     """Who reads each of `none` lists of readers, one for each piece and group.
 
     Returns:

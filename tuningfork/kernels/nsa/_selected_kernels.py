@@ -216,10 +216,16 @@ def nsa_selected_key_gradient(
     heads = groups * GROUP
     acc_k = tl.zeros([KEYS, KEY_LANES], tl.float32)
     acc_v = tl.zeros([KEYS, VALUE_LANES], tl.float32)
-    for first in range(begin, stop, ROWS):
-        reader = first + lines // GROUP
-        reads = (lines < ROWS * GROUP) & (reader < stop)
-        row = (tl.load(order + reader, mask=reads, other=0) // (groups * COUNT)).to(tl.int64)
+    full = lines < ROWS * GROUP
+    reader = begin + lines // GROUP
+    place = tl.load(order + reader, mask=full & (reader < stop), other=0)
+    for _ in range(begin, stop, ROWS):
+        reads = full & (reader < stop)
+        row = place.to(tl.int64) // (groups * COUNT)
+        reader += ROWS
+        place = tl.load(
+            order + reader, mask=full & (reader < stop), other=0
+        )  # a step ahead: what is read need not wait
         position = tl.load(position_of_row + row, mask=reads, other=-1).to(tl.int32)
         query = load_rows(q, row * stride_q + head * head_q, reads, 1, keys, KEY)
         d_out = load_rows(grad, row * heads + head, reads, VALUE, values, VALUE)
