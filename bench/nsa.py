@@ -161,17 +161,16 @@ def dense(kernels: Kernels, layout: ForkLayout, given: Inputs) -> dict[str, Run]
 
     def flash() -> Tensor:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            out = F.scaled_dot_product_attention(
-                *map(by_head, (query, key, value)), is_causal=True, scale=scale, enable_gqa=True
-            )
+            q, k, v = map(by_head, (query, key, value))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
         return out[0].transpose(0, 1)[..., : value.shape[2]]
 
     causal = create_block_mask(lambda b, h, q, k: q >= k, None, None, rows, rows, device="cuda")
     compiled = torch.compile(flex_attention)
 
     def flex() -> Tensor:
-        heads = (t.transpose(0, 1)[None] for t in (query, key, value))
-        out: Tensor = compiled(*heads, block_mask=causal, scale=scale, enable_gqa=True)
+        q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
+        out: Tensor = compiled(q, k, v, block_mask=causal, scale=scale, enable_gqa=True)  # type: ignore[assignment]
         return out[0].transpose(0, 1)
 
     return {**found, "flash": flash, "flex": flex}

@@ -40,7 +40,8 @@ class _SelectedTables(NamedTuple):
 
     @classmethod
     def of(cls, tables: Sequence[Tensor]) -> _SelectedTables:
-        return cls(*tables[:4], Pieces(*tables[4:]))
+        segments, steps, seams, position_of_row, *pieces = tables
+        return cls(segments, steps, seams, position_of_row, Pieces(*pieces))
 
 
 def _of_pieces(q: Tensor, k: Tensor, v: Tensor, select: int, count: int) -> dict[str, Any]:
@@ -71,7 +72,8 @@ def _by_row(config: Config, constants: dict[str, Any]) -> dict[str, Any]:
 
 def lists_of(tables: Sequence[Tensor], chosen: Tensor) -> Tensor:
     """Which pieces the chosen blocks [T, G, n] are, int32 [T, G, n]; see `_selected_kernels.py`."""
-    of, pieces = _SelectedTables.of(tables), _SelectedTables.of(tables).pieces
+    of = _SelectedTables.of(tables)
+    pieces = of.pieces
     chosen = chosen.contiguous()
     _, groups, count = chosen.shape
     lists = torch.empty_like(chosen)
@@ -92,7 +94,8 @@ def attend_selected(
     Args:
         tables: the layout's segments, steps, seams and position_of_row, then Pieces.
     """
-    of, pieces = _SelectedTables.of(tables), _SelectedTables.of(tables).pieces
+    of = _SelectedTables.of(tables)
+    pieces = of.pieces
     q, k, v = readable(q, k, v)
     (rows, heads, _), (_, groups, count) = q.shape, chosen.shape
     none, select = len(pieces.rows) * groups, pieces.rows.shape[1]
@@ -112,7 +115,8 @@ def _selected_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v."""
-    of, pieces = _SelectedTables.of(tables), _SelectedTables.of(tables).pieces
+    of = _SelectedTables.of(tables)
+    pieces = of.pieces
     q, k, v = readable(q, k, v)
     out, grad = out.contiguous(), grad.contiguous()
     rows, (_, groups, count) = len(q), lists.shape
