@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.fx.experimental._config  # private: torch.fx.experimental._config.use_duck_shape
 
 from tests.forests import Known, laid, random_forest, stem_of_many, ways_to_lie
 from tests.sparse_attention import (
@@ -149,6 +150,7 @@ def test_kernels_are_compiled_once_for_all_packs(fast):
         assert before[number] == before[0]
 
 
+@torch.fx.experimental._config.patch(use_duck_shape=False)  # as models are compiled: tables have sizes of their own
 def test_compiled_it_has_the_same_bits_and_one_graph_for_all_packs(fast):
     def layer(form, cq, ck, cv, q, k, v):
         keys, values = form.mean(ck * 0.5), form.blocks(cv).sum(1)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.fx.experimental._config  # private: torch.fx.experimental._config.use_duck_shape
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.forests import Known, laid, paths, random_forest
@@ -118,6 +119,7 @@ def test_chosen_blocks_may_be_given_in_any_order(fast):
 
 
 @interpreted
+@torch.fx.experimental._config.patch(use_duck_shape=False)  # as models are compiled: tables have sizes of their own
 def test_a_compiler_takes_it_whole(fast):
     """Whatever the pack, in one graph; here without code of its own."""
 
