@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.forests import MOST_PATHS, Known, normal, paths
-from tuningfork.kernels.nsa.plain import Choice, Grid
+from tuningfork.kernels.nsa.plain import Choice, Grid, PlainNsa, _by_block
 from tuningfork.records import ForkLayout, PackedBatch
 
 LEAVES = ("compressed query", "compressed key", "compressed value", "query", "key", "value")
@@ -158,3 +158,49 @@ def check_paths_decide_bits(kind: Any, packs: Sequence[PackedBatch], sizes: Size
             seen[numbers[new]] = ours[new]
             assert torch.equal(seen[numbers], ours)
     assert met > len(packs[0].input_ids)
+
+
+def check_error_and_repeat(kind: Any, batch: PackedBatch, sizes: Sizes, dtype: torch.dtype, mean: bool = False) -> None:
+    """With given choices a fast form is as near to the truth as its dtype allows, and another run has the same bits.
+
+    In float32 the only loss is that of sums. In a narrower dtype operands of products are rounded, too, each by a third
+    of a unit of its last place as a mean: compressed keys, weights and the result lose about one unit of an output's
+    size, and twice as many about twice that of a gradient's.
+    """
+    numbers = Known().rows(batch.to(torch.device("cpu")))
+    truth, chosen = attended(Form(PlainNsa, batch.layout, mean), batch, numbers, sizes, torch.float64, rounded=dtype)
+    form = Form(kind, batch.layout, mean, chosen)
+    (ours, own), (again, own_again) = (attended(form, batch, numbers, sizes, dtype) for _ in range(2))
+    assert torch.equal(own, own_again)
+    for place, (name, o, a, t) in enumerate(zip(NAMES, ours, again, truth, strict=True)):
+        assert torch.isfinite(o).all(), f"{name}: not every element was written"
+        bound = 1e-5 if dtype == torch.float32 else (1.3 if place == 0 else 2.6) * torch.finfo(dtype).eps
+        error = ((o.double() - t).norm() / t.norm()).item()
+        assert error <= bound, f"{name}: {error:.1e}"
+        assert torch.equal(o, a), f"{name}: another run has other bits"
+
+
+def check_choices(kind: Any, batch: PackedBatch, sizes: Sizes, dtype: torch.dtype) -> None:
+    """A fast form chooses the blocks that the plain one does in float64, but where their scores are as good as equal:
+    to 1e-5, some tens of float32's units, which exponentials of scores lose."""
+    numbers = Known().rows(batch.to(torch.device("cpu")))
+    device, (grid, choice) = batch.layout.position_of_row.device, (sizes.grid, sizes.choice)
+    query, ck, cv = (t.to(device) for t in random_inputs(numbers, sizes, dtype)[:3])
+    op, plain = kind.prepare(batch.layout, grid), PlainNsa.prepare(batch.layout, grid)
+    keys, values = (learned(op.blocks(rows)) for rows in (ck, cv))
+    how: dict[str, Any] = {"scale": sizes.scale, "choice": choice}
+    _, found = op.compressed(query, keys, values, **how)
+    _, wanted = plain.compressed(query.double(), keys.double(), values.double(), **how)
+    differ = (found != wanted).any(-1).nonzero().tolist()
+    assert len(differ) <= 1 + len(numbers) * sizes.groups // 50
+    lie = paths(batch.to(torch.device("cpu")))
+    for row, group in differ:
+        path = torch.from_numpy(lie[row]).to(device)
+        entries = plain.table.ended[path[grid.length - 1 :: grid.stride]] - 1
+        of_group = slice(group * (sizes.heads // sizes.groups), (group + 1) * (sizes.heads // sizes.groups))
+        scores = query[row, of_group].double() @ keys[entries, group].double().T * sizes.scale
+        of_block = _by_block(scores.softmax(1).sum(0), (len(path) - 1) // grid.select + 1, grid)
+        ours, theirs = (set(t[row, group].tolist()) for t in (found, wanted))
+        assert len(ours) == len(theirs) == choice.count
+        worst, best = (of_block[sorted(one - other)] for one, other in ((ours, theirs), (theirs, ours)))
+        assert worst.min() >= best.max() * (1 - 1e-5), (row, group)

@@ -107,8 +107,15 @@ def _triton_gated_delta(key_width: int, value_width: int) -> tuple[str, Any]:
     return "triton", TritonGatedDelta
 
 
-def _any_nsa(key_width: int, value_width: int) -> tuple[str, Any]:
-    return "plain", PlainNsa  # on any device, and of any width
+def _triton_nsa(key_width: int, value_width: int) -> tuple[str, Any]:
+    from tuningfork.kernels.nsa.fast import WIDEST_HEAD, TritonNsa
+
+    if max(key_width, value_width) > WIDEST_HEAD:
+        raise ModelError(
+            f"Native sparse attention on a GPU takes heads up to {WIDEST_HEAD} wide, these have keys {key_width} and "
+            f"values {value_width} wide. Use train.device: cpu."
+        )
+    return "triton", TritonNsa
 
 
 def _triton_row_logps() -> tuple[str, Any]:
@@ -130,7 +137,7 @@ _FAST: dict[str, Callable[..., tuple[str, Any]]] = {
     "causal_conv": _triton_causal_conv,
     "ccgqa": _triton_ccgqa,
     "gated_delta": _triton_gated_delta,
-    "nsa": _any_nsa,
+    "nsa": _triton_nsa,
     "row_logps": _triton_row_logps,
 }
 """Name and form of each op's fast kernel for some sizes; Triton is imported only where it is used."""
