@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from bench import shapes
 from bench.device_time import DeviceProfile
@@ -280,18 +281,33 @@ def start(
     ranks: Ranks,
     over: Layout | None,
 ) -> Session:
-    """The starting model as a run has it: on a GPU bfloat16 over float32 weights, compiled; on a CPU plain float32."""
-    where = device()
-    compiled = where.type == "cuda"
-    built = shapes.build(model, where, train.seed, positions, layers)
+    """A starting model of a named shape, as a run has it; see `ready`."""
+    built = shapes.build(model, device(), train.seed, positions, layers)
+    return ready(built, ObjectiveConfig(), train, head_chunk_rows, limits, weights, ranks=ranks, over=over)
+
+
+def ready(
+    built: PreTrainedModel,
+    objective: ObjectiveConfig,
+    train: TrainConfig,
+    head_chunk_rows: int,
+    limits: PackLimits,
+    weights: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
+    ranks: Ranks = ONE_PROCESS,
+    over: Layout | None = None,
+) -> Session:
+    """A model on this device as a run has it: on a GPU bfloat16 over float32 weights, compiled; on a CPU plain float32.
+
+    `dtype`: another precision to compute in.
+    """
+    compiled = device().type == "cuda"
     hold_weights(built, weights)
-    policy = Policy.fast(built, torch.bfloat16 if compiled else torch.float32)
+    policy = Policy.fast(built, dtype or (torch.bfloat16 if compiled else torch.float32))
     parallelize(policy, "none", compiled, over or Layout(), always=over is not None)
     if compiled:
         torch.cuda.synchronize()
-    scorer = Scorer.of(policy, head_chunk_rows)
-    objective, loaded = ObjectiveConfig().build(), Loaded(built, torch.float32)
-    session = Session(scorer, objective, loaded, ranks=ranks)
+    session = Session(Scorer.of(policy, head_chunk_rows), objective.build(), Loaded(built, torch.float32), ranks=ranks)
     if train.activation_memory != "auto":
         policy.keep_activations(train.activation_memory)
     choose_activations(session, train, limits, None, Console())
