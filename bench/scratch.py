@@ -290,8 +290,8 @@ def tf32(options: Options) -> Iterator[dict[str, Any]]:
             losses.append(round(steps[-1].loss, 5))
             del work
         yield line(CLAIMS["tf32"], what, name, round(rates[1] / rates[0], 3), at=options.length)
-        for on, loss in zip(("without", "with"), losses, strict=True):
-            yield line(CLAIMS["tf32 loss"], f"loss {on} TF32", name, loss, at=options.steps)
+        for products, loss in zip(("float32", "TF32"), losses, strict=True):
+            yield line(CLAIMS["tf32 loss"], f"loss of {products} products", name, loss, at=options.steps)
 
 
 PARTS: dict[str, Callable[[Options], Iterator[dict[str, Any]]]] = {

@@ -98,7 +98,8 @@ def begin(
         model = made(name, positions)
     limits = PackLimits.plan(tokens, "none", compiled=device().type == "cuda")
     chunk = settings.objective.head_chunk_rows
-    session = ready(model.to(device()).train(), settings.objective, train, chunk, limits, dtype=dtype)
+    model.to(device())  # type: ignore[arg-type]
+    session = ready(model.train(), settings.objective, train, chunk, limits, dtype=dtype)
     return Work(name, model, session, train, limits)
 
 
