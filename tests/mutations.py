@@ -600,6 +600,24 @@ MUTATIONS = (
         ("test_a_step_by_tokens_is_the_longest_run_of_examples_within_them", "test_steps_by_tokens_by_hand"),
     ),
     Mutation(
+        "longer-pieces-taken-from-the-shorter",
+        "first = sum(part.examples for part in self.parts[:place])",
+        "first = 0",
+        ("test_steps_are_those_of_each_part_counted_through",),
+    ),
+    Mutation(
+        "longer-pieces-a-step-too-late",
+        "place = min(bisect_right(ends, step), len(ends) - 1)",
+        "place = min(bisect_right(ends, step - 1), len(ends) - 1)",
+        ("test_steps_are_those_of_each_part_counted_through",),
+    ),
+    Mutation(
+        "pieces-that-do-not-grow",
+        "settings = replace(data, max_length=length)",
+        "settings = data",
+        ("test_pieces_grow_by_step_and_a_run_killed_among_short_ones_goes_on_to_the_bit",),
+    ),
+    Mutation(
         "initial-values-by-the-order-of-modules",
         'digest = hashlib.sha256(f"{seed} {name}".encode()).digest()',
         'digest = hashlib.sha256(f"{seed}".encode()).digest()',
