@@ -326,7 +326,7 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--head_chunk_rows", type=int, default=8192)
     options.add_argument("--epochs", type=int, default=3, help="the first one warms up")
     options.add_argument("--activation_memory", default="none", help=ACTIVATION_MEMORY_FORMS)
-    options.add_argument("--weights", default="float32", choices=DTYPES, help="model.weights")
+    options.add_argument("--weights", default="float32", choices=("float32", "bfloat16"), help="model.weights")
     options.add_argument("--optimizer", default="adamw", choices=("adamw", "adamw_8bit"))
     options.add_argument("--learning_rate", type=float, default=1e-6)
     options.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the pairs")
@@ -334,7 +334,9 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--replicate", type=int, help="parallel.replicate, under torchrun")
     options.add_argument("--shard", type=int, help="parallel.shard")
     options.add_argument("--tensor", type=int, default=1, help="parallel.tensor")
-    options.add_argument("--reduce_dtype", default="float32", choices=DTYPES, help="parallel.reduce_dtype")
+    options.add_argument(
+        "--reduce_dtype", default="float32", choices=("float32", "bfloat16"), help="parallel.reduce_dtype"
+    )
     options.add_argument("--profile", type=Path, help="write where the device time of three more steps goes")
     settings = vars(options.parse_args(argv))
     out = settings.pop("out")

@@ -92,8 +92,10 @@ def check_run_config(config: RunConfig, required: Mapping[str, str] = REQUIRED) 
             "train.gradient_dtype is float32, but model.weights is float32, whose gradients are so anyway. Remove it, "
             "or set model.weights: bfloat16."
         )
-    if config.model.dtype == "float32" and config.model.weights == "bfloat16":
-        raise ConfigError("model.weights is bfloat16, but model.dtype is float32. Set model.dtype: bfloat16, or auto.")
+    if config.model.dtype in ("float16", "float32") and config.model.weights == "bfloat16":
+        raise ConfigError(
+            f"model.weights is bfloat16, but model.dtype is {config.model.dtype}. Set model.dtype: bfloat16, or auto."
+        )
     if config.reference != defaults.reference and not config.objective.build().needs_reference:
         raise ConfigError(
             f"reference.cache is {config.reference.cache}, but objective.name {name} has no reference. Remove it."

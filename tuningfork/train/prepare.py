@@ -101,7 +101,7 @@ def prepare(
     if last is not None:
         with console.stage("checkpoint", f"reading {last}"):
             restored = checkpoint.restore(last, session.policy.model, optimizer, ranks)
-        progress = replace(progress, step=restored.step, examples=restored.examples)
+        progress = replace(progress, step=restored.step, examples=restored.examples, loss_scale=restored.loss_scale)
         console.print(f"continuing from {last}")
         if restored.layout != begun.layout:
             console.print(
