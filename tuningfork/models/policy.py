@@ -178,7 +178,9 @@ class Policy:
         return picked(hidden, batch.logit_rows).to(self.dtype)
 
     def _precision(self) -> AbstractContextManager[Any]:
-        if self.dtype == torch.bfloat16 and self.device.type != "meta":  # a model without memory has no numbers to cast
+        if (
+            self.dtype in (torch.bfloat16, torch.float16) and self.device.type != "meta"
+        ):  # a model without memory has no numbers to cast
             return torch.autocast(self.device.type, self.dtype)
         return nullcontext()
 

@@ -55,6 +55,13 @@ OF_RANKS: Definitions = {
 }
 """What a line of training steps has besides, where several ranks share the run."""
 
+OF_FLOAT16: Definitions = {
+    "loss_scale": "What gradients of the last step were multiplied by on their way, see model.dtype.",
+    "skipped_steps": "Steps of the line that did not move the weights, for a gradient that was not finite; grad_norm "
+    "is the mean over the others, null where there is none.",
+}
+"""What a line has besides in a run that computes in float16."""
+
 
 OF_NSA: Definitions = {
     "nsa/gate_cmp": "Gate of the compressed branch of native sparse attention, 0 to 1, mean over tokens, heads and "
@@ -167,6 +174,8 @@ class StepResult:
     compiled_here: tuple[str, ...] = ()  # what it was on this one
     late_compilations: int = 0  # of the process so far, see train/late.py
     ranks: RanksResult | None = None  # None where there is one
+    loss_scale: float | None = None  # None but in float16
+    skipped: bool = False  # the gradient was not finite, and the weights have not moved
 
 
 @dataclass(slots=True)
@@ -192,12 +201,16 @@ class Sums:
     imbalance: float = 0.0
     slowest_pace: float = 0.0
     gather_wait: float = 0.0
+    loss_scale: float | None = None
+    skipped: int = 0
 
     def add(self, step: StepResult) -> None:
         self.steps += 1
         self.loss_sum += step.loss * step.loss_size
         self.loss_size += step.loss_size
-        self.grad_norm += step.grad_norm
+        self.grad_norm += 0.0 if step.skipped else step.grad_norm
+        self.loss_scale = step.loss_scale
+        self.skipped += step.skipped
         self.examples += step.examples
         self.tokens += step.tokens
         self.unique_tokens += step.unique_tokens
@@ -235,6 +248,10 @@ class Sums:
             "slowest_pace": self.slowest_pace / self.steps,
             "gather_wait": self.gather_wait / self.steps,
         }
+
+    def of_float16(self) -> dict[str, float | int | None]:
+        """What a line says of loss scaling; nothing where there is none."""
+        return {} if self.loss_scale is None else {"loss_scale": self.loss_scale, "skipped_steps": self.skipped}
 
     def rates(self, peak_flops: float | None) -> dict[str, float | None]:
         """The *_per_s and mfu of a line; null where no time was spent or the peak is unknown."""
@@ -275,7 +292,7 @@ class Interval:
             "epoch": last.epoch,
             "loss": sums.loss_sum / sums.loss_size,
             "lr": last.lr,
-            "grad_norm": sums.grad_norm / sums.steps,
+            "grad_norm": sums.grad_norm / (sums.steps - sums.skipped) if sums.steps > sums.skipped else None,
             "examples": sums.examples,
             "tokens": sums.tokens,
             "unique_tokens": sums.unique_tokens,
@@ -288,4 +305,5 @@ class Interval:
             "peak_memory_gib": sums.peak_memory_gib,
             "late_compilations": last.late_compilations,
             **sums.of_ranks(),
+            **sums.of_float16(),
         }
