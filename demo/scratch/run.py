@@ -103,12 +103,14 @@ def learn(name: str, config: RunConfig) -> Trained | None:
 
 def parameters(folder: Path) -> int:
     """Numbers that a model has, tied ones once."""
-    return sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters())
+    return sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False).parameters())
 
 
 def sample(folder: Path) -> str:
     """What the model in a folder writes behind PROMPT, by plain transformers, always the same."""
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer, model = [
+        kind.from_pretrained(folder, trust_remote_code=False) for kind in (AutoTokenizer, AutoModelForCausalLM)
+    ]
     torch.manual_seed(0)
     inputs = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
     how = {"do_sample": True, "temperature": 0.7, "max_new_tokens": SAMPLE, "use_cache": False}
