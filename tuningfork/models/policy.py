@@ -40,6 +40,11 @@ class Spread(Protocol):
     def run(self, **inputs: Any) -> Any:
         """What the backbone gives for these inputs."""
 
+    def widened(self) -> AbstractContextManager[Any]:
+        """Around passes in float32, backward ones too, of a model whose products are in fewer bits: its matrices may be
+        gathered in those, and are widened then. Before blocks are compiled."""
+        raise NotImplementedError
+
     def output(self) -> Output:
         """This process's part of the output projection, between `begin` and the backward pass."""
         raise NotImplementedError
@@ -182,7 +187,7 @@ class Policy:
             self.dtype in (torch.bfloat16, torch.float16) and self.device.type != "meta"
         ):  # a model without memory has no numbers to cast
             return torch.autocast(self.device.type, self.dtype)
-        return nullcontext()
+        return nullcontext() if self.spread is None else self.spread.widened()
 
     def compile(self) -> None:
         """Compile the decoder blocks, one by one: blocks of a kind share their code, so each kind compiles once.
@@ -213,7 +218,9 @@ class Policy:
             ConfigError: there is no such mode, or it needs compiled blocks and they are not.
         """
         activations.check_mode(mode, self.compiled)
-        compiling = activations.compiler(mode, compiler.options(self.device))
+        matrices = [weight for block in self.blocks for weight in block.parameters() if weight.ndim > 1]
+        wide = all((weight.grad_dtype or weight.dtype) == torch.float32 for weight in matrices)
+        compiling = activations.compiler(mode, compiler.options(self.device, wide))
         forwards = []
         for block in self.blocks:
             vars(block).pop("forward", None)  # the class's own is in force again
