@@ -142,6 +142,20 @@ def test_a_turn_that_begins_with_the_first_sign_of_a_thought_leaves_it_to_the_ot
     assert differences(encoded(tokenizer, prompt, answers), wholes, boundary(tokenizer, prompt, wholes)) == []
 
 
+def thinks_twice(answers: Sequence[Turns]) -> bool:
+    """Whether several turns of one answer begin with a thought of their own."""
+    return any(sum(t.role == "assistant" and t.content.startswith("<think>") for t in turns) > 1 for turns in answers)
+
+
+@pytest.mark.xfail(strict=True, reason="the thought that the first of them opens is taken for a header there")
+def test_two_turns_of_an_answer_that_begin_with_a_thought_of_their_own_count_it() -> None:
+    tokenizer = byte_bpe(chat_template=OPENING_THOUGHT)
+    prompt, thought = (Message("user", "4"), Message("user", "4")), Message("assistant", "<think></think>4")
+    answers = [(thought, Message("user", "4"), thought)]
+    wholes = [whole(tokenizer, TURN, prompt, answer) for answer in answers]
+    assert differences(encoded(tokenizer, prompt, answers), wholes, boundary(tokenizer, prompt, wholes)) == []
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(max_examples=60, deadline=None)
 @example(tokenizer=byte_bpe(), conversation=LIKE_ITS_END)
@@ -150,7 +164,8 @@ def test_what_is_used_is_the_joint_reading_and_nothing_else_is_lost(
     name: str, tokenizer: PreTrainedTokenizerFast, conversation: tuple[Turns, list[Turns]]
 ) -> None:
     family, (prompt, answers) = FAMILIES[name], conversation
-    assume(name != "opening_thought" or not begin_unlike_the_thought((prompt, *answers)))
+    known = begin_unlike_the_thought((prompt, *answers)) or thinks_twice(answers)  # the two tests above
+    assume(name != "opening_thought" or not known)
     tokenizer.chat_template = family.template
     try:
         found = encoded(tokenizer, prompt, answers)
