@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tests.tiny import random_pairs
 from tuningfork.train.config import TrainConfig
-from tuningfork.train.order import compared_with, order_of
+from tuningfork.train.order import compared_with, doubts, order_of
 
 CONFIG = TrainConfig(learning_rate=1e-3, examples_per_step=2)
 
@@ -26,3 +26,16 @@ def test_a_grouped_run_is_compared_with_a_shuffled_one() -> None:
     examples[5] = replace(examples[5], prompt_ids=examples[2].prompt_ids)
     grouped = replace(CONFIG, order="grouped")
     assert compared_with(examples, grouped) == {"shuffled": order_of(examples, CONFIG)}
+
+
+def test_a_step_that_is_smaller_than_examples_and_a_warm_up_beyond_the_run_are_doubted() -> None:
+    examples = random_pairs(6)
+    sizes = sorted(example.plain_tokens for example in examples)
+    by_tokens = replace(CONFIG, examples_per_step=32, tokens_per_step=sizes[-2], warmup_steps=9)
+    small, long = doubts(examples, by_tokens, 9)
+    assert small == (
+        f"train.tokens_per_step is {sizes[-2]}, but {sum(size > sizes[-2] for size in sizes)} example has more tokens, "
+        f"up to {sizes[-1]}: it is a step of its own"
+    )
+    assert long.startswith("train.warmup_steps is 9, but the run has 9 steps: the learning rate rises to the end")
+    assert doubts(examples, replace(by_tokens, tokens_per_step=sizes[-1]), 10) == [] == doubts(examples, CONFIG, 1)

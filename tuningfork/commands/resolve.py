@@ -84,12 +84,14 @@ def located(config: RunConfig, console: Console, weights: bool = True) -> tuple[
 
 
 def made_model(config: RunConfig, console: Console, weights: bool) -> str:
-    """The folder of a model from nothing, which is made unless it is there. Raises ConfigError, ModelError."""
+    """The folder of a model from nothing, which is made unless it is there. Raises ConfigError, ModelError, and
+    RunFolderError where that of a run would have to go."""
     model = config.model
     folder = Path(config.output.dir) / run_folder.START
     assert model.init is not None and model.tokenizer is not None
     with console.stage("initial model", "making the model from its config and seed"):
-        made = make(folder, model.init, model.init_seed, model.tokenizer, weights)
+        begun = run_folder.has_begun(folder.parent)
+        made = make(folder, model.init, model.init_seed, model.tokenizer, weights, of_a_run=begun)
     if made and weights:
         console.print(f"{folder}: a model from nothing, its values drawn from seed {model.init_seed}")
     return str(folder)

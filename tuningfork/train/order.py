@@ -13,6 +13,7 @@ from tuningfork.data.packing.stages import staged
 from tuningfork.records import TokenExample, column
 from tuningfork.train.checkpoint import Progress
 from tuningfork.train.config import PROMPT, TrainConfig
+from tuningfork.wording import counted
 
 
 def asked_of_rows(config: TrainConfig) -> str | None:
@@ -52,6 +53,25 @@ def order_of(examples: Sequence[TokenExample], config: TrainConfig, saved: Progr
         sizes = column(examples, "plain_tokens").astype(np.int64)
         return EpochOrder.by_tokens(sizes, config.tokens_per_step, *length, *done, groups)
     return EpochOrder.plan(len(examples), config.examples_per_step, *length, *done, groups)
+
+
+def doubts(examples: Sequence[TokenExample], config: TrainConfig, steps: int) -> list[str]:
+    """What of a run's settings cannot do what it is there for, with these examples and so many steps, in sentences."""
+    found = []
+    if config.tokens_per_step is not None:
+        sizes = column(examples, "plain_tokens")
+        if n := int((sizes > config.tokens_per_step).sum()):
+            has, each = ("has", "it") if n == 1 else ("have", "each of them")
+            found.append(
+                f"train.tokens_per_step is {config.tokens_per_step:,}, but {counted(n, 'example')} {has} more tokens, "
+                f"up to {int(sizes.max()):,}: {each} is a step of its own"
+            )
+    if config.warmup_steps is not None and config.warmup_steps >= steps:
+        found.append(
+            f"train.warmup_steps is {config.warmup_steps:,}, but the run has {counted(steps, 'step')}: the learning "
+            "rate rises to the end and never falls"
+        )
+    return found
 
 
 def compared_with(examples: Sequence[TokenExample], config: TrainConfig) -> dict[str, EpochOrder]:

@@ -24,7 +24,7 @@ from tuningfork.train.evaluate import check_start
 from tuningfork.train.extend import check_length
 from tuningfork.train.held_out import score_held_out
 from tuningfork.train.optimizer import build_optimizer
-from tuningfork.train.order import order_of_run
+from tuningfork.train.order import doubts, order_of_run
 from tuningfork.train.run_folder import CHECKPOINTS
 from tuningfork.train.same_run import at_its_beginning, check_same_run
 from tuningfork.train.session import Data, Session
@@ -138,6 +138,8 @@ def _order(
         so = "a step has some more than once" if order.total_examples > examples else "the run is one step"
         in_all = counted(examples, "example")
         console.print(f"! train.examples_per_step is {train.examples_per_step:,}, but {in_all} are all: {so}")
+    for doubt in doubts(data.train, train, order.total_steps):
+        console.print(f"! {doubt}")
     return order
 
 

@@ -164,6 +164,15 @@ def test_the_tokenizers_facts(tmp_path: Path) -> None:
     assert (bare.bos, bare.eos, bare.pad, bare.begin_with_bos, bare.end_with_eos) == (None, None, None, 0, 0)
 
 
+def test_pieces_that_go_on_need_no_end_of_their_own(tmp_path: Path) -> None:
+    rows = [{"text": "abcdefghij"}, {"text": "ab"}, {"text": "kl"}]
+    summary = summary_of(tmp_path, rows, tokenizer=byte_bpe(adds_bos=True), max_length=5, over_length="pieces")
+    facts, train = summary.tokenizer, summary.train
+    assert (train.rows_used, train.used, train.cut, train.pieces) == (3, 5, 1, 3)
+    assert (facts.sequences, facts.end_with_eos, facts.cut_before_eos) == (5, 3, 2)
+    assert "no_eos" not in [finding.kind for finding in summary.findings]
+
+
 def test_the_tree_is_plain_data(tmp_path: Path) -> None:
     """JSON holds it without a loss."""
     tree = summary_of(tmp_path, GOOD, GOOD[:1]).as_dict()

@@ -93,6 +93,18 @@ def test_another_seed_or_config_makes_the_folder_anew_and_weights_come_when_they
     assert not torch.equal(first["lm_head.weight"], second["lm_head.weight"])
 
 
+def test_the_model_that_a_run_began_from_stays_as_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "start"
+    assert make(folder, TINY, 0, "bytes")
+    before = (folder / "model.safetensors").read_bytes()
+    assert not make(folder, TINY, 0, "bytes", of_a_run=True) and not make(
+        folder, TINY, 0, "bytes", False, of_a_run=True
+    )
+    with pytest.raises(RunFolderError, match="a run began from, and was made from another config, seed or tokenizer"):
+        make(folder, TINY, 1, "bytes", weights=False, of_a_run=True)
+    assert (folder / "model.safetensors").read_bytes() == before
+
+
 def test_what_was_not_made_here_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "start").mkdir()
     (tmp_path / "start" / "notes.txt").write_text("mine")
@@ -107,7 +119,14 @@ def test_what_was_not_made_here_is_left_alone(tmp_path: Path) -> None:
         ({"hiden_size": 3}, "model.init: hiden_size is no setting of llama models. Did you mean hidden_size?"),
         ({"model_type": "lama"}, "model_type 'lama', which transformers does not know. Did you mean llama?"),
         ({"model_type": None}, "model.init names no model_type"),
+        ({"model_type": None}, "model_type. It says what model this is"),  # and no type like "None" is suggested
+        ({"model_type": "qwen3_5", "text_config": {}}, "under text_config: model_type qwen3_5_text."),
         ({"vocab_size": 200}, "sets vocab_size to 200, but the tokenizer has 259 tokens"),
+        (
+            {"num_key_value_heads": 3},
+            "num_attention_heads to 4 and num_key_value_heads to 3. Make the first a multiple",
+        ),
+        ({"rope_parameters": {"rope_thet": 9.0}}, "has rope_thet, which is no setting of it. Did you mean rope_theta?"),
     ],
 )
 def test_settings_that_a_config_does_not_have_are_refused(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
@@ -121,6 +140,8 @@ def test_a_model_that_cannot_be_trained_is_refused_by_the_settings_own_name(tmp_
     experts = {"model_type": "mixtral", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
     with pytest.raises(ModelError, match=r"model\.init .*mixture of experts"):
         make(tmp_path / "start", experts, 0, "bytes")
+    with pytest.raises(ModelError, match=r"cannot build a llama model .*KeyError: 'gleu'.* Correct the setting"):
+        make(tmp_path / "start", TINY | {"hidden_act": "gleu"}, 0, "bytes")
     with pytest.raises(ConfigError, match="neither bytes nor a folder"):
         make(tmp_path / "start", TINY, 0, str(tmp_path))
     with pytest.raises(ConfigError, match=r"config\.json: No such file|cannot be read as a config"):

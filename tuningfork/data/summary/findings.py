@@ -104,7 +104,8 @@ def _leaks(leaks: Leaks, held_out: SetSummary) -> Finding:
 def _notes(train: SetSummary, tokenizer: TokenizerFacts, cost: Cost) -> Iterator[Finding]:
     if train.length_bias is not None:
         yield from _length(train, train.length_bias)
-    if tokenizer.eos is not None and (n := tokenizer.sequences - tokenizer.end_with_eos):
+    endless = tokenizer.sequences - tokenizer.end_with_eos - tokenizer.cut_before_eos
+    if tokenizer.eos is not None and (n := endless):
         text = (
             f"{counted(n, 'answer does', 'answers do')} not end with the tokenizer's end token {tokenizer.eos.text}; "
             "what ends them must be known to whatever generates with the model"

@@ -170,7 +170,8 @@ class SetSummary:
     identical_answers: int  # of the dropped rows
     empty_answers: int
     repeats: Repeats
-    cut: int  # rows in use that are shorter than their file has them, or in pieces, by data.over_length
+    rows_used: int  # each once, however many examples came of it
+    cut: int  # of these, those that are shorter than their file has them, or in pieces, by data.over_length
     pieces: int  # that came of rows which were cut into some
     lengths: dict[str, Lengths]  # of prompt, chosen, rejected, answer and sequence, as there are
     length_bias: LengthBias | None  # of examples with several answers
@@ -252,6 +253,7 @@ class TokenizerFacts:
     begin_with_bos: int
     begin_with_two_bos: int
     end_with_eos: int
+    cut_before_eos: int  # end in the middle of a document, which goes on in its next piece
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,8 +41,11 @@ def find_repeats(examples: Sequence[TokenExample]) -> Repeats:
     )
 
 
-def find_leaks(train: Sequence[TokenExample], held_out: Sequence[TokenExample]) -> Leaks:
-    """Look for what the held-out rows share with those that are trained on. An answer is looked for in any place."""
+def find_leaks(train: Sequence[TokenExample], held_out: Sequence[TokenExample], bos: int | None = None) -> Leaks:
+    """Look for what the held-out rows share with those that are trained on. An answer is looked for in any place.
+
+    Having no prompt, or the tokenizer's `bos` alone, as documents do, is nothing to have in common.
+    """
     first_prompt: dict[Key, int] = {}
     first_answer: dict[tuple[Key, Key], int] = {}
     for place, example in enumerate(train):
@@ -55,9 +58,10 @@ def find_leaks(train: Sequence[TokenExample], held_out: Sequence[TokenExample]) 
         prompt = _key(example.prompt_ids)
         found = [first_answer.get((prompt, _key(answer.ids))) for answer in example.answers]
         shared = [place for place in found if place is not None]
-        # Having no prompt is nothing to have in common.
-        if prompt in first_prompt and (shared or len(example.prompt_ids)):
-            prompts.append(SharedRow(example.source, train[first_prompt[prompt]].source))
+        document = example.prompt_ids.tolist() in ([], [bos])
+        first = (min(shared) if shared else None) if document else first_prompt.get(prompt)
+        if first is not None:
+            prompts.append(SharedRow(example.source, train[first].source))
         if shared:
             answers.append(SharedRow(example.source, train[min(shared)].source))
     return Leaks(len(prompts), prompts, len(answers), answers)

@@ -68,6 +68,7 @@ def summarize_set(purpose: str, data: SetData, config: DataConfig, positions: in
         identical_answers=report.dropped.get("chosen equals rejected", 0),
         empty_answers=report.dropped.get("empty answer", 0),
         repeats=find_repeats(examples),
+        rows_used=len(used),
         cut=len(used & report.sizes.keys()),
         pieces=report.pieces,
         lengths=lengths(whole),

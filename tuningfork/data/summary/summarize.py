@@ -55,7 +55,7 @@ def summarize(
     epoch = replace(order, total_examples=len(train.examples))
     sizes, of_epoch = Sizes.of(train.sizes), FirstSteps.of(train.examples, epoch)
     of_run = of_epoch if order == epoch else FirstSteps.of(train.examples, order)
-    leaks = None if held_out is None else find_leaks(train.examples, held_out.examples)
+    leaks = None if held_out is None else find_leaks(train.examples, held_out.examples, tokenizer.bos_token_id)
     others = {
         name: FirstSteps.of(train.examples, replace(other, total_examples=len(train.examples)))
         for name, other in (compared or {}).items()

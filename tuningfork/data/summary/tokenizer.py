@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
 from tuningfork.data.config import DataConfig
 from tuningfork.data.summary.records import SpecialToken, TokenizerFacts
 from tuningfork.data.tokens.template_date import prints_the_date
-from tuningfork.records import TokenExample
+from tuningfork.records import Source, TokenExample
 
 
 def tokenizer_facts(
@@ -23,6 +23,9 @@ def tokenizer_facts(
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     begin = [_first_two(example, place) for example in examples for place in range(len(example.answers))]
     end = [answer.ids[-1] for example in examples for answer in example.answers]
+    last_piece: dict[Source, int] = {}
+    for source in (example.source for example in examples):
+        last_piece[source.whole] = max(source.piece, last_piece.get(source.whole, 0))
     return TokenizerFacts(
         name=str(tokenizer.name_or_path),
         kind=type(tokenizer).__name__,
@@ -39,7 +42,13 @@ def tokenizer_facts(
         begin_with_bos=sum(ids[:1] == [bos] for ids in begin),
         begin_with_two_bos=sum(ids == [bos, bos] for ids in begin),
         end_with_eos=sum(int(last) == eos for last in end),
+        cut_before_eos=sum(_goes_on(e, last_piece) and int(e.answers[0].ids[-1]) != eos for e in examples),
     )
+
+
+def _goes_on(example: TokenExample, last_piece: Mapping[Source, int]) -> bool:
+    """Whether it is a piece of a document that another one follows."""
+    return 0 < example.source.piece < last_piece[example.source.whole]
 
 
 def _first_two(example: TokenExample, place: int) -> list[int]:

@@ -224,8 +224,8 @@ def settings(path: str) -> dict[str, Any]:
             continue
         if (name in _AT_LEAST_ONE and value < 1) or (most is not None and abs(value) > most):
             raise ModelError(
-                f"{path}: config.json sets {name} to {shortened(str(value), 40)}; there is no such model. Get "
-                "config.json anew."
+                f"{path}: config.json sets {name} to {shortened(str(value), 40)}; there is no such model. "
+                "Correct config.json, or get it anew."
             )
     return config
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_rope_utils import RopeParameters
 
 from tuningfork.errors import ConfigError, ModelError, RunFolderError, enough_memory
 from tuningfork.files import check_plain, remove, whole_folder
@@ -25,6 +26,7 @@ from tuningfork.json_files import read_object
 from tuningfork.models.hf import byte_tokenizer, digests, export
 from tuningfork.models.hf.folder import CONFIG, TOKENIZER, Origin, to_json
 from tuningfork.models.hf.load import Loaded, load_config, without_memory
+from tuningfork.models.hf.released import PARTS_OF_MORE
 from tuningfork.models.hf.tokenizer_file import check_tokenizer_file
 from tuningfork.wording import first_line
 
@@ -32,9 +34,17 @@ FACTS = "made_from.json"
 """In the folder of a model that was made: from what."""
 
 _OLDER_NAMES = {"torch_dtype", "rope_theta", "rope_scaling", "architectures", "model_type"}  # that configs take, too
+_OF_ROTATION = {"type", "mrope_interleaved"}  # that rope_parameters have, too
 
 
-def make(folder: Path, given: str | Mapping[str, Any], seed: int, tokenizer: str, weights: bool = True) -> bool:
+def make(
+    folder: Path,
+    given: str | Mapping[str, Any],
+    seed: int,
+    tokenizer: str,
+    weights: bool = True,
+    of_a_run: bool = False,
+) -> bool:
     """Make a model's folder, unless it is there and made from the same; whether it was made now.
 
     Args:
@@ -43,12 +53,13 @@ def make(folder: Path, given: str | Mapping[str, Any], seed: int, tokenizer: str
         tokenizer: ``bytes``, or the folder of a tokenizer. The config's vocabulary and marks follow it where they are
             not given.
         weights: whether weights are needed; without them, only config and tokenizer are.
+        of_a_run: whether a run began from the folder's model, which then stays as it is.
 
     Raises:
         ConfigError: a setting that the model's config does not have, with the nearest that it has.
         ModelError: the config is of no model that can be trained, or a rule of its family leaves a weight without a
             value.
-        RunFolderError: the disk refuses, or something else lies there.
+        RunFolderError: the disk refuses, or something else lies there, or a run's model made from something else.
     """
     settings, words = _settings(given), _tokenizer(tokenizer)
     for key, value in _of_tokenizer(words).items():
@@ -59,6 +70,12 @@ def make(folder: Path, given: str | Mapping[str, Any], seed: int, tokenizer: str
     if _is_made_from(folder, facts):
         return False
     if folder.exists():
+        if of_a_run:
+            raise RunFolderError(
+                f"{folder} is the model that a run began from, and was made from another config, seed or tokenizer "
+                f"than these: {FACTS} there has its own. Give model.init, model.init_seed and model.tokenizer as that "
+                "run has them, or choose another output.dir."
+            )
         remove(folder)
     try:
         with whole_folder(folder) as aside:
@@ -83,6 +100,7 @@ def _write(folder: Path, settings: dict[str, Any], seed: int, words: PreTrainedT
             f"model.init sets vocab_size to {config.vocab_size:,}, but the tokenizer has {len(words):,} tokens. Set it "
             f"to {len(words):,} or more, or leave it out."
         )
+    _check_heads(config)
     if not weights:
         return
     with enough_memory("making the model"):
@@ -104,9 +122,17 @@ def initial_model(config: Any, seed: int) -> PreTrainedModel:
     computes with, nor on other modules, such as the number of layers. Memory for each weight is there once.
 
     Raises:
-        ModelError: the rules leave a weight without a value.
+        ModelError: the family's code cannot build it, or its rules leave a weight without a value.
     """
-    model = without_memory(config).to_empty(device="cpu").float()
+    try:
+        empty = without_memory(config)
+    except Exception as error:  # whatever the family's code comes upon, such as an activation that there is not
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise ModelError(
+            f"model.init: transformers cannot build a {config.model_type} model of these settings ({why}). Correct the "
+            "setting that this is about."
+        ) from error
+    model = empty.to_empty(device="cpu").float()
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.is_floating_point():
@@ -137,10 +163,16 @@ def _settings(given: str | Mapping[str, Any]) -> dict[str, Any]:
     settings = dict(given) if isinstance(given, Mapping) else _read(Path(given))
     kind = settings.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        near = difflib.get_close_matches(str(kind), CONFIG_MAPPING.keys(), n=1)
+        near = difflib.get_close_matches(kind, CONFIG_MAPPING.keys(), n=1) if isinstance(kind, str) else []
         hint = f" Did you mean {near[0]}?" if near else ""
         what = "names no model_type" if kind is None else f"has model_type {kind!r}, which transformers does not know"
         raise ConfigError(f"model.init {what}.{hint} It says what model this is, such as llama.")
+    if kind in PARTS_OF_MORE:
+        part = CONFIG_MAPPING[kind]().get_text_config().model_type
+        raise ConfigError(
+            f"model.init has model_type {kind}, of which the language model is a part. Give that part's settings "
+            f"alone, which a config.json has under text_config: model_type {part}."
+        )
     return settings
 
 
@@ -164,6 +196,29 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
             near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
             hint = f" Did you mean {near[0]}?" if near else ""
             raise ConfigError(f"model.init: {key} is no setting of {settings['model_type']} models.{hint}")
+    _check_rotation(settings.get("rope_parameters"), getattr(default, "rope_parameters", None) or {})
+
+
+def _check_rotation(given: Any, default: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a setting of rotation that nobody reads. Kinds of layers may have their own."""
+    known = {*RopeParameters.__annotations__, *_OF_ROTATION, *default}
+    for key, value in given.items() if isinstance(given, Mapping) else ():
+        if isinstance(value, Mapping):
+            _check_rotation(value, default)
+        elif key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"model.init: rope_parameters has {key}, which is no setting of it.{hint}")
+
+
+def _check_heads(config: Any) -> None:
+    """Raises ConfigError where query heads cannot share the key heads: the library builds such a model all the same."""
+    heads, keys = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(keys, int) and heads % keys:
+        raise ConfigError(
+            f"model.init sets num_attention_heads to {heads} and num_key_value_heads to {keys}. Make the first a "
+            "multiple of the second, so that each key head is shared by as many query heads."
+        )
 
 
 def _tokenizer(name: str) -> PreTrainedTokenizerBase:

@@ -67,7 +67,7 @@ def draw_lengths(sets: Sequence[tuple[str, SetSummary]], policy: str) -> str:
     legend = "".join(f'<span><span class="key-line {key}"></span>{words}</span>' for key, words in keys.items())
     notes = "".join(
         f'<p class="note">{role}: lengths before data.over_length {policy}, by which {CUTS[policy]} in '
-        f"{data.cut:,} of {counted(data.used, 'row')}.</p>"
+        f"{data.cut:,} of {counted(data.rows_used, 'row')}.</p>"
         for role, data in sets
         if data.cut
     )

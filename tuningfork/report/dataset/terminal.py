@@ -184,7 +184,7 @@ def _lengths(sets: Sequence[tuple[str, SetSummary]]) -> Table:
 def _cut(sets: Sequence[tuple[str, SetSummary]], policy: str) -> Iterator[RenderableType]:
     for name, data in sets:
         if data.cut:
-            cut_rows = f"{data.cut:,} of {counted(data.used, 'row')}"
+            cut_rows = f"{data.cut:,} of {counted(data.rows_used, 'row')}"
             yield _indented(f"{name}: before data.over_length {policy}, by which {CUTS[policy]} in {cut_rows}")
 
 

@@ -69,8 +69,10 @@ def read_data(
         held_out, held_out_report = read_sources(
             data.eval, tokenizer, data, pack, config.vocab_size, console, use="eval"
         )
-    if train_too and held_out_report and (shared := overlap(train, train_report, held_out, held_out_report)):
-        console.print(f"! {shared}")
+    if train_too and held_out_report:
+        shared = overlap(train, train_report, held_out, held_out_report, tokenizer.bos_token_id)
+        if shared:
+            console.print(f"! {shared}")
     if train_too or not data.train:  # names of fields may be meant for rows that are not read now
         check_names_used(data, *(report for report in (train_report, held_out_report) if report is not None))
     examples, longest = Subset([train, held_out]), positions(config)
