@@ -25,7 +25,7 @@ CATEGORIES: dict[str, str] = {
     ),
     "scan": r"^delta_",
     "convolution": r"^conv_(forward|gradient)",
-    "attention": r"flash|fmha|attention|attend|fork_|_(query|key|weighted)_gradient",
+    "attention": r"^nsa_|flash|fmha|attention|attend|fork_|_(query|key|weighted)_gradient",
     "matrix products": r"nvjet|gemm|gemv|cutlass|cublas|splitK|triton_tem_fused|^aten::(mm|addmm|bmm|baddbmm)$",
     "gather/scatter": r"index|gather|scatter|compute_grad_weight|radix_sort|unique_by_key|embedding",
     "head rows": r"^_(forward|backward)(_|$)|row_logps|logits_gradient",

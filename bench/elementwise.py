@@ -45,6 +45,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.nothing import RECIPES
 from bench.output import device, emit, environment, failure, parser, table
 from bench.parts import PARTS, AddNorm, Family, Liger, LigerFused, Part, parts
 from bench.shapes import SHAPES, config
@@ -189,7 +190,8 @@ def ratio(error: float | None, eager: float | None) -> float | None:
 def main(argv: list[str] | None = None) -> None:
     small = device().type == "cpu"
     options = parser(__doc__)
-    options.add_argument("--shapes", nargs="+", choices=list(SHAPES), metavar="SHAPE", help="of bench/shapes.py",
+    options.add_argument("--shapes", nargs="+", choices=[*SHAPES, *RECIPES], metavar="SHAPE",
+                         help="of bench/shapes.py, or a recipe's",
                          default=["tiny"] if small else ["olmo2_1b", "olmo2_7b", "qwen3_1_7b"])  # fmt: skip
     options.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     options.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)

@@ -6,6 +6,7 @@
     liger         Liger's fused linear cross entropy under autocast, as trainers run it over float32 weights
     liger_cast    the same with the weights cast to bfloat16 once, gradients accumulated in float32
     torch_fused   torch.nn.functional.linear_cross_entropy in chunks (torch 2.13 or newer), weights cast once
+    full_logits   the plain way: all logits at once in float32, torch's cross entropy of them, autograd
 
 Weights are float32 and hidden states bfloat16 (float32 on a CPU), and both gradients are taken. The peers compute a
 plain cross entropy: none of them has DPO's loss for a reference that is cached. Their products are the same.
@@ -89,6 +90,7 @@ def forms(where: torch.device, chunk_rows: int) -> dict[str, Form | str]:
         found["liger"] = "missing: liger-kernel, or a GPU"
     torch_fused = hasattr(F, "linear_cross_entropy") and hasattr(torch.nn, "LinearCrossEntropyOptions")
     found["torch_fused"] = _torch_fused if torch_fused else f"missing in torch {torch.__version__}"
+    found["full_logits"] = _full_logits
     return found
 
 
@@ -135,6 +137,11 @@ def _torch_fused(hidden: Tensor, weight: Tensor, pack: PackedBatch) -> None:
     options = torch.nn.LinearCrossEntropyOptions()  # type: ignore[attr-defined]
     cast = weight.to(hidden.dtype)
     F.linear_cross_entropy(hidden, cast, pack.targets, reduction="sum", options=options).backward()  # type: ignore
+
+
+def _full_logits(hidden: Tensor, weight: Tensor, pack: PackedBatch) -> None:
+    logits = (hidden @ weight.to(hidden.dtype).t()).float()
+    F.cross_entropy(logits, pack.targets, reduction="sum").backward()
 
 
 def measure(

@@ -139,7 +139,7 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--layers", type=int, default=None, help="blocks of the shape; all where it is not given")
     options.add_argument("--packs", type=int, default=12 if small else 1000)
     options.add_argument("--pack_tokens", type=int, default=512 if small else 16384)
-    options.add_argument("--weights", default="float32", choices=DTYPES)
+    options.add_argument("--weights", default="float32", choices=("float32", "bfloat16"))
     options.add_argument("--optimizer", default="adamw", choices=("adamw", "adamw_8bit"))
     args = vars(options.parse_args(argv))
     out = args.pop("out")

@@ -49,6 +49,7 @@ def many_pairs(lengths: np.ndarray) -> Subset:
     pairs, tokens, rng = len(lengths), int(lengths.sum()), np.random.default_rng(0)
     said: dict[str, Any] = {
         "row": np.arange(1, pairs + 1),
+        "piece": np.zeros(pairs),
         "answers": np.full(pairs, 2),
         "prompt": lengths[:, 0],
         "label": np.full(pairs, -1),
@@ -57,6 +58,7 @@ def many_pairs(lengths: np.ndarray) -> Subset:
         "group": np.zeros(pairs, "<u8"),
         "content": np.zeros(pairs, TYPES["content"]),
         "answer": lengths[:, 1:].reshape(-1),
+        "text": np.zeros(2 * pairs),
         "ids": rng.integers(0, 30_000, tokens, dtype=np.int32),
         "counts": np.ones(tokens, bool),
     }

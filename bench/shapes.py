@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from bench import workload, workload_long
+from bench import nothing, workload, workload_long
 from tuningfork.models.hf import attention
 from tuningfork.records import Source, TokenAnswer, TokenExample
 
@@ -56,7 +56,10 @@ SHAPES: dict[str, tuple[Any, int, int, int, int, int, int, dict[str, Any]]] = {
 
 
 def config(name: str, layers: int | None = None) -> Any:
-    """The transformers config of a named shape, or of so many of its first blocks."""
+    """The transformers config of a named shape, or of so many of its first blocks; or of a recipe's model from nothing
+    (nothing.py), by the recipe's name."""
+    if name in nothing.RECIPES:
+        return nothing.config(name, layers)
     kind, hidden, inner, all_layers, heads, key_heads, vocabulary, rest = SHAPES[name]
     layers = all_layers if layers is None else layers
     return kind(

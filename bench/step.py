@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from bench import shapes
 from bench.device_time import DeviceProfile
@@ -280,18 +281,33 @@ def start(
     ranks: Ranks,
     over: Layout | None,
 ) -> Session:
-    """The starting model as a run has it: on a GPU bfloat16 over float32 weights, compiled; on a CPU plain float32."""
-    where = device()
-    compiled = where.type == "cuda"
-    built = shapes.build(model, where, train.seed, positions, layers)
+    """A starting model of a named shape, as a run has it; see `ready`."""
+    built = shapes.build(model, device(), train.seed, positions, layers)
+    return ready(built, ObjectiveConfig(), train, head_chunk_rows, limits, weights, ranks=ranks, over=over)
+
+
+def ready(
+    built: PreTrainedModel,
+    objective: ObjectiveConfig,
+    train: TrainConfig,
+    head_chunk_rows: int,
+    limits: PackLimits,
+    weights: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
+    ranks: Ranks = ONE_PROCESS,
+    over: Layout | None = None,
+) -> Session:
+    """A model on this device as a run has it: on a GPU bfloat16 over float32 weights, compiled; on a CPU plain float32.
+
+    `dtype`: another precision to compute in.
+    """
+    compiled = device().type == "cuda"
     hold_weights(built, weights)
-    policy = Policy.fast(built, torch.bfloat16 if compiled else torch.float32)
+    policy = Policy.fast(built, dtype or (torch.bfloat16 if compiled else torch.float32))
     parallelize(policy, "none", compiled, over or Layout(), always=over is not None)
     if compiled:
         torch.cuda.synchronize()
-    scorer = Scorer.of(policy, head_chunk_rows)
-    objective, loaded = ObjectiveConfig().build(), Loaded(built, torch.float32)
-    session = Session(scorer, objective, loaded, ranks=ranks)
+    session = Session(Scorer.of(policy, head_chunk_rows), objective.build(), Loaded(built, torch.float32), ranks=ranks)
     if train.activation_memory != "auto":
         policy.keep_activations(train.activation_memory)
     choose_activations(session, train, limits, None, Console())
@@ -310,7 +326,7 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--head_chunk_rows", type=int, default=8192)
     options.add_argument("--epochs", type=int, default=3, help="the first one warms up")
     options.add_argument("--activation_memory", default="none", help=ACTIVATION_MEMORY_FORMS)
-    options.add_argument("--weights", default="float32", choices=DTYPES, help="model.weights")
+    options.add_argument("--weights", default="float32", choices=("float32", "bfloat16"), help="model.weights")
     options.add_argument("--optimizer", default="adamw", choices=("adamw", "adamw_8bit"))
     options.add_argument("--learning_rate", type=float, default=1e-6)
     options.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the pairs")
@@ -318,7 +334,9 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--replicate", type=int, help="parallel.replicate, under torchrun")
     options.add_argument("--shard", type=int, help="parallel.shard")
     options.add_argument("--tensor", type=int, default=1, help="parallel.tensor")
-    options.add_argument("--reduce_dtype", default="float32", choices=DTYPES, help="parallel.reduce_dtype")
+    options.add_argument(
+        "--reduce_dtype", default="float32", choices=("float32", "bfloat16"), help="parallel.reduce_dtype"
+    )
     options.add_argument("--profile", type=Path, help="write where the device time of three more steps goes")
     settings = vars(options.parse_args(argv))
     out = settings.pop("out")

@@ -546,7 +546,7 @@ MUTATIONS = (
     # --- a step
     Mutation(
         "step-with-no-number",
-        "    _check_finite(loss, grad_norm, logps, batch)\n",
+        "    _check_finite(loss, 0.0 if skipped else grad_norm, logps, batch)\n",
         "",
         ("test_a_number_that_is_none_names_its_example_and_moves_nothing",),
         within="train_step",
@@ -598,6 +598,50 @@ MUTATIONS = (
         'stop = int(np.searchsorted(ends, before + left, side="right"))',
         'stop = int(np.searchsorted(ends, before + left, side="right")) + 1',
         ("test_a_step_by_tokens_is_the_longest_run_of_examples_within_them", "test_steps_by_tokens_by_hand"),
+    ),
+    Mutation(
+        "longer-pieces-taken-from-the-shorter",
+        "first = sum(part.examples for part in self.parts[:place])",
+        "first = 0",
+        ("test_steps_are_those_of_each_part_counted_through",),
+    ),
+    Mutation(
+        "longer-pieces-a-step-too-late",
+        "place = min(bisect_right(ends, step), len(ends) - 1)",
+        "place = min(bisect_right(ends, step - 1), len(ends) - 1)",
+        ("test_steps_are_those_of_each_part_counted_through",),
+    ),
+    Mutation(
+        "pieces-that-do-not-grow",
+        "settings = replace(data, max_length=length)",
+        "settings = data",
+        ("test_pieces_grow_by_step_and_a_run_killed_among_short_ones_goes_on_to_the_bit",),
+    ),
+    Mutation(
+        "weights-moved-by-gradients-times-the-loss-scale",
+        "scale = None if loss_scale is None else torch.ones_like(norm) / loss_scale",
+        "scale = None",
+        ("test_weights_move_as_without_one",),
+    ),
+    Mutation(
+        "an-infinite-gradient-moves-the-weights",
+        "if not skipped:",
+        "if True:",
+        ("test_a_gradient_that_is_infinite_moves_nothing",),
+        within="train_step",
+    ),
+    Mutation(
+        "a-loss-scale-that-a-checkpoint-forgets",
+        "examples=restored.examples, loss_scale=restored.loss_scale)",
+        "examples=restored.examples)",
+        ("test_a_planted_infinity_skips_one_step_and_a_resumed_run_has_the_same_bits",),
+    ),
+    Mutation(
+        "a-loss-scale-that-stays",
+        "loss_scale = behind",
+        "pass",
+        ("test_a_planted_infinity_skips_one_step_and_a_resumed_run_has_the_same_bits",),
+        within="training_steps",
     ),
     Mutation(
         "initial-values-by-the-order-of-modules",
@@ -726,6 +770,49 @@ MUTATIONS = (
         "for name, f, u, e, more in zip(names, found, usual, exact, sizes, strict=True):",
         "for name, f, u, e, more in list(zip(names, found, usual, exact, sizes, strict=True))[: len(outputs)]:",
         ("test_a_wrong_gradient_of_the_scan_is_named", "test_a_wrong_attention_kernel_is_named"),
+    ),
+    # --- native sparse attention
+    Mutation(
+        "nsa-blocks-that-overlap-count-whole",
+        "min(strides, per_block, place + strides, per_block - place)",
+        "min(strides, per_block)",
+        ("test_scores_of_blocks_are_the_table_worked_out_by_hand",),
+    ),
+    Mutation(
+        "nsa-a-block-is-read-before-it-is-complete",
+        "(last <= blocks.positions[:, None])",
+        "(last <= blocks.positions[:, None] + 1)",
+        ("test_no_later_token_moves_a_bit_of_an_earlier_row",),
+    ),
+    Mutation(
+        "nsa-chosen-rows-behind-the-query",
+        "there & (position <= blocks.positions[:, None])",
+        "there",
+        ("test_values_gradients_and_choices_are_those_of_the_definition[two]",),
+    ),
+    Mutation(
+        "nsa-ties-in-any-order",
+        "scores.sort(dim=-1, descending=True, stable=True)",
+        "(scores + 1e-6 * block).sort(dim=-1, descending=True, stable=True)",
+        ("test_equal_scores_go_to_the_lowest_blocks_every_time",),
+    ),
+    Mutation(
+        "nsa-a-crossed-block-is-the-prompts",
+        "segment = torch.searchsorted(end, last, right=True).clamp(max=len(end) - 1)",
+        "segment = torch.searchsorted(end, last).clamp(max=len(end) - 1)",
+        ("test_each_path_finds_its_blocks_and_a_shared_one_is_made_once",),
+    ),
+    Mutation(
+        "nsa-values-are-not-compressed",
+        'self._pooled(nsa.ops, values["cmp"], "phi_v")',
+        'nsa.ops.mean(values["cmp"])',
+        ("test_a_run_starts_at_a_margin_of_0_and_exports_what_it_learned",),
+    ),
+    Mutation(
+        "nsa-gates-of-padding-count",
+        "prepared.gates[:, : sum(own for _, own in spans)]",
+        "prepared.gates",
+        ("test_what_is_noted_are_the_gates_and_keys_of_its_tokens",),
     ),
     # --- the gated delta rule
     Mutation(

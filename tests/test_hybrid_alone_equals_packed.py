@@ -19,7 +19,7 @@ from tests.test_alone_equals_packed import (
     _scores,
     _weighted_alone,
 )
-from tests.tiny import CCGQA, HYBRIDS, SHORT_CONVS, one_pack, random_examples, tiny_model, tiny_policy
+from tests.tiny import CCGQA, HYBRIDS, SHORT_CONVS, SPARSE, one_pack, random_examples, tiny_model, tiny_policy
 from tuningfork.kernels.select import plain
 from tuningfork.models.policy import Policy
 from tuningfork.records import TokenAnswer, TokenExample
@@ -41,7 +41,7 @@ def widened(monkeypatch):
 
 
 @pytest.mark.parametrize("share", ["prompt", "none", "tree"], ids=["shared", "unshared", "tree"])
-@pytest.mark.parametrize("family", [*HYBRIDS, *SHORT_CONVS, *CCGQA])
+@pytest.mark.parametrize("family", [*HYBRIDS, *SHORT_CONVS, *CCGQA, *SPARSE])
 def test_hybrid_models_in_float64_packed_equal_alone(family, share, widened):
     policy = tiny_policy(family)
     widened(policy.model)
@@ -57,7 +57,7 @@ def test_hybrid_models_in_float64_packed_equal_alone(family, share, widened):
 
 
 @pytest.mark.parametrize("share", ["prompt", "tree"])
-@pytest.mark.parametrize("family", [*HYBRIDS, *SHORT_CONVS, *CCGQA])
+@pytest.mark.parametrize("family", [*HYBRIDS, *SHORT_CONVS, *CCGQA, *SPARSE])
 def test_hybrid_models_in_float32_packed_equal_alone(family, share):
     policy = tiny_policy(family, torch.float32)
     examples = random_examples(LONG, holes=True)
@@ -71,7 +71,7 @@ def test_hybrid_models_in_float32_packed_equal_alone(family, share):
 
 
 @pytest.mark.parametrize("share", ["prompt", "tree"])
-@pytest.mark.parametrize("family", [*HYBRIDS, *SHORT_CONVS, *CCGQA])
+@pytest.mark.parametrize("family", [*HYBRIDS, *SHORT_CONVS, *CCGQA, *SPARSE])
 def test_no_token_of_a_hybrid_model_reaches_another_example(family, share):
     policy = tiny_policy(family, torch.float32)
     examples = random_examples(SHAPES)
@@ -97,7 +97,7 @@ def test_no_token_of_a_hybrid_model_reaches_another_example(family, share):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", [*HYBRIDS, *SHORT_CONVS, *CCGQA])
+@pytest.mark.parametrize("family", [*HYBRIDS, *SHORT_CONVS, *CCGQA, *SPARSE])
 def test_an_answer_scores_the_same_bits_in_every_pack_and_tree(family, dtype):
     policy = Policy(tiny_model(family, torch.float32), plain(), dtype)
     examples = _forest(5)

@@ -13,6 +13,7 @@ from tuningfork.recipe.load import load_run_config
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes" / "scratch").glob("*.yaml"))
 MILLIONS = {"hydra-100m": 84.1, "hydra-100m-dense": 100.0, "hydra-220m": 214.3, "hydra-220m-dense": 258.3}
+MILLIONS |= {"m7c-125m": 78.7, "m7c-125m-dense": 73.6, "nsa-tiny": 1.1}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -36,4 +37,4 @@ def test_each_has_a_dense_twin():
     assert {name for name in names if not name.endswith("-dense")} == {
         name.removesuffix("-dense") for name in names if name.endswith("-dense")
     }
-    assert "tuningfork_ccgqa" in own.FAMILIES
+    assert {"tuningfork_ccgqa", "tuningfork_nsa"} == own.FAMILIES.keys()

@@ -20,6 +20,7 @@ from tuningfork.kernels.select import Kernels, plain
 from tuningfork.models.ccgqa.modeling_ccgqa import CcgqaConfig
 from tuningfork.models.head import Head
 from tuningfork.models.hf import attention, layers
+from tuningfork.models.nsa import NsaConfig
 from tuningfork.models.policy import Policy
 from tuningfork.models.scorer import Scorer
 from tuningfork.records import PackedBatch, Source, TokenAnswer, TokenExample
@@ -71,6 +72,16 @@ SHORT_CONVS: dict[str, Any] = {
     "lfm2_with_biases": lambda: transformers.Lfm2Config(**_LFM2, conv_bias=True, conv_L_cache=4),
 }
 
+# Blocks so short that rows choose among them in most test sequences.
+_NSA: dict[str, Any] = {
+    **_BASE, "num_hidden_layers": 2, "head_dim": 8, "value_head_dim": 12, "window": 9,
+    "block_length": 8, "block_stride": 4, "select_length": 16, "select_count": 4,
+}  # fmt: skip
+SPARSE: dict[str, Any] = {
+    "nsa": lambda: NsaConfig(**_NSA, gate_hidden=8, pe_values=True, cmp_rope="none"),
+    "nsa_mean": lambda: NsaConfig(**_NSA, phi="mean", cmp_rope="before"),
+    "nsa_linear": lambda: NsaConfig(**_NSA, phi="linear", phi_shared=True, tie_word_embeddings=True),
+}
 _CCGQA: dict[str, Any] = {**_BASE, "head_dim": 8}
 CCGQA: dict[str, Any] = {
     "ccgqa": lambda: CcgqaConfig(**_CCGQA, depthwise_kernel_size=3, rotary_fraction=0.5),
@@ -85,7 +96,7 @@ CCGQA: dict[str, Any] = {
 def tiny_model(family: str = "llama", dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
     """A random model whose logits are spread enough that mistakes show."""
     torch.manual_seed(seed)
-    config = {**FAMILIES, **HYBRIDS, **SHORT_CONVS, **CCGQA}[family]()
+    config = {**FAMILIES, **HYBRIDS, **SHORT_CONVS, **CCGQA, **SPARSE}[family]()
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation=attention.NAME, dtype=torch.float32
     )

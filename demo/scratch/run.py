@@ -1,7 +1,8 @@
-"""Models from nothing: each twin learns the standard library byte by byte, as many steps. `make scratch-demo` runs it.
+"""Models from nothing: twins of about a million parameters learn the standard library byte by byte, as many steps each.
 
-One page compares them: bits a byte of held-out files before and after, beside `gzip -9` of the same files, and what
-each model writes before and after, by plain transformers. It is printed, and lies in runs/scratch/page.md.
+One page compares them: bits a byte of held-out text before and after, beside `gzip -9` of the same text, and what
+each model writes before and after, by plain transformers. It is printed, and lies in runs/scratch/page.md. All together
+take about five minutes on two CPU cores that have nothing else to do. `make scratch-demo` runs it.
 
 Flags are settings, for all of them: python demo/scratch/run.py --train.max_steps 1000
 """
@@ -37,10 +38,18 @@ ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "scratch-tiny.yaml"
 FOLDER = Path("runs/scratch")
 PROMPT = "def "
-SAMPLE = 240  # bytes
+SAMPLE = 160  # bytes
+HELD_OUT = 4096  # characters of each file that is held out, from its beginning
 
 TWINS: dict[str, Mapping[str, Any]] = {
     "dense": {},
+    # Half as wide inside, and an MLP so much wider that it has as many parameters.
+    "ccgqa": {
+        "model_type": "tuningfork_ccgqa",
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 448,
+    },
 }
 """What is compared: name -> settings of model.init that differ from the recipe's, such as another model_type."""
 
@@ -52,7 +61,8 @@ class Trained:
     name: str
     parameters: int
     steps: int
-    seconds: float
+    seconds: float  # start and end of a run among them
+    tokens_per_s: float  # of its steps
     before: float  # held-out bits a byte
     after: float
     samples: tuple[str, str]  # before and after
@@ -60,9 +70,9 @@ class Trained:
 
 def main() -> int:
     os.chdir(ROOT)
-    held_out = write(FOLDER)[1]
+    held_out = write(FOLDER, HELD_OUT)[1]
     gzip = gzip_bits_a_byte(held_out)
-    config = load_run_config(RECIPE, [*_data(), *sys.argv[1:]], "demo/scratch/run.py")
+    config = load_run_config(RECIPE, [*_settings(), *sys.argv[1:]], "demo/scratch/run.py")
     done = []
     for name, changes in TWINS.items():
         print(f"\n=== {name} ===")
@@ -87,17 +97,20 @@ def learn(name: str, config: RunConfig) -> Trained | None:
     summary = json.loads((folder / "summary.json").read_text())
     before, after = (scores[when]["bits/byte"] for when in ("before", "after"))
     samples = sample(folder / "start"), sample(folder / "model")
-    return Trained(name, parameters(folder / "model"), summary["last_step"], seconds, before, after, samples)
+    size, rate = parameters(folder / "model"), summary["tokens_per_s"]
+    return Trained(name, size, summary["last_step"], seconds, rate, before, after, samples)
 
 
 def parameters(folder: Path) -> int:
     """Numbers that a model has, tied ones once."""
-    return sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters())
+    return sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False).parameters())
 
 
 def sample(folder: Path) -> str:
     """What the model in a folder writes behind PROMPT, by plain transformers, always the same."""
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer, model = [
+        kind.from_pretrained(folder, trust_remote_code=False) for kind in (AutoTokenizer, AutoModelForCausalLM)
+    ]
     torch.manual_seed(0)
     inputs = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
     how = {"do_sample": True, "temperature": 0.7, "max_new_tokens": SAMPLE, "use_cache": False}
@@ -107,18 +120,19 @@ def sample(folder: Path) -> str:
 
 def page(done: list[Trained], gzip: float) -> str:
     """The comparison, as text that is Markdown, too."""
-    rows = [("", "parameters", "steps", "seconds", "bits/byte before", "after")]
+    rows = [("", "parameters", "steps", "seconds", "tokens/s", "bits/byte before", "after")]
     for one in done:
         numbers = (
             f"{one.parameters:,}",
             f"{one.steps:,}",
             f"{one.seconds:.0f}",
+            f"{one.tokens_per_s:,.0f}",
             f"{one.before:.3f}",
             f"{one.after:.3f}",
         )
         rows.append((one.name, *numbers))
-    rows.append(("gzip -9", "", "", "", "", f"{gzip:.3f}"))
-    compared = table("Held-out files of the standard library, every 20th", rows)
+    rows.append(("gzip -9", "", "", "", "", "", f"{gzip:.3f}"))
+    compared = table(f"The first {HELD_OUT:,} characters of every 20th file of the standard library, held out", rows)
     parts = [f"```\n{compared}\n```"]
     for one in done:
         for when, text in zip(("before", "after"), one.samples, strict=True):
@@ -140,8 +154,10 @@ def _folder(name: str) -> Path:
     return FOLDER / name
 
 
-def _data() -> list[str]:
-    return [f"--data.train={FOLDER / 'train.jsonl'}", f"--data.eval={FOLDER / 'held_out.jsonl'}"]
+def _settings() -> list[str]:
+    """What is the demo's own, beside what its recipe says."""
+    files = [f"--data.train={FOLDER / 'train.jsonl'}", f"--data.eval={FOLDER / 'held_out.jsonl'}"]
+    return [*files, f"--data.cache={FOLDER / 'tokens'}"]
 
 
 if __name__ == "__main__":

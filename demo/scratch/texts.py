@@ -12,7 +12,7 @@ import gzip
 import json
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 HELD_OUT = 20  # of so many files, one
@@ -33,15 +33,22 @@ def modules() -> Iterator[tuple[str, str]]:
                 yield name.as_posix(), text
 
 
-def write(folder: Path) -> tuple[Path, Path]:
-    """Rows to train on and held-out ones, as files of these names in a folder."""
+def write(folder: Path, held_out_most: int | None = None) -> tuple[Path, Path]:
+    """Rows to train on and held-out ones, as files of these names in a folder.
+
+    `held_out_most`: characters of each held-out row, from its beginning, if not all.
+    """
     train, held_out = folder / "train.jsonl", folder / "held_out.jsonl"
-    rows = [json.dumps({"text": text}) + "\n" for _, text in modules()]
+    texts = [text for _, text in modules()]
     folder.mkdir(parents=True, exist_ok=True)
-    held_out.write_text("".join(rows[::HELD_OUT]), encoding="utf-8")
-    del rows[::HELD_OUT]
-    train.write_text("".join(rows), encoding="utf-8")
+    held_out.write_text(_rows(text[:held_out_most] for text in texts[::HELD_OUT]), encoding="utf-8")
+    del texts[::HELD_OUT]
+    train.write_text(_rows(texts), encoding="utf-8")
     return train, held_out
+
+
+def _rows(texts: Iterable[str]) -> str:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts)
 
 
 def gzip_bits_a_byte(rows: Path) -> float:

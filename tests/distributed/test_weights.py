@@ -255,8 +255,9 @@ def started(ranks: Ranks, path: Path, weights: str, share: str) -> Any:
     return digest, {n: w.dtype for n, w in session.policy.model.named_parameters()}, sizes
 
 
-@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "granite", "olmo_hybrid"])
+@pytest.mark.parametrize(
+    ("family", "weights"), [("llama", "float32"), ("granite", "bfloat16"), ("olmo_hybrid", "bfloat16")]
+)
 def test_a_run_starts_with_the_weights_of_one_process_and_every_check(tmp_path, family, weights) -> None:
     path = folder_of(tmp_path / "original", family)
     digest, dtypes, sizes = started(ONE_PROCESS, path, weights, "tree")

@@ -92,6 +92,24 @@ def test_killed_at_a_step_it_goes_on_to_the_bit(lm: Job) -> None:
     assert numbers_of(lm) == numbers_of(whole) and lm.evaluations() == whole.evaluations()
 
 
+def test_pieces_grow_by_step_and_a_run_killed_among_short_ones_goes_on_to_the_bit(lm: Job) -> None:
+    lm = lm.but({"output.save_every": 2}, train={"length_steps": [[3, 12], [2, 20]], "max_steps": 8})
+    whole = lm.elsewhere("whole")
+    out = whole.done().out
+    assert "train.length_steps: pieces of at most 12 tokens" in out
+    child = Child(lm.arguments("train"), lm.folder)
+    assert child.kill_when(lambda: (lm.run / "checkpoints" / "step-2").exists())
+    assert "continuing from" in lm.done("train", "--resume").out
+    assert_same_state(lm, whole, 8)
+    lines = whole.metrics()
+    assert numbers_of(lm) == [{k: v for k, v in line.items() if not k.endswith("_s") and k != "mfu"} for line in lines]
+    for steps, most in (((1, 2, 3), 12), ((4, 5), 20), ((6, 7, 8), 32)):
+        for line in (lines[step - 1] for step in steps):
+            assert 200 - most < line["tokens"] <= 200 and most / 2 < line["tokens"] / line["examples"] <= most
+    longer = lm.but(train={"max_steps": 9}).done("train", "--resume").out
+    assert "the run is extended from 8 to 9 steps" in longer and lm.metrics()[:8] != []
+
+
 def numbers_of(job: Job) -> list[dict[str, float]]:
     """The lines of training steps, without what depends on the clock."""
     return [{k: v for k, v in line.items() if not k.endswith("_s") and k != "mfu"} for line in job.metrics()]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from tests.models.kernels_of_triton import offset, scaled
 from tuningfork.models.compilations import Compilations
 
 CUDA = "cuda"
+pytestmark = pytest.mark.gpu
 
 
 def test_a_kernel_that_is_launched_for_another_kind_of_size():
+    from tests.models.kernels_of_triton import offset
+
     seen = Compilations()
     x = torch.zeros(32, device=CUDA)
     for rows in (32, 16, 17, 19):
@@ -20,6 +23,8 @@ def test_a_kernel_that_is_launched_for_another_kind_of_size():
 
 
 def test_a_kernel_that_is_tuned_for_each_length():
+    from tests.models.kernels_of_triton import scaled
+
     seen = Compilations()
     x = torch.ones(8, device=CUDA)
     for rows in (5, 7, 5):

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.gpu
 STEPS = 4
 KINDS = {
     "float32 weights": {},
+    "float16": {"model.dtype": "float16"},
     "bfloat16 weights, 8-bit moments, offload": {
         "model.weights": "bfloat16",
         "train.optimizer": "adamw_8bit",
@@ -56,7 +57,10 @@ def test_a_run_and_its_continuation(tmp_path, kind):
         **settings,
     }
     out = train(tmp_path, {**job, "output.dir": "whole"})
-    assert "step-0 check: margin exactly 0 for 8 of 8 pairs" in out and "computing in bfloat16" in out
+    assert (
+        "step-0 check: margin exactly 0 for 8 of 8 pairs" in out
+        and f"computing in {settings.get('model.dtype', 'bfloat16')}" in out
+    )
     assert "start-up: " in out and "weights" in out
     lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))

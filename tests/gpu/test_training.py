@@ -252,7 +252,7 @@ class _Doubling(compiler.Float32WeightGradients):
 def test_the_check_at_a_start_finds_a_pass_over_graphs_that_spoils_gradients_of_weights(monkeypatch):
     policy = _policy("llama", torch.bfloat16, compiled=False)
     check = KernelCheck.begin(policy, "here", True, compiling=True)
-    monkeypatch.setattr(compiler, "options", lambda device: {"post_grad_custom_pre_pass": _Doubling()})
+    monkeypatch.setattr(compiler, "options", lambda *_: {"post_grad_custom_pre_pass": _Doubling()})
     policy.compile()
     with pytest.raises(ModelError, match=r"the compiled blocks: gradients of model\.layers\.\*\.\S+_proj\.weight are"):
         check.compare(policy)

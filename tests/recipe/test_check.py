@@ -48,6 +48,35 @@ def test_a_step_has_one_size() -> None:
 
 
 @pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"over-length": "drop"}, "data.over_length is drop, which makes no pieces. Set data.over_length: pieces"),
+        ({"tokens": None}, "which needs train.tokens_per_step. Set it"),
+        ({"max": None}, "which needs train.max_steps. Set it"),
+        ({"max": "8"}, "8 steps in all, but train.max_steps is 8, so that no piece of data.max_length 64"),
+        ({"lines": "[[5, 32], [3, 32]]"}, "pieces of 32 tokens would follow ones of 32. Lengths rise"),
+        ({"lines": "[[5, 32], [3, 64]]"}, "data.max_length is 64: pieces of 64 tokens would follow ones of 64."),
+        ({"lines": "[[5, 32, 1]]"}, "but [5, 32, 1] is not [steps, tokens]. Give each line two"),
+        ({"lines": "[]"}, "train.length_steps is [], which has no line"),
+        ({"lines": "[[5, 1]]"}, "a piece of 1 token has none to be predicted"),
+        ({"order": "grouped"}, "but train.order is grouped. Set train.order: shuffled"),
+        ({"lines": "[[0, 32]]"}, "train.length_steps"),
+    ],
+)
+def test_pieces_that_grow_need_pieces_steps_by_tokens_and_an_end(changed: dict[str, str | None], words: str) -> None:
+    right = {"lines": "[[5, 16], [3, 32]]", "over-length": "pieces", "tokens": "200", "max": "9", "order": "shuffled"}
+    names = ("train.length_steps", "data.over_length", "train.tokens_per_step", "train.max_steps", "train.order")
+
+    def flags(values: dict[str, str | None]) -> list[str]:
+        always = ["--data.max_length=64", "--objective.name=lm"]
+        given = zip(names, values.values(), strict=True)
+        return [*always, *(f"--{name}={value}" for name, value in given if value is not None)]
+
+    assert load(None, *flags(right)).train.length_steps == [[5, 16], [3, 32]]
+    assert words in " ".join(error(None, *flags({**right, **changed})).split())
+
+
+@pytest.mark.parametrize(
     ("flags", "words"),
     [
         (

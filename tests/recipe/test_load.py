@@ -44,6 +44,12 @@ NEEDS = {
     "train.gradient_dtype": ["--train.optimizer", "adamw_8bit", "--model.weights", "bfloat16"],
     "train.eval_every": ["--data.eval", "held_out.jsonl"],
     "train.decay_start": ["--train.schedule", "wsd"],
+    "train.length_steps": [
+        "--objective.name=lm",
+        "--data.over_length=pieces",
+        "--train.tokens_per_step=9",
+        "--train.max_steps=9",
+    ],
     "train.group_by": ["--train.order", "grouped"],
     "train.group_most": ["--train.order", "grouped"],
     "train.best_by": ["--data.eval", "held_out.jsonl", "--train.eval_every", "5"],
@@ -58,6 +64,7 @@ OTHER = {  # not any text will do
     "data.roles": {"agent": "assistant"},
     "data.template": "none",
     "output.sinks": [],
+    "train.length_steps": [[5, 16]],
 }
 
 

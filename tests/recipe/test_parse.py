@@ -76,13 +76,13 @@ def test_flags_take_an_equals_sign_and_hyphens() -> None:
          "train.examples_per_step is true; allowed: a whole number, at least 1."),
         ("pack.share", "true", "pack.share is true; allowed: one of none, prompt, tree."),
         ("model.dtype", "bfloat", "model.dtype is the text 'bfloat'; "
-         "allowed: one of auto, bfloat16, float32. Did you mean bfloat16?"),
+         "allowed: one of auto, bfloat16, float16, float32. Did you mean bfloat16?"),
         ("train.activation_memory", "blocks", "train.activation_memory is the text 'blocks'; "
          "allowed: none, block, budget:<0..1> such as budget:0.5, offload, or auto."),
         ("train.activation_memory", "budget:1.5", "train.activation_memory is the text 'budget:1.5'; "
          "allowed: none, block, budget:<0..1> such as budget:0.5, offload, or auto."),
         ("model.dtype", "int8", "model.dtype is the text 'int8': not supported; "
-         "allowed: one of auto, bfloat16, float32."),
+         "allowed: one of auto, bfloat16, float16, float32."),
     ],
 )  # fmt: skip
 def test_a_wrong_value_gets_the_same_message_in_a_recipe_and_as_a_flag(key: str, text: str, message: str) -> None:

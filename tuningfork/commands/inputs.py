@@ -39,5 +39,6 @@ def data_of(config: RunConfig, console: Console, train_too: bool = True) -> Data
     group_by = asked_of_rows(config.train)
     with console.startup.time("data"):
         return read_data(
-            config.model, settings, config.pack, objective, tokenizer, compiled, console, train_too, group_by
-        )
+            config.model, settings, config.pack, objective, tokenizer, compiled, console, train_too, group_by,
+            [tokens for _, tokens in config.train.length_steps or []],
+        )  # fmt: skip

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from tuningfork.distributed.layout import Layout
+from tuningfork.distributed.narrow import is_matrix
 from tuningfork.distributed.rows import own_rows
 from tuningfork.distributed.sharding import Sharding
 from tuningfork.errors import ModelError
@@ -42,6 +43,7 @@ def load_spread(
     layout: Layout,
     reduce_dtype: torch.dtype,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    product_dtype: torch.dtype = torch.float32,
 ) -> tuple[Loaded, Sharding]:
     """Load a model folder as `models.hf.load.load` does, spread over the processes of a layout, all of which come here.
 
@@ -50,6 +52,7 @@ def load_spread(
 
     Args:
         progress: told the bytes that this process has read so far, and all that it will.
+        product_dtype: of matrix products, see Sharding.
 
     Raises as `models.hf.load.load`.
     """
@@ -60,21 +63,21 @@ def load_spread(
         if not draft.unread or (names := _block_names(model)) is None:
             del draft
             loaded = load(path, device, dtype, progress)
-            sharding = Sharding(
-                loaded.model, Policy.plain(loaded.model, torch.float32).blocks, mesh, layout, reduce_dtype
-            )
+            blocks = Policy.plain(loaded.model, torch.float32).blocks
+            sharding = Sharding(loaded.model, blocks, mesh, layout, reduce_dtype, product_dtype)
             return replace(loaded, notes=(*loaded.notes, WHOLE)), sharding
         of = {id(weight): there for weight, there in draft.unread}
         stored = {name: of[id(weight)] for name, weight in all_tensors(model) if id(weight) in of}
         for weight, there in draft.unread:
             kind = held_dtype(weight, there.shape, dtype)
-            if isinstance(weight, nn.Parameter) and weight.ndim > 1 and layout.shard > 1:
+            if isinstance(weight, nn.Parameter) and is_matrix(weight) and layout.shard > 1:
                 _put(model, weight, torch.empty(there.shape, dtype=kind, device="meta"))
             else:
                 weight.data = torch.empty(there.shape, dtype=kind, device=device)
         for buffer in model.buffers():
             buffer.data = buffer.data.to(device)
-        sharding = Sharding(model, [model.get_submodule(name) for name in names], mesh, layout, reduce_dtype)
+        blocks = [model.get_submodule(name) for name in names]
+        sharding = Sharding(model, blocks, mesh, layout, reduce_dtype, product_dtype)
         spread = [weight for weight in model.parameters() if isinstance(weight, DTensor)]
         if device.type == "cpu":
             checks.check_room(sum(weight.to_local().nbytes for weight in spread))

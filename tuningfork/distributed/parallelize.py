@@ -42,4 +42,4 @@ def parallelize(
         policy.compile()
     policy.keep_activations(activation_memory)
     if mesh is not None:
-        policy.spread = Sharding(policy.model, policy.blocks, mesh, layout, reduce_dtype, partly, always)
+        policy.spread = Sharding(policy.model, policy.blocks, mesh, layout, reduce_dtype, policy.dtype, partly, always)

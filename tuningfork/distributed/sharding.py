@@ -1,13 +1,16 @@
 """A model on the processes of a mesh: weights spread by FSDP2, gathered block by block, and gradients added up.
 
-Matrices are spread, where a copy of the model has several processes; norms and biases, whose size is nothing, stay
-whole on each (whole.py). What is added up are sums, never means: a batch's sizes are known before its first pack runs.
-Gradients travel once a step, with the last pack.
+Matrices are spread, where a copy of the model has several processes; norms, biases and filters, whose size is nothing,
+stay whole on each (whole.py). Matrices travel in the dtype of the products that they are for (narrow.py). What is added
+up are sums, never means: a batch's sizes are known before its first pack runs. Gradients travel once a step, with the
+last pack.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from tuningfork.distributed.layout import REPLICATE, SHARD, TENSOR, Layout
+from tuningfork.distributed.narrow import is_matrix, keep_gradients_wide, narrows, widened
 from tuningfork.distributed.pace import Pace, Seconds
 from tuningfork.distributed.sums import Group, squared_norm
 from tuningfork.distributed.tensor import like, local, own_tokens
@@ -40,6 +44,7 @@ class Sharding:
     gathered. Weights that tensor parallelism has split already are spread part by part.
 
     Args:
+        product_dtype: of matrix products, in which blocks are gathered that only have matrices for them (narrow.py).
         partly: weights that are whole and get a part of their gradient on each process of a tensor group.
         always: spread also over one process.
     """
@@ -51,6 +56,7 @@ class Sharding:
         mesh: DeviceMesh,
         layout: Layout,
         reduce_dtype: torch.dtype,
+        product_dtype: torch.dtype = torch.float32,
         partly: Iterable[nn.Parameter] = (),
         always: bool = False,
     ) -> None:
@@ -61,7 +67,7 @@ class Sharding:
         self._shards, self._tensor = Group.of(mesh[SHARD]), Group.of(mesh[TENSOR])
         sharded = layout.shard > 1 or always
         over = [mesh.get_group(name) for name in (REPLICATE, SHARD) if getattr(layout, name) > 1]
-        whole = [weight for weight in model.parameters() if weight.ndim < 2 or not sharded]
+        whole = [weight for weight in model.parameters() if not (sharded and is_matrix(weight))]
         self._whole = WholeWeights(whole, over, self._tensor, partly, reduce_dtype)
         self._head: Any = model.get_output_embeddings()
         self._mesh = mesh
@@ -72,24 +78,31 @@ class Sharding:
         self._gradients: tuple[_OfOutput, StepGradient | None] | None = None
         self._root: Any = model.base_model
         self._groups: list[Any] = []
+        self._narrow_blocks = [block for block in blocks if sharded and narrows(block, product_dtype)]
         if sharded:
-            self._shard(model, blocks, reduce_dtype, {*whole})
+            self._shard(model, blocks, reduce_dtype, product_dtype, {*whole})
 
     def _shard(
-        self, model: PreTrainedModel, blocks: Sequence[nn.Module], reduce_dtype: torch.dtype, whole: set[nn.Parameter]
+        self,
+        model: PreTrainedModel,
+        blocks: Sequence[nn.Module],
+        reduce_dtype: torch.dtype,
+        product_dtype: torch.dtype,
+        whole: set[nn.Parameter],
     ) -> None:
         mesh = self._mesh
         over = mesh[REPLICATE, SHARD] if self._layout.replicate > 1 else mesh[SHARD]
-        same: dict[str, Any] = {
-            "mesh": over,
-            "mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False),
-            "ignored_params": whole,
-        }
+        same: dict[str, Any] = {"mesh": over, "ignored_params": whole}
+        wide = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         for block in blocks:
-            fully_shard(block, **same)
+            if block in self._narrow_blocks:
+                fully_shard(block, mp_policy=replace(wide, param_dtype=product_dtype), **same)
+                block.register_forward_pre_hook(keep_gradients_wide)  # behind the hook that gathers
+            else:
+                fully_shard(block, mp_policy=wide, **same)
         backbone = model.base_model
         model.forward = lambda **inputs: backbone(**inputs)  # type: ignore[method-assign]
-        self._root = fully_shard(model, reshard_after_forward=False, **same)
+        self._root = fully_shard(model, reshard_after_forward=False, mp_policy=wide, **same)
         self._groups = [module for module in self._root.modules() if isinstance(module, FSDPModule)]
         if self.copies == 1:
             return  # a sum of one is none; asked for a factor, FSDP would yet divide by it
@@ -108,6 +121,10 @@ class Sharding:
     def run(self, **inputs: Any) -> Any:
         """The backbone's forward pass, from gathered weights."""
         return self._root(**inputs)
+
+    def widened(self) -> AbstractContextManager[Any]:
+        """Around passes in float32, see models/policy.py."""
+        return widened(self._narrow_blocks)
 
     def output(self) -> Output:
         """This process's part of the output projection, whose gradients are kept over the packs of a step."""

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tuningfork.distributed.narrow import is_matrix
 from tuningfork.distributed.sums import Group
 from tuningfork.distributed.tensor import like, local
 
@@ -60,7 +61,7 @@ class WholeWeights:
         for all have the same model."""
         self._last = last and bool(self._over)
         if self._last and not self._hooked:  # not before: reading weights may put others in their places
-            self._hooked = {weight for weight in self._weights if _is_matrix(weight) and weight.requires_grad}
+            self._hooked = {weight for weight in self._weights if is_matrix(weight) and weight.requires_grad}
             for weight in self._hooked:
                 weight.register_post_accumulate_grad_hook(self._depart)
 
@@ -86,7 +87,7 @@ class WholeWeights:
 
     def add_up(self) -> None:
         """Add up the gradients of norms and biases."""
-        few = [weight for weight in self._weights if weight.requires_grad and not _is_matrix(weight)]
+        few = [weight for weight in self._weights if weight.requires_grad and not is_matrix(weight)]
         for same, weights in groupby(sorted(few, key=self._is_same), key=self._is_same):
             self._add_up([*weights], same)
 
@@ -110,7 +111,3 @@ class WholeWeights:
             together = self._tensor.sum(together)
         for weight, dtype, piece in zip(weights, dtypes, together.split([p.numel() for p in pieces]), strict=True):
             weight.grad = like(weight, piece.view_as(local(weight)).to(dtype))
-
-
-def _is_matrix(weight: Tensor) -> bool:
-    return weight.ndim > 1

@@ -17,6 +17,7 @@ from tuningfork.kernels.attention.plain import PlainAttention
 from tuningfork.kernels.causal_conv.plain import PlainCausalConv
 from tuningfork.kernels.ccgqa.plain import PlainCcgqa
 from tuningfork.kernels.gated_delta.plain import PlainGatedDelta
+from tuningfork.kernels.nsa.plain import PlainNsa
 from tuningfork.kernels.row_logps import plain as plain_rows
 
 Sizes = Mapping[str, int]
@@ -106,6 +107,17 @@ def _triton_gated_delta(key_width: int, value_width: int) -> tuple[str, Any]:
     return "triton", TritonGatedDelta
 
 
+def _triton_nsa(key_width: int, value_width: int) -> tuple[str, Any]:
+    from tuningfork.kernels.nsa.fast import WIDEST_HEAD, TritonNsa
+
+    if max(key_width, value_width) > WIDEST_HEAD:
+        raise ModelError(
+            f"Native sparse attention on a GPU takes heads up to {WIDEST_HEAD} wide, these have keys {key_width} and "
+            f"values {value_width} wide. Use train.device: cpu."
+        )
+    return "triton", TritonNsa
+
+
 def _triton_row_logps() -> tuple[str, Any]:
     from tuningfork.kernels.row_logps import fast
 
@@ -117,6 +129,7 @@ _PLAIN: dict[str, Any] = {
     "causal_conv": PlainCausalConv,
     "ccgqa": PlainCcgqa,
     "gated_delta": PlainGatedDelta,
+    "nsa": PlainNsa,
     "row_logps": plain_rows,
 }
 _FAST: dict[str, Callable[..., tuple[str, Any]]] = {
@@ -124,6 +137,7 @@ _FAST: dict[str, Callable[..., tuple[str, Any]]] = {
     "causal_conv": _triton_causal_conv,
     "ccgqa": _triton_ccgqa,
     "gated_delta": _triton_gated_delta,
+    "nsa": _triton_nsa,
     "row_logps": _triton_row_logps,
 }
 """Name and form of each op's fast kernel for some sizes; Triton is imported only where it is used."""

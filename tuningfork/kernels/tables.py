@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tuningfork.records import GRID, ForkLayout
+
 
 def spread(counts: Tensor, places: int) -> tuple[Tensor, Tensor, Tensor]:
     """Hand out places: entry i gets the next counts[i] of them. The device need not be asked how many there are.
@@ -17,6 +19,26 @@ def spread(counts: Tensor, places: int) -> tuple[Tensor, Tensor, Tensor]:
     place = torch.arange(places, device=counts.device)
     entry = torch.searchsorted(ends, place, right=True).clamp(max=len(counts) - 1)
     return entry, place - (ends - counts)[entry], place < ends[-1]
+
+
+def rows_at(layout: ForkLayout, segment: Tensor, positions: Tensor) -> Tensor:
+    """Where the paths that some segments end have some positions, found by the layout's steps (records.py).
+
+    Args:
+        segment: int64 [N], entries of the layout.
+        positions: int64 [N, P], of each one's path. What is behind its end is no row of it.
+
+    Returns:
+        int64 [N, P], rows.
+    """
+    start, _, _, first_position, _, steps_start = layout.segments.long().unbind(1)
+    first = first_position[segment][:, None]
+    step, offset = positions // GRID, positions % GRID
+    in_steps = step * GRID < first
+    listed = layout.steps.long()[torch.where(in_steps, steps_start[segment][:, None] + step, 0)]
+    base = torch.where(in_steps, listed, start[segment][:, None] - first + step * GRID)
+    seam = layout.seams.long().flatten()[torch.where(base < 0, (-1 - base) * GRID + offset, 0)]
+    return torch.where(base < 0, seam, base + offset)
 
 
 def rows_read(previous: Tensor, width: int) -> Tensor:

@@ -29,8 +29,10 @@ class ModelConfig:
     tokenizer: str | None = None
     """Tokenizer of a model from nothing: bytes, one token for each byte of UTF-8; or a folder with a tokenizer.json.
     Where init does not say vocab_size and the ids of bos, eos and pad, they follow from it."""
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Compute precision. auto: bfloat16 on a GPU or with bfloat16 weights, else float32."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Compute precision. auto: bfloat16 on a GPU or with bfloat16 weights, else float32. float16 is for GPUs without
+    bfloat16: gradients are multiplied by a loss scale of 65,536 at first, doubled behind 2,000 steps without a skipped
+    one; a step whose gradient is not finite is skipped, and halves it."""
     weights: Literal["float32", "bfloat16"] = "float32"
     """Precision in which matrices are kept and updated; norms and biases are always float32. With bfloat16, weights,
     gradients and moments take 6 bytes a weight instead of 16. It needs train.optimizer adamw_8bit, which does not round

@@ -21,7 +21,7 @@ from tuningfork.models.hf import attention, ccgqa, gated_delta, short_conv
 from tuningfork.models.hf.comparable import comparable
 from tuningfork.models.hf.support import positions
 from tuningfork.models.hf.watch import watch
-from tuningfork.models.mixers.mixer import Mixer
+from tuningfork.models.mixers.mixer import Mixer, Noting
 from tuningfork.models.sink import Output
 from tuningfork.records import LogitTransform, PackedBatch
 
@@ -39,6 +39,11 @@ class Spread(Protocol):
 
     def run(self, **inputs: Any) -> Any:
         """What the backbone gives for these inputs."""
+
+    def widened(self) -> AbstractContextManager[Any]:
+        """Around passes in float32, backward ones too, of a model whose products are in fewer bits: its matrices may be
+        gathered in those, and are widened then. Before blocks are compiled."""
+        raise NotImplementedError
 
     def output(self) -> Output:
         """This process's part of the output projection, between `begin` and the backward pass."""
@@ -83,6 +88,7 @@ class Policy:
         self.compiled = False
         self.activation_memory = "none"  # see activations.py
         self.spread = spread  # over several processes
+        self.noted: dict[str, Tensor] = {}  # what mixers note of the last pass, see Noting
         attention.patch(model)
         gated_delta.patch(model)
         short_conv.patch(model)
@@ -172,12 +178,16 @@ class Policy:
                 use_cache=False,
                 **prepared,
             ).last_hidden_state[0]
+        noting = [mixer for mixer in self.mixers if isinstance(mixer, Noting)]
+        self.noted = {k: v for m in noting for k, v in m.noted(prepared[m.keyword], batch.spans).items()}
         return picked(hidden, batch.logit_rows).to(self.dtype)
 
     def _precision(self) -> AbstractContextManager[Any]:
-        if self.dtype == torch.bfloat16 and self.device.type != "meta":  # a model without memory has no numbers to cast
+        if (
+            self.dtype in (torch.bfloat16, torch.float16) and self.device.type != "meta"
+        ):  # a model without memory has no numbers to cast
             return torch.autocast(self.device.type, self.dtype)
-        return nullcontext()
+        return nullcontext() if self.spread is None else self.spread.widened()
 
     def compile(self) -> None:
         """Compile the decoder blocks, one by one: blocks of a kind share their code, so each kind compiles once.
@@ -208,7 +218,9 @@ class Policy:
             ConfigError: there is no such mode, or it needs compiled blocks and they are not.
         """
         activations.check_mode(mode, self.compiled)
-        compiling = activations.compiler(mode, compiler.options(self.device))
+        matrices = [weight for block in self.blocks for weight in block.parameters() if weight.ndim > 1]
+        wide = all((weight.grad_dtype or weight.dtype) == torch.float32 for weight in matrices)
+        compiling = activations.compiler(mode, compiler.options(self.device, wide))
         forwards = []
         for block in self.blocks:
             vars(block).pop("forward", None)  # the class's own is in force again

@@ -92,14 +92,17 @@ def check_run_config(config: RunConfig, required: Mapping[str, str] = REQUIRED) 
             "train.gradient_dtype is float32, but model.weights is float32, whose gradients are so anyway. Remove it, "
             "or set model.weights: bfloat16."
         )
-    if config.model.dtype == "float32" and config.model.weights == "bfloat16":
-        raise ConfigError("model.weights is bfloat16, but model.dtype is float32. Set model.dtype: bfloat16, or auto.")
+    if config.model.dtype in ("float16", "float32") and config.model.weights == "bfloat16":
+        raise ConfigError(
+            f"model.weights is bfloat16, but model.dtype is {config.model.dtype}. Set model.dtype: bfloat16, or auto."
+        )
     if config.reference != defaults.reference and not config.objective.build().needs_reference:
         raise ConfigError(
             f"reference.cache is {config.reference.cache}, but objective.name {name} has no reference. Remove it."
         )
     _check_order(config.train)
     _check_step(config.train)
+    _check_lengths(config.train, config.data)
     _check_schedule(config.train)
     _check_answers(config)
     sinks.check_names(config.output.sinks)
@@ -149,6 +152,45 @@ def _check_step(train: TrainConfig) -> None:
         raise ConfigError(
             f"train.tokens_per_step is {train.tokens_per_step:,} and train.examples_per_step is "
             f"{train.examples_per_step:,}. Keep one: a step is so many tokens, or so many examples."
+        )
+
+
+def _check_lengths(train: TrainConfig, data: DataConfig) -> None:
+    """Raises ConfigError where pieces that grow have no documents, no steps of like size, no end, or do not grow."""
+    if train.length_steps is None:
+        return
+    said = f"train.length_steps is {train.length_steps}"
+    for line in train.length_steps:
+        if len(line) != 2:
+            raise ConfigError(f"{said}, but {line} is not [steps, tokens]. Give each line two numbers.")
+    if not train.length_steps:
+        raise ConfigError(f"{said}, which has no line. Give it lines of [steps, tokens], or remove it.")
+    lengths = [tokens for _, tokens in train.length_steps]
+    if data.over_length != "pieces":
+        raise ConfigError(
+            f"{said}, but data.over_length is {data.over_length}, which makes no pieces. Set data.over_length: pieces, "
+            "or remove it."
+        )
+    if train.order != TrainConfig().order:
+        raise ConfigError(f"{said}, but train.order is {train.order}. Set train.order: shuffled, or remove one.")
+    for name in ("tokens_per_step", "max_steps"):
+        if getattr(train, name) is None:
+            raise ConfigError(f"{said}, which needs train.{name}. Set it, or remove train.length_steps.")
+    if lengths[0] < 2:
+        raise ConfigError(f"{said}, but a piece of {lengths[0]} token has none to be predicted. Give it 2 or more.")
+    longer = [*lengths[1:], data.max_length]
+    for one, other in zip(lengths, longer, strict=True):
+        if one >= other:
+            raise ConfigError(
+                f"{said} and data.max_length is {data.max_length:,}: pieces of {other:,} tokens would follow ones of "
+                f"{one:,}. Lengths rise from line to line, and stay below data.max_length, which the rest has."
+            )
+    steps = sum(steps for steps, _ in train.length_steps)
+    assert train.max_steps is not None
+    if steps >= train.max_steps:
+        raise ConfigError(
+            f"{said}, {counted(steps, 'step')} in all, but train.max_steps is {train.max_steps:,}, so that no piece of "
+            f"data.max_length {data.max_length:,} would come. Raise train.max_steps, or give the lines fewer steps."
         )
 
 

@@ -35,9 +35,11 @@ SCORING = (
     "models/hf/gated_delta.py",
     "models/hf/layers.py",
     "models/hf/load.py",
+    "models/hf/nsa.py",
     "models/hf/short_conv.py",
     "models/hf/watch.py",  # finds the blocks that are compiled
     "models/mixers",
+    "models/nsa",
     "models/offload.py",
     "models/policy.py",
     "models/scorer.py",

@@ -32,6 +32,7 @@ from tuningfork.models.config import ACTIVATION_MEMORY
 from tuningfork.report.run.metrics import Evaluation
 from tuningfork.train.checkpoint_reader import Foreign, PlainPlanner, PlainReader
 from tuningfork.train.checkpoint_writer import one_process, write
+from tuningfork.train.loss_scale import LossScale
 from tuningfork.train.own_shards import make_moments
 from tuningfork.train.staging import StagedPlanner, Staging
 from tuningfork.wording import first_line
@@ -59,6 +60,7 @@ class Progress:
     held_out_digest: str  # of the held-out examples
     before: Evaluation | None  # the starting model on these; None where there are none
     layout: Layout = ONE  # of the processes; gradient norms are rounded differently in another one
+    loss_scale: LossScale | None = None  # of a run in float16
 
 
 def save(

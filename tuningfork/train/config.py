@@ -44,6 +44,11 @@ class TrainConfig:
     """Batch size in tokens instead of examples, each example's as metrics.jsonl counts `tokens`. A step is the longest
     run of next examples that have no more together, also on into the next epoch, and at least one example. Where steps
     begin follows from data and seed alone."""
+    length_steps: list[list[Annotated[int, Field(ge=1)]]] | None = None
+    """Shorter pieces of documents at first: [[steps, tokens], ...], so many steps on pieces of at most so many tokens,
+    one line behind the other, each longer than the one before; the rest of max_steps has pieces of data.max_length. A
+    step has as many tokens throughout. Each line begins a pass over the documents, cut anew. Needs max_steps,
+    tokens_per_step and data.over_length: pieces."""
     order: Literal["shuffled", "grouped"] = "shuffled"
     """Order of the examples, each once an epoch. shuffled: each by itself. grouped: some examples of a group stay
     together, so that a step can hold what begins alike: groups are shuffled, cut into pieces of at most group_most,

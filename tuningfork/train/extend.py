@@ -10,7 +10,7 @@ from tuningfork.records import TokenExample
 from tuningfork.train.checkpoint import Progress
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.optimizer import learning_rate
-from tuningfork.train.order import order_of
+from tuningfork.train.order import order_of_run
 from tuningfork.wording import counted
 
 
@@ -20,6 +20,7 @@ def check_length(
     before: TrainConfig,
     now: TrainConfig,
     saved: Progress | None,
+    stages: Sequence[int] = (),
 ) -> str | None:
     """What there is to say of a run in `folder` that had the settings `before` and goes on with those of `now`.
 
@@ -33,7 +34,7 @@ def check_length(
     """
     if (before.epochs, before.max_steps) == (now.epochs, now.max_steps):
         return None
-    old, new = (order_of(examples, config, saved).total_steps for config in (before, now))
+    old, new = (order_of_run(examples, config, saved, stages).total_steps for config in (before, now))
     if new <= old:
         raise RunFolderError(
             f"{folder} is a run of {counted(old, 'step')}; train.epochs {now.epochs:g} and train.max_steps "

@@ -17,6 +17,7 @@ from tuningfork.report.run.metrics import Interval, StepResult
 from tuningfork.report.run.throughput import RunTotals, peak_flops
 from tuningfork.report.run.writer import Records
 from tuningfork.train.checkpointer import Checkpointer
+from tuningfork.train.gates import GateWatch
 from tuningfork.train.held_out import HeldOut
 from tuningfork.train.late import LateCompilations
 from tuningfork.train.prepare import PreparedRun
@@ -43,6 +44,7 @@ class TrainingLoop:
         self.totals = RunTotals(_peak_flops(run.session))
         self._pace, self._hosts = PaceWatch(), run.session.ranks.all(socket.gethostname())
         self._late = LateCompilations(run.console, run.session.ranks)
+        self._gates = GateWatch()
 
     def train(self) -> bool:
         """Train to the last step. False where the user asked to stop; the last step done is saved then."""
@@ -60,12 +62,13 @@ class TrainingLoop:
             if self.held_out.due(self.progress.step) and self.progress.step < total_steps and not stop_asked():
                 self._evaluate(phase, stop_asked)
             steps = training_steps(
-                run.loader, run.session, run.optimizer, run.reference, self.config, self.progress.step
-            )
+                run.loader, run.session, run.optimizer, run.reference, self.config, self.progress.step,
+                self.progress.loss_scale,
+            )  # fmt: skip
             for step in () if stop_asked() else steps:
                 step = self._late.step(replace(step, seconds=step.seconds - apart))
                 apart = 0.0
-                self.progress = replace(self.progress, step=step.step, examples=self.progress.examples + step.examples)
+                self._enter(step)
                 interval.add(step)
                 self.totals.add(step)
                 self._watch(step)
@@ -88,8 +91,16 @@ class TrainingLoop:
                     break
         return not stop_asked()  # it may have been asked while the last checkpoint was written
 
+    def _enter(self, step: StepResult) -> None:
+        """Note where the run stands behind a step."""
+        before, scale = self.progress, self.progress.loss_scale
+        behind = None if scale is None else scale.after(step.skipped)
+        self.progress = replace(before, step=step.step, examples=before.examples + step.examples, loss_scale=behind)
+
     def _watch(self, step: StepResult) -> None:
-        """Name a rank that is slower than the others, step after step."""
+        """Say what goes wrong step after step: gates that have collapsed, a rank that is slower than the others."""
+        if said := self._gates.add(step.statistics.values()):
+            self.run.console.print(f"! after step {step.step}, {said}")
         slow = None if step.ranks is None else self._pace.add(step.ranks.paces)
         if slow is not None:
             host = self._hosts[slow.rank]
@@ -120,5 +131,5 @@ def _peak_flops(session: Session) -> float | None:
     """Peak flops of the run's devices together in the dtype that it computes in; None where they are not known."""
     device, dtype = session.scorer.device, session.policy.dtype
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    of_one = peak_flops(card, "bfloat16" if dtype == torch.bfloat16 else "float32")
+    of_one = peak_flops(card, "bfloat16" if dtype in (torch.bfloat16, torch.float16) else "float32")
     return of_one and session.ranks.size * of_one

@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from tuningfork.data.packing.groups import Groups
-from tuningfork.data.packing.loader import EpochOrder
+from tuningfork.data.packing.loader import EpochOrder, Order
+from tuningfork.data.packing.stages import staged
 from tuningfork.records import TokenExample, column
 from tuningfork.train.checkpoint import Progress
 from tuningfork.train.config import PROMPT, TrainConfig
@@ -20,8 +21,25 @@ def asked_of_rows(config: TrainConfig) -> str | None:
     return config.group_by if config.order == "grouped" and config.group_by != PROMPT else None
 
 
-def order_of(examples: Sequence[TokenExample], config: TrainConfig, saved: Progress | None = None) -> EpochOrder:
+def order_of_run(
+    examples: Sequence[TokenExample], config: TrainConfig, saved: Progress | None = None, stages: Sequence[int] = ()
+) -> Order:
     """The order of a run's examples, from where its checkpoint stands, if it has one.
+
+    Args:
+        stages: how many of the examples are there for each line of train.length_steps, and for the rest of the run;
+            empty without that setting. Such an order needs no checkpoint: each step of it is a whole one.
+    """
+    if not stages:
+        return order_of(examples, config, saved)
+    assert config.tokens_per_step is not None and config.max_steps is not None  # as check_run_config has seen
+    sizes = column(examples, "plain_tokens").astype(np.int64)
+    steps = [steps for steps, _ in config.length_steps or []]
+    return staged(sizes, stages, steps, config.tokens_per_step, config.seed, config.max_steps)
+
+
+def order_of(examples: Sequence[TokenExample], config: TrainConfig, saved: Progress | None = None) -> EpochOrder:
+    """The order of examples that all have one length of pieces, if they are pieces; see `order_of_run`.
 
     A grouped one takes seconds for a million examples, as their prompts are hashed.
     """

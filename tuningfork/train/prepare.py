@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tuningfork.data.packing.loader import EpochOrder, PackLoader
+from tuningfork.data.packing.loader import Order, PackLoader
 from tuningfork.data.token_table import Subset
 from tuningfork.distributed.alike import check_alike
 from tuningfork.files import clear_abandoned
@@ -24,7 +24,7 @@ from tuningfork.train.evaluate import check_start
 from tuningfork.train.extend import check_length
 from tuningfork.train.held_out import score_held_out
 from tuningfork.train.optimizer import build_optimizer
-from tuningfork.train.order import doubts, order_of
+from tuningfork.train.order import doubts, order_of_run
 from tuningfork.train.run_folder import CHECKPOINTS
 from tuningfork.train.same_run import at_its_beginning, check_same_run
 from tuningfork.train.session import Data, Session
@@ -101,7 +101,7 @@ def prepare(
     if last is not None:
         with console.stage("checkpoint", f"reading {last}"):
             restored = checkpoint.restore(last, session.policy.model, optimizer, ranks)
-        progress = replace(progress, step=restored.step, examples=restored.examples)
+        progress = replace(progress, step=restored.step, examples=restored.examples, loss_scale=restored.loss_scale)
         console.print(f"continuing from {last}")
         if restored.layout != begun.layout:
             console.print(
@@ -124,14 +124,14 @@ def prepare(
 
 def _order(
     config: RunConfig, data: Data, saved: Progress | None, before: TrainConfig | None, console: Console
-) -> EpochOrder:
+) -> Order:
     """The order of the examples to the run's end, with a word on a run that is made longer, or has few examples."""
     train, examples = config.train, len(data.train)
-    order = order_of(data.train, train, saved)
+    order = order_of_run(data.train, train, saved, data.stages)
     if order.groups is not None:
         console.print(f"order: {order.groups}")
     if before is not None:
-        longer = check_length(Path(config.output.dir), data.train, before, train, saved)
+        longer = check_length(Path(config.output.dir), data.train, before, train, saved, data.stages)
         if longer is not None:
             console.print(longer)
     if train.tokens_per_step is None and train.examples_per_step > examples:

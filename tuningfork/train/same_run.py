@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from tuningfork.data.prepare import dataset_digest
 from tuningfork.errors import RunFolderError
 from tuningfork.train.checkpoint import Progress
 from tuningfork.train.config import TrainConfig
+from tuningfork.train.loss_scale import LossScale
 from tuningfork.train.session import Data, Session
 from tuningfork.train.setup.device import dtype_name
 from tuningfork.train.setup.reference import model_digest
@@ -26,6 +29,7 @@ def at_its_beginning(session: Session, data: Data, weights: str) -> Progress:
         held_out_digest=dataset_digest(data.held_out),
         before=None,
         layout=session.layout,
+        loss_scale=LossScale() if session.policy.dtype == torch.float16 else None,
     )
 
 

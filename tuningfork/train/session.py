@@ -31,6 +31,7 @@ class Data:
     held_out: Sequence[TokenExample]
     held_out_report: DataReport | None
     limits: PackLimits
+    stages: tuple[int, ...] = ()  # how many to train on each line of train.length_steps has, and the rest of the run
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +14,7 @@ from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
 from tuningfork.errors import NonFiniteError, ReferenceMismatch
 from tuningfork.models.scorer import Scorer
 from tuningfork.objective.base import Objective
-from tuningfork.records import Statistic
+from tuningfork.records import ChunkLoss, PerToken, Statistic
 from tuningfork.reference.build import unequal
 from tuningfork.train.batch import StepBatch
 from tuningfork.train.optimizer import gradient_norm, move_weights
@@ -29,7 +29,8 @@ class StepOutcome:
     loss: float  # of the batch, as the objective defines it; as the log-probs, the same however many ranks there are
     grad_norm: float  # before clipping
     logps: Tensor  # float64 [A], before the weights moved
-    statistics: Mapping[str, Statistic]  # the objective's, of these log-probs
+    statistics: Mapping[str, Statistic]  # the objective's, of these log-probs, and what the model's mixers noted
+    skipped: bool = False  # the gradient was not finite at this loss scale: the weights have not moved
 
 
 def train_step(
@@ -40,6 +41,7 @@ def train_step(
     max_grad_norm: float | None,
     starting: bool = False,
     ranks: Ranks = ONE_PROCESS,
+    loss_scale: float | None = None,
 ) -> StepOutcome:
     """Train on one batch.
 
@@ -47,9 +49,11 @@ def train_step(
         max_grad_norm: a longer gradient is scaled down to this length; None scales none.
         starting: the weights are still those that the reference was scored with.
         ranks: the processes that share the batch.
+        loss_scale: a power of two that gradients are multiplied by on their way, see loss_scale.py. Where one is not
+            finite, the step is skipped.
 
     Raises:
-        NonFiniteError: a log-prob or the gradient is not finite. The weights have not moved.
+        NonFiniteError: a log-prob, or without a loss scale the gradient, is not finite. The weights have not moved.
         ReferenceMismatch: a log-prob of a starting policy has not the cached one's bits. The weights have not moved.
     """
     optimizer.zero_grad(set_to_none=True)  # a step that failed may have left some
@@ -59,31 +63,57 @@ def train_step(
         totals = replace(totals, coupling=objective.coupling(logps, batch.answers))
     there = totals.to(scorer.device)
 
-    scores = []
+    scores, notes = [], []
     for number, (pack, of_pack) in enumerate(batch.with_answers(own), start=1):
         last = number == len(batch.packs)
-        _, pack_logps = scorer.backward(pack, objective.of_chunks(of_pack, there), last, objective.linear)
+        share = objective.of_chunks(of_pack, there)
+        _, pack_logps = scorer.backward(pack, _scaled(share, loss_scale), last, objective.linear)
         scores.append(pack_logps)
+        notes.append(scorer.policy.noted)
 
     norm = gradient_norm(optimizer, scorer.policy.spread)
-    grad_norm, own_logps = _read(norm, torch.cat(scores))
+    if loss_scale is not None:
+        norm = norm / loss_scale
+    grad_norm, own_logps, noted = _read(norm, torch.cat(scores), notes)
     logps = batch.together(own_logps, ranks)
     loss = float(objective.loss(logps, batch.answers, totals))
-    _check_finite(loss, grad_norm, logps, batch)
+    skipped = loss_scale is not None and not math.isfinite(grad_norm)
+    _check_finite(loss, 0.0 if skipped else grad_norm, logps, batch)
     if starting:
         _check_starting(logps, batch)
-    scale = None
+    scale = None if loss_scale is None else torch.ones_like(norm) / loss_scale
     if max_grad_norm is not None and grad_norm > max_grad_norm:
-        scale = max_grad_norm / (norm + 1e-6)
-    move_weights(optimizer, scale)
+        clipped = max_grad_norm / (norm + 1e-6)
+        scale = clipped if scale is None else clipped * scale
+    if not skipped:
+        move_weights(optimizer, scale)
     optimizer.zero_grad(set_to_none=True)
     # Statistics come last: the device moves the weights meanwhile.
-    return StepOutcome(loss, grad_norm, logps, objective.statistics(logps, batch.answers))
+    statistics = {**objective.statistics(logps, batch.answers), **_of_mixers(noted, batch, ranks)}
+    return StepOutcome(loss, grad_norm, logps, statistics, skipped)
 
 
-def _read(grad_norm: Tensor, logps: Tensor) -> tuple[float, Tensor]:
+def _scaled(loss: ChunkLoss, scale: float | None) -> ChunkLoss:
+    """A loss times a scale, and so all gradients that the head and the model take of it."""
+    return loss if scale is None else lambda first, last, logps: scale * loss(first, last, logps)
+
+
+def _read(
+    grad_norm: Tensor, logps: Tensor, notes: Sequence[Mapping[str, Tensor]]
+) -> tuple[float, Tensor, dict[str, Tensor]]:
     """A step's numbers, from the device. Here the host waits for it, and nowhere else in a step."""
-    return float(grad_norm), logps.cpu()
+    names = notes[0] if notes else ()
+    noted = {name: torch.stack([of_pack[name] for of_pack in notes]).sum().cpu() for name in names}
+    return float(grad_norm), logps.cpu(), noted
+
+
+def _of_mixers(noted: Mapping[str, Tensor], batch: StepBatch, ranks: Ranks) -> dict[str, PerToken]:
+    """What mixers noted of this worker's packs, over the tokens of all workers'."""
+    if not noted:
+        return {}
+    own = torch.stack([*noted.values(), torch.tensor(float(batch.unique_tokens), dtype=torch.float64)])
+    *sums, tokens = torch.stack(ranks.of_workers(own, [len(own)] * ranks.workers)).sum(0)[:, None].unbind()
+    return {name: PerToken(total, tokens) for name, total in zip(noted, sums, strict=True)}
 
 
 def _check_starting(logps: Tensor, batch: StepBatch) -> None:

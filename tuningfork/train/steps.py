@@ -18,6 +18,7 @@ from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.run.metrics import Means, RanksResult, StepResult
 from tuningfork.train.batch import StepBatch
 from tuningfork.train.config import TrainConfig
+from tuningfork.train.loss_scale import LossScale
 from tuningfork.train.optimizer import learning_rate, set_learning_rate
 from tuningfork.train.session import Session
 from tuningfork.train.step import train_step
@@ -58,8 +59,12 @@ def training_steps(
     reference: ReferenceStore | None,
     config: TrainConfig,
     first: int,
+    loss_scale: LossScale | None = None,
 ) -> Iterator[StepResult]:
-    """Train step after step from step `first` (from 0), and measure each."""
+    """Train step after step from step `first` (from 0), and measure each.
+
+    `loss_scale`: where a run in float16 stands with it; None in another precision.
+    """
     cuda, ranks = session.policy.device.type == "cuda", session.ranks
     flops = session.policy.flops()
     compilations = Compilations()
@@ -98,7 +103,9 @@ def training_steps(
                     config.max_grad_norm,
                     starting=step == 0,
                     ranks=ranks,
+                    loss_scale=None if loss_scale is None else loss_scale.scale,
                 )
+                behind = None if loss_scale is None else loss_scale.after(outcome.skipped)
         except NonFiniteError as error:
             raise NonFiniteError(
                 f"step {step + 1}: {error} The weights were not moved; the last checkpoint is whole. "
@@ -139,5 +146,8 @@ def training_steps(
             compilations=in_all,
             compiled_here=tuple(f"{what}; packs of {sizes} tokens" for what in compiled),
             ranks=None if ranks.size == 1 else _ranks(of_ranks),
+            loss_scale=None if loss_scale is None else loss_scale.scale,
+            skipped=outcome.skipped,
         )
+        loss_scale = behind
         begun, waiting = now, time.perf_counter()

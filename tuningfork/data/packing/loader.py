@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,34 @@ from tuningfork.data.packing.token_steps import token_cuts
 from tuningfork.records import PackedBatch, TokenExample
 
 Item = TypeVar("Item")
+
+
+class Order(Protocol):
+    """What a run goes through its examples by: a pure function of the step."""
+
+    @property
+    def examples(self) -> int:
+        """That there are."""
+
+    @property
+    def total_examples(self) -> int:
+        """That the run goes through, one as often as it comes."""
+
+    @property
+    def groups(self) -> Groups | None:
+        """Whose members it keeps together."""
+
+    @property
+    def total_steps(self) -> int: ...
+
+    def indices(self, step: int) -> list[int]:
+        """The examples of step `step` (from 0)."""
+
+    def used_indices(self) -> np.ndarray:
+        """int64, rising: the examples that the run uses at all."""
+
+    def epoch_after(self, step: int) -> float:
+        """Passes over the data completed after step `step` (from 0)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +152,7 @@ class PackLoader:
     """The examples and packs of any step, built as they are asked for; `ahead` does it while others are used."""
 
     def __init__(
-        self, examples: Sequence[TokenExample], order: EpochOrder, limits: PackLimits, pin_memory: bool = False
+        self, examples: Sequence[TokenExample], order: Order, limits: PackLimits, pin_memory: bool = False
     ) -> None:
         self.examples = examples
         self.order = order

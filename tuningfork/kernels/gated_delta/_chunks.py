@@ -23,10 +23,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tuningfork.kernels.tables import spread
-from tuningfork.records import GRID, ROOT, ForkLayout
+from tuningfork.kernels.tables import rows_at, spread
+from tuningfork.records import ROOT, ForkLayout
 
-CHUNK = 64  # positions; a multiple of GRID
+CHUNK = 64  # positions; a multiple of records.GRID
 
 
 class Chunks(NamedTuple):
@@ -40,7 +40,7 @@ class Chunks(NamedTuple):
     @classmethod
     def of(cls, layout: ForkLayout) -> Chunks:
         """Those of a layout of T rows in S segments, on its device, made without waiting for it: N = T // 64 + 2 S."""
-        start, end, above, first, _, steps_start = layout.segments.long().unbind(1)
+        start, end, above, first, _, _ = layout.segments.long().unbind(1)
         total, device = len(layout.position_of_row), start.device
         path_end = first + end - start
         has_parent = (above != ROOT) & (end > start)
@@ -55,12 +55,7 @@ class Chunks(NamedTuple):
         last = torch.where(there, start[segment] + stop - 1 - first[segment], total)
         # Positions of the row before the chunk, and of its own.
         positions = number[:, None] * CHUNK + torch.arange(-1, CHUNK, device=device)
-        step, offset = positions.clamp(min=0) // GRID, positions.clamp(min=0) % GRID
-        in_steps = step * GRID < first[segment][:, None]
-        listed = layout.steps.long()[torch.where(in_steps, steps_start[segment][:, None] + step, 0)]
-        base = torch.where(in_steps, listed, (start - first)[segment][:, None] + step * GRID)
-        seam = layout.seams.long().flatten()[torch.where(base < 0, (-1 - base) * GRID + offset, 0)]
-        rows = torch.where(base < 0, seam, base + offset)
+        rows = rows_at(layout, segment, positions.clamp(min=0))
         inside = there[:, None] & (positions < stop[:, None])
         return cls(
             rows=torch.where(inside, rows, total)[:, 1:].contiguous(),

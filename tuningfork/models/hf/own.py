@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from tuningfork.models import nsa
 from tuningfork.models.ccgqa import modeling_ccgqa
+from tuningfork.models.nsa.sequences_nsa import NsaSequences
 
 
 class Family(NamedTuple):
@@ -24,21 +26,25 @@ class Family(NamedTuple):
     config: Any  # AutoConfig
     backbone: Any  # AutoModel
     model: Any  # AutoModelForCausalLM
+    beside: tuple[Any, ...] = ()  # classes in other files, which these import
 
     @property
     def files(self) -> list[Path]:
         """Those that an export carries: where the classes are written."""
-        return sorted({Path(inspect.getfile(kind)) for kind in self})
+        return sorted({Path(inspect.getfile(kind)) for kind in (*self[:3], *self.beside)})
 
     @property
     def auto_map(self) -> dict[str, str]:
         """What config.json says of the files, to transformers where it knows nothing of us."""
         names = ("AutoConfig", "AutoModel", "AutoModelForCausalLM")
-        written = (f"{Path(inspect.getfile(kind)).stem}.{kind.__name__}" for kind in self)
+        written = (f"{Path(inspect.getfile(kind)).stem}.{kind.__name__}" for kind in self[:3])
         return dict(zip(names, written, strict=True))
 
 
-_ALL = (Family(modeling_ccgqa.CcgqaConfig, modeling_ccgqa.CcgqaModel, modeling_ccgqa.CcgqaForCausalLM),)
+_ALL = (
+    Family(modeling_ccgqa.CcgqaConfig, modeling_ccgqa.CcgqaModel, modeling_ccgqa.CcgqaForCausalLM),
+    Family(nsa.NsaConfig, nsa.NsaModel, nsa.NsaForCausalLM, beside=(NsaSequences,)),
+)
 FAMILIES: Mapping[str, Family] = {family.config.model_type: family for family in _ALL}
 """By the type of the model, as config.json names it."""
 

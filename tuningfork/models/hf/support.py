@@ -248,7 +248,8 @@ def _chance_in_config(model: PreTrainedModel) -> dict[str, Any]:
     """
     config = model.config
     kinds = {type(module) for module in model.modules()}
-    read = frozenset().union(*(_names_read(kind) for kind in kinds if not kind.__module__.startswith("torch.")))
+    ours = (kind for kind in kinds if not kind.__module__.startswith("torch."))
+    read = frozenset().union(*map(_names_read, ours))  # type: ignore[arg-type]  # classes are hashable
     spellings: dict[str, set[str]] = {}
     for alias, field in config.attribute_map.items():  # private: transformers.attribute_map
         spellings.setdefault(field, set()).add(alias)

@@ -19,11 +19,12 @@ from transformers import PreTrainedModel
 from tuningfork.errors import LOADING, ModelError, OutOfMemory, enough_memory
 from tuningfork.kernels.causal_conv.plain import Heads
 from tuningfork.kernels.ccgqa.plain import Filters, QueryHeads
-from tuningfork.models.hf import ccgqa, gated_delta, short_conv
+from tuningfork.models.hf import ccgqa, gated_delta, nsa, short_conv
 from tuningfork.models.mixers.attention import KEYWORD, Attention, AttentionLayer
 from tuningfork.models.mixers.ccgqa import Ccgqa, CcgqaLayer
 from tuningfork.models.mixers.gated_delta import GatedDelta, GatedDeltaLayer, PreparedGatedDelta
 from tuningfork.models.mixers.mixer import Mixer
+from tuningfork.models.mixers.nsa import Nsa, NsaLayer, PreparedNsa
 from tuningfork.models.mixers.short_conv import ShortConv, ShortConvLayer
 from tuningfork.wording import first_line
 
@@ -39,6 +40,7 @@ class Watched:
     attention: its calls in their order; a layer that runs twice has two.
     gated_delta: the same of the gated delta rule; models of attention alone have none.
     short_conv: and of gated short convolutions.
+    nsa: and of native sparse attention, whose windows are among attention's calls.
     ccgqa: and of what CCGQA does before its attention.
     blocks: the decoder blocks in the order of their first call: entries of lists of modules in which a mixer runs.
     """
@@ -48,6 +50,7 @@ class Watched:
     attention: list[AttentionLayer] = field(default_factory=list)
     gated_delta: list[GatedDeltaLayer] = field(default_factory=list)
     short_conv: list[ShortConvLayer] = field(default_factory=list)
+    nsa: list[NsaLayer] = field(default_factory=list)
     ccgqa: list[CcgqaLayer] = field(default_factory=list)
     blocks: list[nn.Module] = field(default_factory=list)
 
@@ -55,8 +58,9 @@ class Watched:
     def mixers(self) -> tuple[Mixer, ...]:
         recurrent = (GatedDelta(tuple(self.gated_delta)),) if self.gated_delta else ()
         convolutions = (ShortConv(tuple(self.short_conv)),) if self.short_conv else ()
+        sparse = (Nsa(tuple(self.nsa)),) if self.nsa else ()
         compressed = (Ccgqa(tuple(self.ccgqa)),) if self.ccgqa else ()
-        return (Attention(tuple(self.attention)), *recurrent, *convolutions, *compressed)
+        return (Attention(tuple(self.attention)), *recurrent, *convolutions, *compressed, *sparse)
 
 
 def watch(model: PreTrainedModel, precision: AbstractContextManager[Any], run: Callable[..., Any]) -> Watched:
@@ -75,6 +79,9 @@ def watch(model: PreTrainedModel, precision: AbstractContextManager[Any], run: C
         told[gated_delta.KEYWORD] = PreparedGatedDelta(conv=fork, scan=fork)
     if short_conv.layers(model):
         told[short_conv.KEYWORD] = fork
+    if sparse := nsa.layers(model):
+        told[Nsa.keyword] = PreparedNsa(fork)
+        seen.nsa = sparse
     if ccgqa.layers(model):
         told[ccgqa.KEYWORD] = fork
     where = f"{model.name_or_path}: " if model.name_or_path else ""
@@ -126,6 +133,23 @@ class _Onlooker:
         self._seen.short_conv.append(ShortConvLayer(weight.shape[0], weight.shape[1], torch.is_grad_enabled()))
         self._note_block()
         return torch.zeros_like(x)
+
+    @property
+    def first_positions(self) -> Tensor:
+        return torch.zeros(1, dtype=torch.long)
+
+    def blocks(self, rows: Tensor) -> Tensor:
+        length = self._seen.nsa[0].grid.length
+        return rows.new_zeros(1, length, *rows.shape[1:])
+
+    def mean(self, rows: Tensor) -> Tensor:
+        return torch.zeros_like(rows[:1])
+
+    def compressed(self, query: Tensor, keys: Tensor, values: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
+        return query.new_zeros(*query.shape[:2], values.shape[2]), query.new_zeros(len(query), 0, 0)
+
+    def selected(self, query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, **how: Any) -> Tensor:
+        return query.new_zeros(*query.shape[:2], value.shape[2])
 
     def query_key(self, x: Tensor, filters: Filters, temperature: Tensor, heads: QueryHeads) -> tuple[Tensor, Tensor]:
         taps = filters.depthwise.shape[1], filters.grouped.shape[2]

@@ -7,8 +7,10 @@ transformers a module of models/hf puts them (`patch`), and models/hf/watch.py f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor
 
 from tuningfork.kernels.select import Kernels, Sizes
 from tuningfork.records import ForkLayout, Span
@@ -49,3 +51,12 @@ class Mixer(Protocol):
 
     def untried(self, longest: int) -> str | None:
         """In words, what a sequence of `longest` tokens leaves untried of that; None if nothing."""
+
+
+@runtime_checkable
+class Noting(Protocol):
+    """A mixer whose layers note something of each pass, for the run's numbers."""
+
+    def noted(self, prepared: Any, spans: Sequence[Span]) -> dict[str, Tensor]:
+        """Of a pass that is done, by the names of numbers: sums over the tokens of a pack's segments, float64 scalars
+        on its device, which is not waited for."""

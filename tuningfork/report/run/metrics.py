@@ -55,9 +55,30 @@ OF_RANKS: Definitions = {
 }
 """What a line of training steps has besides, where several ranks share the run."""
 
+OF_FLOAT16: Definitions = {
+    "loss_scale": "What gradients of the last step were multiplied by on their way, see model.dtype.",
+    "skipped_steps": "Steps of the line that did not move the weights, for a gradient that was not finite; grad_norm "
+    "is the mean over the others, null where there is none.",
+}
+"""What a line has besides in a run that computes in float16."""
+
+
+OF_NSA: Definitions = {
+    "nsa/gate_cmp": "Gate of the compressed branch of native sparse attention, 0 to 1, mean over tokens, heads and "
+    "layers; tokens that a pack shares count once.",
+    "nsa/gate_slc": "The same of the branch of chosen blocks.",
+    "nsa/gate_win": "The same of the window.",
+    "nsa/gate_entropy": "Entropy of the three gates' shares of their sum, nats, mean alike: ln 3 where all are as "
+    "large, 0 where one branch has everything.",
+    "nsa/keys_read": "Keys that a query reads in all three branches, mean over tokens and layers: compressed blocks, "
+    "rows of chosen ones, and of the window.",
+}
+"""What a line of training steps has besides, behind the objective's, for a model with native sparse attention."""
+
 
 def training_definitions(statistics: Definitions) -> dict[str, str]:
-    """The numbers of a line of training steps in the order in which it has them; `statistics` are the objective's."""
+    """The numbers of a line of training steps in the order in which it has them; `statistics` are the objective's, and
+    those of the model's layers."""
     return {**_TRAINING, **statistics, **_SPEED}
 
 
@@ -146,13 +167,15 @@ class StepResult:
     seconds: float  # wall time since the numbers of the step before were known; data, logging and checkpoints included
     data_seconds: float  # of these, waiting for data
     model_flops: float  # necessary work only, of each row that is laid once
-    statistics: Means = Means()  # the objective's
+    statistics: Means = Means()  # the objective's, and what the model's layers noted
     peak_memory_bytes: int | None = None  # of the fullest device during the step; None on a CPU
     compiled: bool = False  # something was compiled or tuned in this step, so its time says nothing about speed
     compilations: int = 0  # how much was, on all ranks
     compiled_here: tuple[str, ...] = ()  # what it was on this one
     late_compilations: int = 0  # of the process so far, see train/late.py
     ranks: RanksResult | None = None  # None where there is one
+    loss_scale: float | None = None  # None but in float16
+    skipped: bool = False  # the gradient was not finite, and the weights have not moved
 
 
 @dataclass(slots=True)
@@ -178,12 +201,16 @@ class Sums:
     imbalance: float = 0.0
     slowest_pace: float = 0.0
     gather_wait: float = 0.0
+    loss_scale: float | None = None
+    skipped: int = 0
 
     def add(self, step: StepResult) -> None:
         self.steps += 1
         self.loss_sum += step.loss * step.loss_size
         self.loss_size += step.loss_size
-        self.grad_norm += step.grad_norm
+        self.grad_norm += 0.0 if step.skipped else step.grad_norm
+        self.loss_scale = step.loss_scale
+        self.skipped += step.skipped
         self.examples += step.examples
         self.tokens += step.tokens
         self.unique_tokens += step.unique_tokens
@@ -221,6 +248,10 @@ class Sums:
             "slowest_pace": self.slowest_pace / self.steps,
             "gather_wait": self.gather_wait / self.steps,
         }
+
+    def of_float16(self) -> dict[str, float | int | None]:
+        """What a line says of loss scaling; nothing where there is none."""
+        return {} if self.loss_scale is None else {"loss_scale": self.loss_scale, "skipped_steps": self.skipped}
 
     def rates(self, peak_flops: float | None) -> dict[str, float | None]:
         """The *_per_s and mfu of a line; null where no time was spent or the peak is unknown."""
@@ -261,7 +292,7 @@ class Interval:
             "epoch": last.epoch,
             "loss": sums.loss_sum / sums.loss_size,
             "lr": last.lr,
-            "grad_norm": sums.grad_norm / sums.steps,
+            "grad_norm": sums.grad_norm / (sums.steps - sums.skipped) if sums.steps > sums.skipped else None,
             "examples": sums.examples,
             "tokens": sums.tokens,
             "unique_tokens": sums.unique_tokens,
@@ -274,4 +305,5 @@ class Interval:
             "peak_memory_gib": sums.peak_memory_gib,
             "late_compilations": last.late_compilations,
             **sums.of_ranks(),
+            **sums.of_float16(),
         }

@@ -70,7 +70,7 @@ class KernelCheck:
             check_ops(policy, batch, path)
             usual_policy.keep_activations("block")  # where memory is short, it is short here too
             usual = _through(usual_policy, batch)
-            with in_float32(policy.model):
+            with in_float32(policy.model, policy.spread):
                 exact_policy = Policy.plain(policy.model, torch.float32, policy.spread)
                 exact_policy.keep_activations("block")
                 exact = _through(exact_policy, batch)

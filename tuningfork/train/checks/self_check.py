@@ -9,7 +9,7 @@ tree in which others leave each of them in the middle of its prompt and of an an
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ def check_packed_equals_alone(model: PreTrainedModel, path: str, spread: Spread 
     Raises:
         ModelError: the model does not run so, gives other numbers packed, or other numbers when run again.
     """
-    with in_float32(model):
+    with in_float32(model, spread):
         _compare(Policy.plain(model, torch.float32, spread), path)
 
 
@@ -87,15 +87,17 @@ def _compare(policy: Policy, path: str) -> None:
 
 
 @contextmanager
-def in_float32(model: PreTrainedModel) -> Iterator[None]:
+def in_float32(model: PreTrainedModel, spread: Spread | None = None) -> Iterator[None]:
     """The weights in float32, and then as they were: to float32 and back, no bit of a narrower number is lost.
 
-    Spread weights must be float32 already (setup/model.py has them so while it checks)."""
+    Spread weights must be float32 already (setup/model.py has them so while it checks); what of them is gathered in
+    fewer bits is widened."""
     held = [(weight, weight.dtype) for weight in model.parameters() if weight.dtype.itemsize < 4]
     try:
         for weight, _ in held:
             weight.data = weight.data.float()
-        yield
+        with nullcontext() if spread is None else spread.widened():
+            yield
     finally:
         for weight, dtype in held:
             weight.data = weight.data.to(dtype)

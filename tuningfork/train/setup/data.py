@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -35,12 +36,14 @@ def read_data(
     console: Console,
     train_too: bool = True,
     group_by: str | None = None,
+    shorter: Sequence[int] = (),
 ) -> Data:
     """Read, tokenize and audit the recipe's files, for every command that scores them. `data` has a date.
 
     Args:
         train_too: read data.train; otherwise data.eval alone, and there need be no other.
         group_by: what those to train on keep of their rows for their order, see `with_group`.
+        shorter: lengths of pieces that those to train on come in, too, see train.length_steps.
 
     Raises:
         DataError: a file or a row cannot be used, or a row is none that the objective has a loss for.
@@ -53,7 +56,12 @@ def read_data(
     train: Sequence[TokenExample] = []
     held_out: Sequence[TokenExample] = []
     train_report, held_out_report = DataReport(), None
+    early: list[Sequence[TokenExample]] = []
     if train_too:
+        for length in shorter:
+            console.print(f"train.length_steps: pieces of at most {length:,} tokens")
+            settings = replace(data, max_length=length)
+            early.append(read_sources(data.train, tokenizer, settings, pack, config.vocab_size, console)[0])
         train, train_report = read_sources(
             data.train, tokenizer, data, pack, config.vocab_size, console, group_by=group_by
         )
@@ -76,10 +84,12 @@ def read_data(
             f"{examples[int(lengths.argmax())].id} has {lengths.max()} tokens, but {model.path} knows {longest} "
             f"positions{why}. Set data.max_length to {longest} or less."
         )
+    stages = (*(len(part) for part in early), len(train)) if early else ()
+    train = Subset([*early, train]) if early else train
     for part in (train, held_out):
         objective.check(part)
     limits = PackLimits.plan(pack.tokens, pack.share, compiled)
-    return Data(train, train_report, held_out, held_out_report, limits)
+    return Data(train, train_report, held_out, held_out_report, limits, stages)
 
 
 def read_sources(

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from tuningfork.errors import ConfigError
 from tuningfork.models.config import ModelConfig
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def choose_device(name: str) -> torch.device:

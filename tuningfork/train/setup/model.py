@@ -59,12 +59,13 @@ def start_model(config: RunConfig, device: torch.device, console: Console, ranks
         torch.zeros(1, device=device)  # the first use of a GPU sets it up, which is no part of what follows
     held = DTYPES[model.weights]
     # Spread weights are checked in float32, and read anew if they are to be held otherwise: FSDP does not cast them.
-    loaded, spread = _load(config, device, torch.float32 if _read_by_rows(layout) else held, layout, console)
+    first = torch.float32 if _read_by_rows(layout) else held
+    loaded, spread = _load(config, device, first, dtype, layout, console)
     policy, check = _checked(config, loaded, spread, dtype, compiled, console)
     if spread is not None and held != torch.float32:
         del policy, loaded, spread
         gc.collect()
-        loaded, spread = _load(config, device, held, layout, console)
+        loaded, spread = _load(config, device, held, dtype, layout, console)
         hold_gradients(loaded.model, train)
         policy = Policy.fast(loaded.model, dtype, spread)
     scorer = Scorer.of(policy, config.objective.head_chunk_rows)
@@ -179,15 +180,15 @@ def _read_by_rows(layout: Layout) -> bool:
 
 
 def _load(
-    config: RunConfig, device: torch.device, held: torch.dtype, layout: Layout, console: Console
+    config: RunConfig, device: torch.device, held: torch.dtype, dtype: torch.dtype, layout: Layout, console: Console
 ) -> tuple[Loaded, Spread | None]:
-    """The starting model with matrices in `held`, and how it is spread, if it is."""
+    """The starting model with matrices in `held`, and how it is spread, if it is, for products in `dtype`."""
     path = config.model.path
     spread: Spread | None = None
     with console.startup.time("weights"), console.bytes_phase("reading weights") as progress:
         if _read_by_rows(layout):
             reduce_dtype = DTYPES[config.parallel.reduce_dtype]
-            loaded, spread = load_spread(path, device, held, layout, reduce_dtype, progress)
+            loaded, spread = load_spread(path, device, held, layout, reduce_dtype, progress, dtype)
         else:
             loaded = load(path, device, held, progress)
     for note in loaded.notes:

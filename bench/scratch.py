@@ -1,0 +1,344 @@
+"""Models from nothing beside what two public reports say of theirs, claim by claim; JSON lines, then one table.
+
+The reports: N, of a trainer for native sparse attention (nsa-vibe); H, of one for CCGQA (HYDRA). A line's `row` is the
+report and the number of a claim of it, `report` what it says, on hardware of its own, `ours` what was measured here,
+and `target` what we ask of ourselves, if anything. docs/from_scratch.md says which of the claims compare.
+
+    lengths       tokens/s at each length with as many tokens a step, its dense twin beside, and their spread
+    start         seconds of each phase of a start without weights
+    activations   memory and speed of each way to keep activations, and whether gradients have the same bits
+    head          the head beside full logits: memory, speed, and errors to float64
+    elementwise   norms, SwiGLU and rotation in the widths of these models: eager and compiled
+    layer         one CCGQA layer beside multi-head attention
+    moments       moments in 8 bits: bytes a weight, and the loss behind as many steps
+    tf32          float32 runs with and without TF32 products
+
+Models are those of recipes/scratch, by name, of random ids. On a CPU sizes are small, to see that it works, and what a
+CPU cannot tell says so in its note.
+
+    python -m bench.scratch --lengths 512 1024 2048 4096 8192 32768
+    python -m bench.scratch --parts start --models hydra-100m
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from bench import ccgqa, elementwise, head, nothing, scratch_runs
+from bench.output import device, emit, environment, failure, parser, table
+from bench.scratch_runs import begin
+from tuningfork.data.packing.layout import build_pack
+from tuningfork.kernels.select import select
+from tuningfork.models.head import Head
+from tuningfork.objective.base import Answers
+from tuningfork.objective.lm import LM
+from tuningfork.records import LogitTransform
+
+NEEDS_GPU = "needs a GPU"
+SPREAD_OVER = (512, 8192)  # lengths between which the slowest and the fastest are compared
+
+COLUMNS = {name: name for name in ("row", "what", "model", "at", "ours", "unit", "report", "target", "note")}
+
+
+class Claim(NamedTuple):
+    """A row of a report: what it says, what we ask of ourselves, and the unit of what is measured here."""
+
+    row: str
+    report: str
+    target: str
+    unit: str
+
+
+CLAIMS = {
+    "spread": Claim("N3", "15", "<= 1.35", "x"),
+    "twin": Claim("N3", "-", "NSA >= 1.1 at 32k", "x"),
+    "made": Claim("N7", "'dominates'", "<= 2 for m7c-125m", "s"),
+    "moved": Claim("N7", "'dominates'", "<= 1 for m7c-125m", "s"),
+    "start": Claim("N7", "'dominates'", "first step <= 90 in all", "s"),
+    "memory": Claim("H5", "0.07 of a micro model", "block <= 0.15", "of none"),
+    "speed": Claim("H5", "0.7", "block >= 0.75", "of none"),
+    "bits": Claim("H5", "difference 0", "block, on a CPU", ""),
+    "loss error": Claim("H3", "1.9e-6", "<= 1e-6", "relative"),
+    "gradient error": Claim("H3", "7.5e-9 absolute", "<= 1e-6", "relative"),
+    "logits": Claim("H3", "4 to 8", ">= 8", "x"),
+    "head time": Claim("H9", "-", ">= 1", "x"),
+    "elementwise": Claim("H2", "1.3 to 2", ">= 2", "x"),
+    "layer": Claim("H18", "1.3 to 1.7", ">= 1.5", "x"),
+    "moments": Claim("H10", "-50 %", "2.03 beside 8", "bytes a weight"),
+    "learning": Claim("H10", "-", "as of adamw", "nats"),
+    "tf32": Claim("H1", "1.1 to 1.3", "-", "x"),
+    "tf32 loss": Claim("H1", "-", "beside that without", "nats"),
+}
+RATES = {
+    "m7c-125m": Claim("N3", "260 at 512 and 17 at 2,048 of two models; 9,400 mended", ">= 100,000", "tokens/s"),
+    "nsa-tiny": Claim("N4", "260 to 410, one layer", ">= 10,000 on 2 CPU cores", "tokens/s"),
+    "hydra-100m": Claim("H17", "41,300 on an RTX 5090; readme 30,000", ">= 150,000", "tokens/s"),
+    "hydra-220m": Claim("H17", "-", ">= 80,000", "tokens/s"),
+}
+"""Of models by the names of their recipes."""
+NO_CLAIM = Claim("-", "-", "-", "tokens/s")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is measured, and how long."""
+
+    models: list[str]
+    lengths: list[int]
+    tokens: int
+    steps: int
+    learning_steps: int
+    repeats: int
+    out: Path | None
+
+    @property
+    def length(self) -> int:
+        """That of what is measured at one length."""
+        return min(self.tokens, self.lengths[0])
+
+
+def line(claim: Claim, what: str, model: str, ours: Any, **rest: Any) -> dict[str, Any]:
+    return {"bench": "scratch", "what": what, "model": model, "ours": ours, **claim._asdict(), "note": "", **rest}
+
+
+def lengths(options: Options) -> Iterator[dict[str, Any]]:
+    """Tokens/s, and how far they are apart over the lengths; this model's over its dense twin's."""
+    for name in options.models:
+        beside = nothing.twin(name)
+        rates: dict[str, dict[int, float]] = {}
+        for model in (name, beside) if beside else (name,):
+            for found in _rates(model, options):
+                yield found
+                if found["ours"] is not None:
+                    rates.setdefault(model, {})[found["at"]] = found["ours"]
+            yield line(CLAIMS["spread"], "max/min of tokens/s", model, _spread(rates.get(model, {})))
+        for length in sorted(rates.get(name, {}).keys() & rates.get(beside or "", {}).keys()):
+            ratio = round(rates[name][length] / rates[beside or ""][length], 3)
+            yield line(CLAIMS["twin"], "tokens/s over the dense twin's", name, ratio, at=length)
+
+
+def _rates(model: str, options: Options) -> Iterator[dict[str, Any]]:
+    """Tokens/s at each length."""
+    claim, most = RATES.get(model, NO_CLAIM), max(options.lengths)
+    tokens = max(options.tokens, most)
+    work = begin(model, tokens, most)
+    for length in options.lengths:
+        try:
+            found = scratch_runs.tokens_per_second(work.steps(length, options.steps))
+        except Exception as error:  # a length that does not fit is a result
+            yield line(claim, "tokens/s", model, None, at=length, note=failure(error))
+            continue
+        yield line(claim, "tokens/s", model, found["tokens_s"], at=length, tokens_per_step=tokens, **found)
+
+
+def _spread(rates: dict[int, float]) -> float | None:
+    """Most over least tokens/s of the lengths from 512 to 8,192, or of all where fewer than two are."""
+    among = [rate for length, rate in rates.items() if SPREAD_OVER[0] <= length <= SPREAD_OVER[1]]
+    among = among if len(among) > 1 else list(rates.values())
+    return round(max(among) / min(among), 3) if among else None
+
+
+def start(options: Options) -> Iterator[dict[str, Any]]:
+    """Seconds from nothing to a trained step."""
+    for name in options.models:
+        for phase, seconds in scratch_runs.phases(name, options.tokens, options.length).items():
+            claim = CLAIMS.get(phase.removesuffix("_s"), CLAIMS["start"])
+            yield line(claim, phase, name, seconds, at=options.length)
+
+
+def activations(options: Options) -> Iterator[dict[str, Any]]:
+    """Memory, speed and bits of each mode."""
+    compiled = device().type == "cuda"
+    modes = ["none", *(["budget:0.5"] if compiled else []), "block"]
+    for name in options.models:
+        for found in scratch_runs.activations(name, options.tokens, options.length, options.steps, modes):
+            of_mode, share = f"activations {found['mode']}", found["of_none"]
+            told = {"at": options.length, "activation_gib": found["activation_gib"]}
+            memory = None if share is None else round(share, 4)
+            note = "" if compiled else NEEDS_GPU
+            yield line(CLAIMS["memory"], f"{of_mode}: memory", name, memory, **told, note=note)
+            yield line(CLAIMS["speed"], f"{of_mode}: speed", name, found["speed"], **told)
+            yield line(CLAIMS["bits"], f"{of_mode}: gradients equal to the bit", name, found["equal_gradients"], **told)
+
+
+def full_logits(options: Options) -> Iterator[dict[str, Any]]:
+    """The head against full logits: errors in float32, and memory and time of both."""
+    small = device().type == "cpu"
+    rows = 256 if small else 16384
+    for name in options.models:
+        config = nothing.config(name)
+        width, vocabulary = config.hidden_size, config.vocab_size
+        for what, error in head_errors(min(rows, 2048), width, vocabulary).items():
+            claim = CLAIMS["loss error" if what == "loss" else "gradient error"]
+            yield line(claim, f"head's error: {what}", name, error, at=min(rows, 2048))
+        wanted = ["ours", "torch_fused", "full_logits"]
+        lines = head.compare(rows, width, vocabulary, 4096, options.repeats, options.out, wanted)
+        forms = {found["form"]: found for found in lines}
+        ours, full = forms["ours"], forms["full_logits"]
+        measured = not small and "ms" in ours and "ms" in full
+        memory = round(full["transient_gib"] / ours["transient_gib"], 2) if measured else None
+        note = NEEDS_GPU if small else full["note"]
+        yield line(CLAIMS["logits"], "memory of full logits over the head's", name, memory, at=rows, note=note)
+        for form in ("full_logits", "torch_fused"):
+            other = forms[form]
+            ratio = round(other["ms"] / ours["ms"], 3) if "ms" in other and "ms" in ours else None
+            what = f"time of {form} over the head's"
+            yield line(CLAIMS["head time"], what, name, ratio, at=rows, note=other["note"] or ours["note"])
+
+
+def head_errors(rows: int, width: int, vocabulary: int, chunk_rows: int = 512) -> dict[str, float]:
+    """The head's loss and gradients in float32 beside full logits in float64: |x - x64| / |x64| of the loss, and
+    2-norms of differences over 2-norms of the gradients."""
+    where = device()
+    torch.manual_seed(0)
+    pack = build_pack(nothing.documents(1, rows + 1, vocabulary), rows + 1, "none").to(where)
+    hidden = torch.randn(len(pack.logit_rows), width, device=where, requires_grad=True)
+    weight = (torch.randn(vocabulary, width, device=where) * width**-0.5).requires_grad_()
+    objective = LM()
+    totals = objective.totals(pack.examples)
+    answers = Answers.of(pack.examples, pack.answer_lengths, None).to(where)
+    kernels = select({"row_logps": {}}, where, torch.float32)
+    ours = Head(kernels, LogitTransform(), chunk_rows)
+    loss, _ = ours.backward(hidden, weight, pack, objective.of_chunks(answers, totals.to(where)), linear=True)
+    wide = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    exact = torch.nn.functional.cross_entropy(wide[0] @ wide[1].t(), pack.targets)
+    exact.backward()
+    assert hidden.grad is not None and weight.grad is not None
+    found = {
+        "loss": abs(float(loss) - exact.item()) / exact.item(),
+        "gradient of hidden states": _apart(hidden.grad, wide[0].grad),
+        "gradient of the weight": _apart(weight.grad, wide[1].grad),
+    }
+    return {what: float(f"{error:.2e}") for what, error in found.items()}
+
+
+def _apart(found: torch.Tensor, exact: torch.Tensor | None) -> float:
+    assert exact is not None
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+def parts(options: Options) -> Iterator[dict[str, Any]]:
+    """Eager over compiled, of the dense twins, whose norms, SwiGLU and rotation are as wide."""
+    small = device().type == "cpu"
+    rows, forms = (256, ("eager",)) if small else (16384, ("eager", "inductor"))
+    for name in options.models:
+        shape = nothing.twin(name) or name
+        for part in ("norm", "add_norm", "swiglu", "rope"):
+            eager, *rest = elementwise.compare(shape, part, rows, forms, options.repeats, options.out)
+            speed, note = None, NEEDS_GPU
+            for compiled in rest:
+                note = eager["note"] or compiled["note"]
+                speed = None if note else round(eager["train_ms"] / compiled["train_ms"], 2)
+            yield line(CLAIMS["elementwise"], f"{part}: eager over compiled", shape, speed, at=rows, note=note)
+
+
+def layer(options: Options) -> Iterator[dict[str, Any]]:
+    """One layer with its projections, on one document."""
+    small = device().type == "cpu"
+    rows = 256 if small else 16384
+    for shape in ["64/4x2x8/2x2"] if small else ["2048/4x4x128/2x2", "2048/8x2x128/2x2", "768/12x3x16/3x3"]:
+        found = ccgqa.measure(ccgqa.Shape.parse(shape), rows, options.repeats)
+        yield line(CLAIMS["layer"], "multi-head's time over the layer's", shape, found["train_x"], at=rows, **found)
+
+
+def moments(options: Options) -> Iterator[dict[str, Any]]:
+    """Bytes of the optimizer's moments, and losses."""
+    steps = options.learning_steps
+    for name in options.models:
+        for optimizer in ("adamw", "adamw_8bit"):
+            try:
+                work = begin(name, options.tokens, options.length, optimizer=optimizer)
+                found = scratch_runs.state_bytes(work, options.length, steps)
+            except Exception as error:  # what this machine lacks for it is a result
+                yield line(CLAIMS["moments"], f"{optimizer}: moments", name, None, note=failure(error))
+                continue
+            yield line(CLAIMS["moments"], f"{optimizer}: moments", name, round(found["bytes_a_weight"], 3))
+            yield line(CLAIMS["learning"], f"{optimizer}: loss behind steps", name, round(found["loss"], 4), at=steps)
+            del work
+
+
+@contextmanager
+def tf32_products(on: bool) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if on else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def tf32(options: Options) -> Iterator[dict[str, Any]]:
+    """Float32 runs, tokens/s and losses, with and without TF32."""
+    for name in options.models:
+        what = "TF32: tokens/s over those without"
+        if device().type == "cpu":
+            yield line(CLAIMS["tf32"], what, name, None, note=NEEDS_GPU)
+            continue
+        rates, losses = [], []
+        for on in (False, True):
+            with tf32_products(on):
+                work = begin(name, options.tokens, options.length, dtype=torch.float32)
+                steps = list(work.steps(options.length, options.steps))
+            rates.append(scratch_runs.tokens_per_second(iter(steps))["tokens_s"])
+            losses.append(round(steps[-1].loss, 5))
+            del work
+        yield line(CLAIMS["tf32"], what, name, round(rates[1] / rates[0], 3), at=options.length)
+        for products, loss in zip(("float32", "TF32"), losses, strict=True):
+            yield line(CLAIMS["tf32 loss"], f"loss of {products} products", name, loss, at=options.steps)
+
+
+PARTS: dict[str, Callable[[Options], Iterator[dict[str, Any]]]] = {
+    "lengths": lengths,
+    "start": start,
+    "activations": activations,
+    "head": full_logits,
+    "elementwise": parts,
+    "layer": layer,
+    "moments": moments,
+    "tf32": tf32,
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    small = device().type == "cpu"
+    wanted = ("nsa-tiny", "ccgqa-tiny") if small else ("m7c-125m", "hydra-100m")
+    asked = parser(__doc__)
+    asked.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
+    asked.add_argument("--models", nargs="+", choices=nothing.RECIPES, metavar="RECIPE", help="recipes by name",
+                       default=[name for name in wanted if name in nothing.RECIPES])  # fmt: skip
+    asked.add_argument("--lengths", nargs="+", type=_positive,
+                       default=[128, 256, 512] if small else [512, 1024, 2048, 4096, 8192, 32768])  # fmt: skip
+    asked.add_argument("--tokens", type=_positive, default=2048 if small else 65536, help="of a step, at least")
+    asked.add_argument("--steps", type=_positive, default=5 if small else 12, help="of which the first 2 do not count")
+    asked.add_argument(
+        "--learning_steps", type=_positive, default=20 if small else 500, help="to compare losses behind"
+    )
+    asked.add_argument("--repeats", type=_positive, default=1 if small else 16)
+    given = vars(asked.parse_args(argv))
+    chosen = given.pop("parts")
+    options = Options(**given)
+    if options.steps <= scratch_runs.WARM_UP:
+        asked.error(f"--steps {options.steps}: the first {scratch_runs.WARM_UP} do not count")
+    lines = []
+    for part in chosen:
+        for found in PARTS[part](options):
+            emit({**found, **environment()}, options.out)
+            lines.append(found)
+    print(table(lines, COLUMNS))
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The bench of models from nothing: its models and documents, and what its lines say; on a CPU, in small."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from bench import nothing, scratch, scratch_runs
+from tuningfork.models.head import _Projection
+from tuningfork.objective.lm import LM
+from tuningfork.report.run.metrics import StepResult
+
+STEP = StepResult(1, 0.1, 1e-3, 1.0, 4, 0.5, 4, 100, 80, 40, 1000, 16, 2.0, 0.1, 1e9)
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_models_are_those_of_the_recipes():
+    assert {"scratch-tiny", "ccgqa-tiny", "hydra-100m"} <= nothing.RECIPES.keys()
+    assert nothing.twin("hydra-100m") == "hydra-100m-dense" and nothing.twin("scratch-tiny") is None
+    assert nothing.settings("hydra-100m")["vocab_size"] == 50257 and nothing.settings("ccgqa-tiny")["vocab_size"] == 320
+    assert nothing.config("ccgqa-tiny", positions=4096).max_position_embeddings == 4096
+    assert nothing.config("ccgqa-tiny", layers=1).num_hidden_layers == 1
+
+
+def test_documents_are_of_one_length_and_all_but_a_first_token_is_predicted():
+    documents = nothing.documents(3, 20, vocabulary=50)
+    assert [document.plain_tokens for document in documents] == [20] * 3
+    assert LM().totals(documents).tokens == 3 * 19
+    assert not any(LM().refusal(document) for document in documents)
+    assert len({document.content for document in documents}) == 3
+
+
+def test_a_rate_leaves_out_the_first_steps_and_wants_equal_ones():
+    seconds = [90.0, 5.0, 1.0, 2.0, 3.0]
+    steps = [replace(STEP, step=n, seconds=s, compilations=n == 4) for n, s in enumerate(seconds, start=1)]
+    assert scratch_runs.tokens_per_second(iter(steps)) == {"tokens_s": 50.0, "step_s": 2.0, "late": 1}
+    with pytest.raises(AssertionError, match="no rate in common"):
+        scratch_runs.tokens_per_second(iter([*steps, replace(STEP, step=6, tokens=99)]))
+
+
+def test_lengths_that_differ_by_much_show():
+    assert scratch._spread({256: 1.0, 512: 40.0, 8192: 20.0, 32768: 1.0}) == 2.0
+    assert scratch._spread({64: 30.0, 128: 20.0}) == 1.5
+    assert scratch._spread({}) is None
+
+
+def test_the_lines_say_what_is_measured_and_what_a_cpu_cannot_tell(capsys, tmp_path):
+    sizes = ["--models", "ccgqa-tiny", "--lengths", "32", "64", "--tokens", "128", "--steps", "3"]
+    scratch.main(["--parts", "lengths", "activations", "tf32", *sizes, "--out", str(tmp_path / "lines.jsonl")])
+    lines = [json.loads(text) for text in (tmp_path / "lines.jsonl").read_text().splitlines()]
+    assert all({"row", "what", "model", "ours", "unit", "note", "device", "torch"} <= line.keys() for line in lines)
+    rates = {(line["model"], line["at"]): line for line in lines if line["what"] == "tokens/s"}
+    assert set(rates) == {(name, length) for name in ("ccgqa-tiny", "ccgqa-tiny-dense") for length in (32, 64)}
+    assert {line["tokens_per_step"] for line in rates.values()} == {128}
+    beside = {line["at"]: line["ours"] for line in lines if line["what"] == "tokens/s over the dense twin's"}
+    for length, ratio in beside.items():
+        of_each = (rates[name, length]["ours"] for name in ("ccgqa-tiny", "ccgqa-tiny-dense"))
+        ours, dense = of_each
+        assert ratio == pytest.approx(ours / dense, abs=1e-3)
+    found = {line["what"]: line for line in lines}
+    assert found["activations block: gradients equal to the bit"]["ours"] is True
+    assert found["activations block: memory"]["ours"] is None
+    assert {line["note"] for line in lines if line["row"] == "H1" or "memory" in line["what"]} == {scratch.NEEDS_GPU}
+    assert "max/min of tokens/s" in capsys.readouterr().out
+
+
+def test_the_head_is_held_against_float64():
+    assert all(0 < error <= 1e-6 for error in scratch.head_errors(64, 32, 101, chunk_rows=24).values())
+    exact = _Projection.logits
+    with patch.object(_Projection, "logits", lambda self, rows: exact(self, rows).bfloat16().float()):
+        assert all(error > 1e-6 for error in scratch.head_errors(64, 32, 101, chunk_rows=24).values())
+
+
+def test_moments_in_float32_take_8_bytes_a_weight():
+    work = scratch_runs.begin("ccgqa-tiny", 64, 32)
+    found = scratch_runs.state_bytes(work, 32, 3)
+    assert found["bytes_a_weight"] == 8.0 and 4 < found["loss"] < 7

@@ -1,0 +1,78 @@
+"""How the Triton kernels of native sparse attention are cut up and launched."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from tuningfork.kernels.nsa import _sum_kernels as kernels
+
+LOG2_E = 1.4426950408889634
+
+
+def lanes_of(width: int) -> int:
+    """Columns of a head in registers: matrix units take powers of two, from 16 up."""
+    return max(16, triton.next_power_of_2(width))
+
+
+class Config(NamedTuple):
+    """How kernels are cut up. Fixed by dtype and widths, never tuned at run time: tuning would change the order of
+    addition. Chosen by what fits a multiprocessor's registers and shared memory, not by measurement.
+
+    tile: rows, or entries, of a program of compressed attention.
+    step: entries that rows read at once, and rows of a piece.
+    readers: rows that entries read at once, or heads of rows that a piece does.
+    warps, stages: of these.
+    row_stages: of a program that has one row; its warps are 4.
+    """
+
+    tile: int
+    step: int
+    readers: int
+    warps: int
+    stages: int
+    row_stages: int
+
+
+def config_of(q: Tensor, v: Tensor) -> Config:
+    wide = max(lanes_of(q.shape[2]), lanes_of(v.shape[2])) > 128
+    if q.dtype.itemsize == 4:  # 4 warps: with 8, products of 16 columns read beyond what they have
+        return Config(32, 16, 16, 4, 1, 1) if wide else Config(32, 32, 32, 4, 1, 1)
+    return Config(64, 32, 32, 8, 1, 2) if wide else Config(64, 64, 32, 4, 2, 3)
+
+
+def widths(q: Tensor, v: Tensor) -> dict[str, Any]:
+    (_, _, key), value = q.shape, v.shape[2]
+    return {
+        "KEY": key,
+        "KEY_LANES": lanes_of(key),
+        "VALUE": value,
+        "VALUE_LANES": lanes_of(value),
+        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",  # three products: float32 but for its last bit
+    }
+
+
+def strides(*tensors: Tensor) -> list[int]:
+    """Of rows and heads."""
+    return [stride for tensor in tensors for stride in tensor.stride()[:2]]
+
+
+def readable(*tensors: Tensor) -> list[Tensor]:
+    return [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
+
+
+def empty_like(*tensors: Tensor) -> list[Tensor]:
+    return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in tensors]
+
+
+def sum_parts(
+    partial: Tensor, out: Tensor, starts: Tensor, places: Tensor, part_starts: Tensor, length: int, by_group: bool
+) -> None:
+    rows, groups, width = out.shape
+    kernels.nsa_sum_parts[(triton.cdiv(rows, 16), groups)](
+        partial, out, starts, places, part_starts, rows,
+        LENGTH=length, BY_GROUP=by_group, ROWS=16, WIDTH=width, LANES=triton.next_power_of_2(width),
+    )  # fmt: skip
