@@ -32,10 +32,10 @@ def overlap(
     prompts = column(held_out, "prompt_hash")
     documents = np.isin(prompts, none)
     alike = np.isin(prompts, column(train, "prompt_hash"))
-    repeated = np.isin(column(held_out, "content"), column(train, "content"))
+    again = np.isin(column(held_out, "content"), column(train, "content"))
     kinds = [
         (alike & ~documents, ("has", "have"), "a prompt that is trained on"),
-        (repeated & documents, ("is", "are"), "trained on as a whole"),
+        (again & documents, ("is", "are"), "trained on as a whole"),
     ]
     return "; ".join(
         f"{n:,} of {counted(len(held_out), 'held-out example')} {verbs[n > 1]} {what} ({n / len(held_out):.1%})"

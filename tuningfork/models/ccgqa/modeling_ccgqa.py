@@ -15,6 +15,7 @@ as packing without a mask has them, none reads one of a sequence before it. Ther
 from __future__ import annotations
 
 import difflib
+import math
 from dataclasses import fields
 from typing import Any
 
@@ -92,6 +93,13 @@ class CcgqaConfig(PreTrainedConfig):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number, at least 1")
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 <= value < math.inf:
+                raise ValueError(f"{name} is {value!r}; it must be a number, 0 or more")
+        for name in ("conv_bias", "tie_word_embeddings"):
+            if type(getattr(self, name)) is not bool:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be true or false")
         heads, keys, width = self.num_attention_heads, self.num_key_value_heads, self.head_dim
         if heads % keys:
             raise ValueError(
@@ -124,6 +132,9 @@ _COUNTS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "depthwise_kernel_size", "grouped_kernel_size", "recursions"),
     "max_position_embeddings",
+)
+_NUMBERS = (
+    *("rotary_fraction", "rope_theta", "residual_scale", "embedding_scale", "rms_norm_eps", "initializer_range"),
 )
 
 
