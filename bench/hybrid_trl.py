@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bench import shapes
+from bench import shapes, trl_steps
 from bench.output import device, emit, environment, failure, parser, rounded, table
 from bench.step import start
 from bench.timing import free_memory
@@ -222,25 +222,9 @@ def our_speed(
 def trainer_speed(model: nn.Module, steps: Sequence[Sequence[TokenExample]], at_once: int) -> dict[str, Any]:
     """TRL's DPOTrainer on these steps."""
     from datasets import Dataset
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast, TrainerCallback
     from trl import DPOConfig, DPOTrainer
 
     times: list[float] = []
-
-    class Prepared(DPOTrainer):
-        def _prepare_dataset(self, dataset: Any, *others: Any, **more: Any) -> Any:
-            return dataset
-
-    class Clock(TrainerCallback):
-        def on_step_begin(self, *others: Any, **more: Any) -> None:
-            torch.cuda.synchronize()
-            self.begun = time.perf_counter()
-
-        def on_step_end(self, *others: Any, **more: Any) -> None:
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - self.begun)
-
     rows = [
         {
             "prompt_ids": example.prompt_ids.tolist(),
@@ -250,10 +234,6 @@ def trainer_speed(model: nn.Module, steps: Sequence[Sequence[TokenExample]], at_
         for examples in steps
         for example in examples
     ]
-    words = models.WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2}, unk_token="<unk>")
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(words), pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
     config = DPOConfig(
         output_dir=tempfile.mkdtemp(),
         per_device_train_batch_size=at_once,
@@ -272,12 +252,12 @@ def trainer_speed(model: nn.Module, steps: Sequence[Sequence[TokenExample]], at_
         disable_tqdm=True,
     )
     torch.cuda.reset_peak_memory_stats()
-    Prepared(
+    trl_steps.prepared(DPOTrainer)(
         model=model,
         args=config,
         train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-        callbacks=[Clock()],
+        processing_class=trl_steps.tokenizer(),
+        callbacks=[trl_steps.clock(times)],
     ).train()
     timed = times[WARM:]
     peak = torch.cuda.max_memory_allocated() / 2**30

@@ -9,12 +9,11 @@ every example by itself, so no order of them saves it anything.
 from __future__ import annotations
 
 import tempfile
-import time
 from typing import Any
 
 import torch
 
-from bench import shapes
+from bench import shapes, trl_steps
 from bench.output import emit, environment, failure, parser, rounded, table
 from bench.timing import free_memory
 from bench.trees import groups_of, steps_of
@@ -37,7 +36,7 @@ def rows_of(examples: list[TokenExample]) -> list[dict[str, list[int]]]:
 def measure(examples: list[TokenExample], model: str, at_once: int, checkpointing: bool) -> dict[str, Any]:
     """The line of one setting: the first step warms up."""
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+    from transformers import AutoModelForCausalLM
     from trl import SFTConfig, SFTTrainer
 
     settings = shapes.config(model)
@@ -48,19 +47,6 @@ def measure(examples: list[TokenExample], model: str, at_once: int, checkpointin
             settings, attn_implementation="sdpa", dtype=torch.float32, trust_remote_code=False
         )
     times: list[float] = []
-
-    class Prepared(SFTTrainer):
-        def _prepare_dataset(self, dataset: Any, *others: Any, **more: Any) -> Any:
-            return dataset
-
-    class Clock(TrainerCallback):
-        def on_step_begin(self, *others: Any, **more: Any) -> None:
-            torch.cuda.synchronize()
-            self.begun = time.perf_counter()
-
-        def on_step_end(self, *others: Any, **more: Any) -> None:
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - self.begun)
 
     config = SFTConfig(
         output_dir=tempfile.mkdtemp(),
@@ -78,12 +64,12 @@ def measure(examples: list[TokenExample], model: str, at_once: int, checkpointin
         disable_tqdm=True,
     )
     torch.cuda.reset_peak_memory_stats()
-    trainer = Prepared(
+    trainer = trl_steps.prepared(SFTTrainer)(
         model=built,
         args=config,
         train_dataset=Dataset.from_list(rows_of(examples)),
-        processing_class=_tokenizer(PreTrainedTokenizerFast),
-        callbacks=[Clock()],
+        processing_class=trl_steps.tokenizer(),
+        callbacks=[trl_steps.clock(times)],
     )
     trainer.train()
     steady = times[1:]
@@ -92,13 +78,6 @@ def measure(examples: list[TokenExample], model: str, at_once: int, checkpointin
         "step_s": rounded(sum(steady) / len(steady), 3),
         "peak_gib": rounded(torch.cuda.max_memory_allocated() / 2**30, 1),
     }
-
-
-def _tokenizer(kind: Any) -> Any:
-    from tokenizers import Tokenizer, models
-
-    words = models.WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2}, unk_token="<unk>")
-    return kind(tokenizer_object=Tokenizer(words), pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
 def main(argv: list[str] | None = None) -> None:

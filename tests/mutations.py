@@ -823,7 +823,7 @@ MUTATIONS = (
     ),
     Mutation(
         "delta-parents-state",
-        "state = _take(state, pack.parents[number - 1])",
+        "state = take(state, pack.parents[number - 1])",
         "state = state[: len(pack.parents[number - 1])]",
         ("test_a_forest_has_the_gradients_of_the_recurrence_along_each_path",),
     ),

@@ -1,8 +1,11 @@
-"""How messages are worded: numbers of things, what an error says, and text of strangers made visible."""
+"""How messages are worded: numbers of things, what an error says, what may have been meant, and text of strangers made
+visible."""
 
+import difflib
 import pickle
 import re
 import unicodedata
+from collections.abc import Iterable
 from pathlib import Path
 
 # What JSON and YAML let stand as it is: delete and C1 control codes, marks that turn or part lines of writing.
@@ -51,6 +54,15 @@ def from_here(path: Path) -> str:
 def counted(n: int, one: str, many: str = "") -> str:
     """A number of things in words: ``1 row``, ``2,354 rows``; `many` where it is not `one` with an s."""
     return f"{n:,} {one if n == 1 else many or one + 's'}"
+
+
+def did_you_mean(given: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The question after the nearest of the known names, to stand behind a sentence; empty where none is near.
+
+    `cutoff`: how alike the two must be, 0 to 1; see `difflib.get_close_matches`.
+    """
+    near = difflib.get_close_matches(given, list(known), n=1, cutoff=cutoff)
+    return f" Did you mean {near[0]}?" if near else ""
 
 
 def visible(text: str, newline: str = "↵") -> str:

@@ -14,7 +14,7 @@ from tests.tiny import limits_of, random_examples, scorer_of, tiny_model
 from tuningfork.data.packing.loader import build_packs
 from tuningfork.distributed.config import ParallelConfig
 from tuningfork.distributed.layout import Layout
-from tuningfork.distributed.narrow import narrows
+from tuningfork.distributed.narrow import is_matrix, narrows
 from tuningfork.distributed.parallelize import parallelize
 from tuningfork.distributed.ranks import Ranks
 from tuningfork.distributed.sharding import Sharding
@@ -138,3 +138,12 @@ def test_a_block_with_other_matrices_than_those_of_linear_layers_is_gathered_as_
     assert not narrows(nn.Sequential(block, nn.Embedding(4, 4)), torch.bfloat16)
     assert not narrows(block.bfloat16(), torch.bfloat16)
     assert not narrows(nn.LayerNorm(4), torch.bfloat16)
+
+
+def test_filters_stay_whole_and_several_matrices_in_one_do_not() -> None:
+    """Experts of a layer, say, are most of a model."""
+    lying = {"matrix": (4, 6), "several": (3, 4, 6), "filters": (4, 1, 3), "norm": (4,)}
+    assert [name for name, shape in lying.items() if is_matrix(torch.empty(shape))] == ["matrix", "several"]
+    several = nn.Linear(4, 4)
+    several.register_parameter("others", nn.Parameter(torch.empty(3, 4, 4)))
+    assert not narrows(several, torch.bfloat16)  # they are no weight of a linear layer

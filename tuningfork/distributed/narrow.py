@@ -24,8 +24,9 @@ def narrows(block: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def is_matrix(weight: Tensor) -> bool:
-    """What is spread over processes. Norms, biases and the filters of convolutions are small, and stay whole."""
-    return weight.ndim == 2
+    """What is spread over processes: a matrix, or several in one. Norms, biases and filters of depthwise convolutions
+    [C, 1, W] are small, and stay whole."""
+    return weight.ndim > 1 and not (weight.ndim == 3 and weight.shape[1] == 1)
 
 
 def keep_gradients_wide(block: nn.Module, *_: Any) -> None:

@@ -6,8 +6,11 @@ So either the order does not matter, since what is added up is integers, or it i
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 _FIXED_POINT = 2.0**34  # steps of 6e-11; room for 50,000 tokens at a log-prob of -10,000
 _LARGEST = 5.3e8  # nats that 64 bits hold at these steps; more is no log-prob of any model, and becomes NaN
@@ -38,3 +41,25 @@ def add_by_place(total: Tensor, places: Tensor, values: Tensor) -> Tensor:
     if total.is_cuda:
         return total.index_put_((places,), values, accumulate=True)  # sorts places, and no two threads write to one
     return total.index_add_(0, places, values)  # one after the other
+
+
+def take(rows: Tensor, places: Tensor) -> Tensor:
+    """Rows [n, ...] at places int64 [m], [m, ...]. One may be taken more than once; its gradients are then added up in
+    one order, in float32 at least. PyTorch's own gradient adds them up in whatever order a GPU's threads come by."""
+    taken: Tensor = _Take.apply(rows, places)
+    return taken
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.size = len(rows)
+        return rows.index_select(0, places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (places,) = ctx.saved_tensors
+        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        return sum_by_place(wide, places, ctx.size).to(gradient.dtype), None

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from tuningfork.errors import ModelError
 from tuningfork.kernels.select import Kernels, Sizes, plain, select
-from tuningfork.kernels.sums import sum_by_place
+from tuningfork.kernels.sums import take
 from tuningfork.models import activations, compiler
 from tuningfork.models.flops import FlopCounter
 from tuningfork.models.hf import attention, ccgqa, gated_delta, short_conv
@@ -183,9 +183,8 @@ class Policy:
         return picked(hidden, batch.logit_rows).to(self.dtype)
 
     def _precision(self) -> AbstractContextManager[Any]:
-        if (
-            self.dtype in (torch.bfloat16, torch.float16) and self.device.type != "meta"
-        ):  # a model without memory has no numbers to cast
+        # A model without memory has no numbers to cast.
+        if self.dtype in (torch.bfloat16, torch.float16) and self.device.type != "meta":
             return torch.autocast(self.device.type, self.dtype)
         return nullcontext() if self.spread is None else self.spread.widened()
 
@@ -246,24 +245,8 @@ class Policy:
 
 def picked(hidden: Tensor, rows: Tensor) -> Tensor:
     """Rows [R] of hidden states [T, D], [R, D]. A row may be picked more than once, as the last one of a prompt is for
-    the first token of each answer; its gradients are then added up in one order, in float32 at least."""
-    return _Picked.apply(hidden, rows)
-
-
-class _Picked(torch.autograd.Function):
-    """`index_select` adds up in whatever order a GPU's threads come by, and a sum of more than two has no one value."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
-        ctx.rows = len(hidden)
-        return hidden.index_select(0, rows)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        (rows,) = ctx.saved_tensors
-        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        return sum_by_place(wide, rows, ctx.rows).to(gradient.dtype), None
+    the first token of each answer."""
+    return take(hidden, rows)
 
 
 def _logit_transform(config: Any) -> LogitTransform:

@@ -102,8 +102,10 @@ def _read(
     grad_norm: Tensor, logps: Tensor, notes: Sequence[Mapping[str, Tensor]]
 ) -> tuple[float, Tensor, dict[str, Tensor]]:
     """A step's numbers, from the device. Here the host waits for it, and nowhere else in a step."""
-    names = notes[0] if notes else ()
-    noted = {name: torch.stack([of_pack[name] for of_pack in notes]).sum().cpu() for name in names}
+    noted = {}
+    if notes and notes[0]:
+        sums = torch.stack([torch.stack([*of_pack.values()]) for of_pack in notes]).sum(0)
+        noted = dict(zip(notes[0], sums.cpu(), strict=True))
     return float(grad_norm), logps.cpu(), noted
 
 

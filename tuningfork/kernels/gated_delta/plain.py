@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from tuningfork.kernels.gated_delta._chunks import CHUNK, Chunks, check_gates
-from tuningfork.kernels.sums import sum_by_place
+from tuningfork.kernels.sums import take
 from tuningfork.records import ForkLayout
 
 
@@ -86,25 +86,6 @@ class _Scan(torch.autograd.Function):
         return None, *torch.autograd.grad(out, leaves, grad)
 
 
-class _Take(torch.autograd.Function):
-    """Rows [n, ...] at some places. The gradient of one that is taken several times is added up in a fixed order."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
-        ctx.places, ctx.size = places, len(rows)
-        return rows[places]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return sum_by_place(grad, ctx.places, ctx.size), None
-
-
-def _take(rows: Tensor, places: Tensor) -> Tensor:
-    taken: Tensor = _Take.apply(rows, places)
-    return taken
-
-
 def _scan(pack: PlainGatedDelta, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
     wide = torch.promote_types(value.dtype, torch.float32)
     groups, width = value.shape[1] // key.shape[1], value.shape[2]
@@ -126,13 +107,13 @@ def _scan(pack: PlainGatedDelta, query: Tensor, key: Tensor, value: Tensor, deca
         kept = gamma[:, :, -1:].exp()
         states, fresh = _states(pack, u, w, into, kept)
         out = (gamma.exp() * q) @ states + (q @ keys * fading) @ fresh
-        return _take(out.transpose(1, 2).flatten(0, 1), pack.places).to(value.dtype)
+        return take(out.transpose(1, 2).flatten(0, 1), pack.places).to(value.dtype)
 
 
 def _chunks(rows: Tensor, places: Tensor) -> Tensor:
     """Rows [T, H, ...] by chunks and heads, [N, H, CHUNK, ...]; zero at the place T."""
     padded = pad(rows, (0, 0) * (rows.ndim - 1) + (0, 1))
-    return _take(padded, places).unflatten(0, (-1, CHUNK)).transpose(1, 2).contiguous()
+    return take(padded, places).unflatten(0, (-1, CHUNK)).transpose(1, 2).contiguous()
 
 
 def _states(pack: PlainGatedDelta, u: Tensor, w: Tensor, into: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,7 +123,7 @@ def _states(pack: PlainGatedDelta, u: Tensor, w: Tensor, into: Tensor, kept: Ten
     by_number = (t.split(pack.counts) for t in (u, w, into, kept))
     for number, (u_, w_, into_, kept_) in enumerate(zip(*by_number, strict=True)):
         if number:
-            state = _take(state, pack.parents[number - 1])
+            state = take(state, pack.parents[number - 1])
         fresh = u_ - w_ @ state
         before.append(state)
         added.append(fresh)

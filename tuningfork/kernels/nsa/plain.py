@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from tuningfork.kernels.attention.plain import BLOCK, PlainAttention
 from tuningfork.kernels.nsa._blocks import Blocks, Choice, Grid
-from tuningfork.kernels.sums import add_by_place, sum_by_place
+from tuningfork.kernels.sums import add_by_place, take
 from tuningfork.records import ForkLayout
 
 __all__ = ["Choice", "Grid", "PlainNsa"]
@@ -80,8 +80,7 @@ class PlainNsa(NamedTuple):
     def blocks(self, rows: Tensor) -> Tensor:
         """The rows [T, G, w] of each compressed block, in order: [E, l, G, w]. Zero for blocks that are not there."""
         padded = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
-        taken: Tensor = _Take.apply(padded, self.table.rows.flatten())
-        return taken.unflatten(0, self.table.rows.shape)
+        return take(padded, self.table.rows.flatten()).unflatten(0, self.table.rows.shape)
 
     def mean(self, rows: Tensor) -> Tensor:
         """The mean of rows [T, G, w] over each compressed block: [E, G, w]. Summed in order, in float32 at least."""
@@ -304,18 +303,3 @@ def _added_up(parts: Any) -> Tensor:
     for other in others:
         first = first + other
     return first
-
-
-class _Take(torch.autograd.Function):
-    """Rows [n, ...] at some places. The gradient of one that is taken several times is added up in a fixed order."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
-        ctx.places, ctx.size = places, len(rows)
-        return rows[places]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
-        return sum_by_place(wide, ctx.places, ctx.size).to(grad.dtype), None

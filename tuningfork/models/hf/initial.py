@@ -6,7 +6,6 @@ that is resumed, another run that starts from it.
 
 from __future__ import annotations
 
-import difflib
 import gc
 import hashlib
 import json
@@ -28,7 +27,7 @@ from tuningfork.models.hf.folder import CONFIG, TOKENIZER, Origin, to_json
 from tuningfork.models.hf.load import Loaded, load_config, without_memory
 from tuningfork.models.hf.released import PARTS_OF_MORE
 from tuningfork.models.hf.tokenizer_file import check_tokenizer_file
-from tuningfork.wording import first_line
+from tuningfork.wording import did_you_mean, first_line
 
 FACTS = "made_from.json"
 """In the folder of a model that was made: from what."""
@@ -154,7 +153,7 @@ def _initialize(module: nn.Module, name: str, owner: PreTrainedModel, seed: int)
         inner = child if isinstance(child, PreTrainedModel) else owner
         _initialize(child, f"{name}.{child_name}" if name else child_name, inner, seed)
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    torch.manual_seed(int.from_bytes(digest[:8], "little"))
+    torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))  # the CPU's, which fork_rng puts back
     owner._init_weights(module)  # private: transformers._init_weights
 
 
@@ -163,8 +162,7 @@ def _settings(given: str | Mapping[str, Any]) -> dict[str, Any]:
     settings = dict(given) if isinstance(given, Mapping) else _read(Path(given))
     kind = settings.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        near = difflib.get_close_matches(kind, CONFIG_MAPPING.keys(), n=1) if isinstance(kind, str) else []
-        hint = f" Did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(kind, CONFIG_MAPPING.keys()) if isinstance(kind, str) else ""
         what = "names no model_type" if kind is None else f"has model_type {kind!r}, which transformers does not know"
         raise ConfigError(f"model.init {what}.{hint} It says what model this is, such as llama.")
     if kind in PARTS_OF_MORE:
@@ -193,8 +191,7 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
     for key in settings:
         if key not in own and not hasattr(default, key):
             names = [name for name in (*default.to_dict(), *own) if not name.startswith("_")]
-            near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-            hint = f" Did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(key, names, cutoff=0.5)
             raise ConfigError(f"model.init: {key} is no setting of {settings['model_type']} models.{hint}")
     _check_rotation(settings.get("rope_parameters"), getattr(default, "rope_parameters", None) or {})
 
@@ -206,8 +203,7 @@ def _check_rotation(given: Any, default: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping):
             _check_rotation(value, default)
         elif key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            hint = f" Did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(key, known, cutoff=0.5)
             raise ConfigError(f"model.init: rope_parameters has {key}, which is no setting of it.{hint}")
 
 

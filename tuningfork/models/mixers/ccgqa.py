@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from tuningfork.kernels.ccgqa.plain import QueryHeads
 from tuningfork.kernels.select import Kernels, Sizes
-from tuningfork.models.mixers.mixer import Flops, Shape
+from tuningfork.models.mixers.mixer import Flops, Shape, around, cost_by_rows
 from tuningfork.records import ForkLayout, Span
 
 KEYWORD = "ccgqa"
@@ -65,22 +65,12 @@ class Ccgqa:
 
     def cost(self, spans: Iterable[Span]) -> Flops:
         """Each row costs as much wherever it lies. The backward pass is twice the forward."""
-        rows = sum(own for _, own in spans)
-        forward = sum(layer.flops for layer in self.layers)
-        backward = 2 * sum(layer.flops for layer in self.layers if layer.backward)
-        return Flops(forward * rows, backward * rows)
+        return cost_by_rows(self.layers, spans)
 
     def probes(self, limit: int) -> list[Shape]:
         """Prompts and answers longer than what a row's queries depend on, and shorter, as far as `limit` lets them."""
-        reach = max(layer.reach for layer in self.layers)
-        shapes: list[Shape] = [(reach + 3, (1, reach + 1)), (1, (reach, 1)), (max(1, reach - 1), (2, 1))]
-        return [_within(limit, *shape) for shape in shapes]
+        return around(max(layer.reach for layer in self.layers), limit)
 
     def untried(self, longest: int) -> str | None:
         reach = max(layer.reach for layer in self.layers)
         return None if longest >= reach else f"not all of the {reach} tokens that two convolutions read"
-
-
-def _within(limit: int, prompt: int, answers: tuple[int, ...]) -> Shape:
-    prompt = min(prompt, max(1, limit // 2))
-    return prompt, tuple(min(answer, limit - prompt) for answer in answers)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from tuningfork.kernels.causal_conv.plain import Heads
 from tuningfork.kernels.select import Kernels, Sizes
-from tuningfork.models.mixers.mixer import Flops, Shape
+from tuningfork.models.mixers.mixer import Flops, Shape, cost_by_rows, within
 from tuningfork.records import ForkLayout, Span
 
 KEYWORD = "gated_delta"
@@ -74,20 +74,12 @@ class GatedDelta:
     def cost(self, spans: Iterable[Span]) -> Flops:
         """Each row costs as much wherever it lies; rows that a scan goes through again are no necessary work. The
         backward pass is twice the forward."""
-        rows = sum(own for _, own in spans)
-        forward = sum(layer.flops for layer in self.layers)
-        backward = 2 * sum(layer.flops for layer in self.layers if layer.backward)
-        return Flops(forward * rows, backward * rows)
+        return cost_by_rows(self.layers, spans)
 
     def probes(self, limit: int) -> list[Shape]:
         """Prompts and answers on both sides of a chunk's border, and shorter than the convolution is wide, as far as
         `limit` lets them."""
-        return [_within(limit, *shape) for shape in _SHAPES]
+        return [within(limit, *shape) for shape in _SHAPES]
 
     def untried(self, longest: int) -> str | None:
         return None if longest > CHUNK else f"not the state from one chunk of {CHUNK} tokens to the next"
-
-
-def _within(limit: int, prompt: int, answers: tuple[int, ...]) -> Shape:
-    prompt = min(prompt, max(1, limit // 2))
-    return prompt, tuple(min(answer, limit - prompt) for answer in answers)

@@ -26,6 +26,37 @@ class Flops(NamedTuple):
     backward: int
 
 
+class _Layer(Protocol):
+    """A call of a layer that treats each row alike."""
+
+    @property
+    def flops(self) -> int:
+        """Forward, of a row."""
+
+    @property
+    def backward(self) -> bool:
+        """Whether it has a backward pass."""
+
+
+def cost_by_rows(layers: Iterable[_Layer], spans: Iterable[Span]) -> Flops:
+    """Of layers in which each row costs as much wherever it lies. The backward pass is twice the forward."""
+    rows = sum(own for _, own in spans)
+    flops = [(layer.flops, layer.backward) for layer in layers]
+    return Flops(rows * sum(n for n, _ in flops), 2 * rows * sum(n for n, backward in flops if backward))
+
+
+def within(limit: int, prompt: int, answers: tuple[int, ...]) -> Shape:
+    """An example as far as no sequence of it is longer than `limit` tokens."""
+    prompt = min(prompt, max(1, limit // 2))
+    return prompt, tuple(min(answer, limit - prompt) for answer in answers)
+
+
+def around(reach: int, limit: int) -> list[Shape]:
+    """Prompts and answers longer than the `reach` rows that a row's result depends on, and shorter; see `within`."""
+    shapes: list[Shape] = [(reach + 3, (1, reach + 1)), (1, (reach, 1)), (max(1, reach - 1), (2, 1))]
+    return [within(limit, *shape) for shape in shapes]
+
+
 class Mixer(Protocol):
     """One kind of mixer in one model, with what is to be known of each of its layers."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from tuningfork.kernels.select import Kernels, Sizes
-from tuningfork.models.mixers.mixer import Flops, Shape
+from tuningfork.models.mixers.mixer import Flops, Shape, around, cost_by_rows
 from tuningfork.records import ForkLayout, Span
 
 KEYWORD = "short_conv"
@@ -50,21 +50,11 @@ class ShortConv:
 
     def cost(self, spans: Iterable[Span]) -> Flops:
         """Each row costs as much wherever it lies. The backward pass is twice the forward."""
-        rows = sum(own for _, own in spans)
-        forward = sum(layer.flops for layer in self.layers)
-        backward = 2 * sum(layer.flops for layer in self.layers if layer.backward)
-        return Flops(forward * rows, backward * rows)
+        return cost_by_rows(self.layers, spans)
 
     def probes(self, limit: int) -> list[Shape]:
         """Prompts and answers longer than what a row reads, and shorter, as far as `limit` lets them."""
-        taps = self.taps
-        shapes: list[Shape] = [(taps + 3, (1, taps + 1)), (1, (taps, 1)), (max(1, taps - 1), (2, 1))]
-        return [_within(limit, *shape) for shape in shapes]
+        return around(self.taps, limit)
 
     def untried(self, longest: int) -> str | None:
         return None if longest >= self.taps else f"not all of the {self.taps} tokens that a convolution reads"
-
-
-def _within(limit: int, prompt: int, answers: tuple[int, ...]) -> Shape:
-    prompt = min(prompt, max(1, limit // 2))
-    return prompt, tuple(min(answer, limit - prompt) for answer in answers)

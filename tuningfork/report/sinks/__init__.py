@@ -20,7 +20,6 @@ goes on: that is said at once and again at the end, and metrics.jsonl has the nu
 
 from __future__ import annotations
 
-import difflib
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -29,7 +28,7 @@ from types import ModuleType
 from typing import Protocol
 
 from tuningfork.errors import ConfigError, TuningforkError
-from tuningfork.wording import first_line, shortened
+from tuningfork.wording import did_you_mean, first_line, shortened
 
 NAMES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 """Every sink there is."""
@@ -97,8 +96,7 @@ def check_names(names: Sequence[str]) -> None:
     """
     for name in names:
         if name not in NAMES:
-            near = difflib.get_close_matches(name.lower(), NAMES, n=1, cutoff=0.5)
-            hint = f" Did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(name.lower(), NAMES, cutoff=0.5)
             found = shortened(repr(name), 80)
             raise ConfigError(f"output.sinks has {found}, which is no sink; allowed: {', '.join(NAMES)}.{hint}")
         if names.count(name) > 1:
