@@ -11,10 +11,10 @@ import torch
 
 from tests.tiny import FAMILIES, scorer_of, tiny_model, with_row_logps
 from tuningfork.errors import ModelError
+from tuningfork.kernels import sums
 from tuningfork.kernels.row_logps import plain as plain_rows
 from tuningfork.kernels.select import plain
 from tuningfork.models import head as head_module
-from tuningfork.models import policy as policy_module
 from tuningfork.models.policy import Policy
 from tuningfork.train.checks.head_check import check_head
 
@@ -112,8 +112,8 @@ def test_a_wrong_sum_over_answers_is_named(monkeypatch, wrong, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_wrong_gradients_of_picked_rows_are_named(monkeypatch, dtype):
     policy = Policy(tiny_model("llama", torch.float32), plain(), dtype)
-    backward = policy_module._Picked.backward
+    backward = sums._Take.backward
     half = staticmethod(lambda ctx, gradient: (0.5 * backward(ctx, gradient)[0], None))
-    monkeypatch.setattr(policy_module._Picked, "backward", half)
+    monkeypatch.setattr(sums._Take, "backward", half)
     with pytest.raises(ModelError, match="rows picked for the head: gradients are"):
         check_head(scorer_of(policy), "here")
