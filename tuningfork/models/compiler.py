@@ -27,6 +27,8 @@ def options(device: torch.device, wide_gradients: bool = True) -> dict[str, Any]
     chosen: dict[str, Any] = {name: True for name in ("deterministic", "batch_invariant") if hasattr(known, name)}
     if device.type == "cuda":
         chosen["post_grad_custom_pre_pass"] = Float32WeightGradients(wide_gradients)
+        # A norm's two sums in one kernel for every number of rows. By default only for many, and a graph for each case.
+        chosen["triton.mix_order_reduction_non_strict_mode"] = True
     return chosen
 
 

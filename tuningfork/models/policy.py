@@ -191,11 +191,9 @@ class Policy:
     def compile(self) -> None:
         """Compile the decoder blocks, one by one: blocks of a kind share their code, so each kind compiles once.
 
-        The number of rows is no constant of a graph, so packs need no padding up to a few static sizes. The compiler
-        may still make a second graph for small packs, whose backward pass it fuses otherwise.
+        The number of rows is no constant of a graph, so packs need no padding up to a few static sizes.
         """
-        # A graph for each kind of block, and one more where a size lets the compiler fuse otherwise; each of them anew
-        # for every activation budget that is tried.
+        # A graph for each kind of block, anew for every activation budget that is tried.
         # private: torch._dynamo.config.recompile_limit
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         # Sizes that happen to be equal, a table's length and its width, say, stay two. Otherwise a graph holds for such

@@ -18,7 +18,7 @@ from tests.models.hf.folders import IDS, edit, refused
 from tests.tiny import CCGQA, one_pack, random_examples, tiny_model, tiny_policy, with_form
 from tuningfork.kernels.ccgqa.plain import PlainCcgqa
 from tuningfork.models.ccgqa.modeling_ccgqa import CcgqaConfig, CcgqaForCausalLM
-from tuningfork.models.hf import ccgqa, digests, layers, own
+from tuningfork.models.hf import digests, layers, own
 from tuningfork.models.hf.export import save
 from tuningfork.models.hf.load import load
 from tuningfork.models.policy import Policy
@@ -62,14 +62,10 @@ def test_transformers_knows_the_family_by_its_type():
         assert type(AutoModelForCausalLM.from_config(config)) is CcgqaForCausalLM
 
 
-def test_its_own_layers_come_back_for_a_while_and_are_not_told_of_packs():
+def test_its_own_layers_are_not_told_of_packs():
     policy = tiny_policy("ccgqa")
-    layer = ccgqa.layers(policy.model)[0]
-    with layers.taken_out(policy.model):
-        assert "forward" not in vars(layer)
-        with pytest.raises(TypeError, match="fork"):
-            policy.hidden_rows(one_pack(EXAMPLES, "prompt"))
-    assert "forward" in vars(layer)
+    with layers.taken_out(policy.model), pytest.raises(TypeError, match="fork"):
+        policy.hidden_rows(one_pack(EXAMPLES, "prompt"))
 
 
 @pytest.fixture(scope="module")

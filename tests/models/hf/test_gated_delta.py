@@ -12,7 +12,7 @@ from tests.tiny import HYBRIDS, one_pack, random_examples, tiny_model, tiny_poli
 from tuningfork.errors import ModelError
 from tuningfork.kernels.causal_conv.plain import Heads, PlainCausalConv
 from tuningfork.kernels.gated_delta.plain import PlainGatedDelta
-from tuningfork.models.hf import gated_delta, layers
+from tuningfork.models.hf import gated_delta
 from tuningfork.models.hf.load import hold_weights
 from tuningfork.models.mixers.gated_delta import PreparedGatedDelta
 from tuningfork.models.policy import Policy
@@ -96,15 +96,6 @@ def test_a_model_may_be_patched_again_and_copied():
         other.model.layers[0].linear_attn.A_log.fill_(1.0)
     assert torch.equal(Policy.plain(model, torch.float32).hidden_rows(batch), first)
     assert not torch.equal(Policy.plain(other, torch.float32).hidden_rows(batch), first)
-
-
-def test_its_own_layers_come_back_for_a_while():
-    model = tiny_model("olmo_hybrid", torch.float32)
-    Policy.plain(model, torch.float32)
-    layer = gated_delta.layers(model)[0]
-    with layers.taken_out(model):
-        assert "forward" not in vars(layer)
-    assert "forward" in vars(layer)
 
 
 @pytest.mark.parametrize(

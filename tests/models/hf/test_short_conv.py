@@ -87,15 +87,6 @@ def test_a_model_may_be_patched_again_and_copied():
     assert not torch.equal(Policy.plain(other, torch.float32).hidden_rows(batch), first)
 
 
-def test_its_own_layers_come_back_for_a_while():
-    model = tiny_model("lfm2", torch.float32)
-    Policy.plain(model, torch.float32)
-    layer = short_conv.layers(model)[0]
-    with layers.taken_out(model):
-        assert "forward" not in vars(layer)
-    assert "forward" in vars(layer)
-
-
 @pytest.mark.parametrize(
     ("keywords", "words"),
     [

@@ -32,7 +32,7 @@ def _transformed(raw, scale, softcap, HAS_CAP: tl.constexpr):
     return z
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["targets"])  # a piece of a pack may begin at any row
 def _forward(
     logits, targets, logps, lses, stride, V, scale, softcap,
     HAS_CAP: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr,
@@ -64,7 +64,7 @@ def _forward(
     tl.store(logps + row, (picked - row_top) - rest)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["targets", "grads"])
 def _backward(
     logits, out, targets, lses, grads, stride, out_stride, V, scale, softcap,
     HAS_CAP: tl.constexpr, BLOCK: tl.constexpr,

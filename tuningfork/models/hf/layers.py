@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,27 +20,42 @@ from tuningfork.models.mixers import attention, ccgqa, gated_delta, short_conv
 _MIXERS = {attention.KEYWORD, ccgqa.KEYWORD, gated_delta.KEYWORD, short_conv.KEYWORD}
 _CACHES = ("cache", "cache_params", "past_key_values")  # in one version of the library or another
 
-_ours: set[Callable[..., Tensor]] = set()
+_theirs: dict[type, type] = {}  # of a class of ours, the one whose place it takes
 
 
 def put(layer: Any, forward: Callable[..., Tensor]) -> None:
-    """Have a layer run `forward(layer, ...)`."""
-    _ours.add(forward)
-    layer.forward = partial(forward, layer)
+    """Have a layer run `forward(layer, ...)`. It may be called again."""
+    layer.__class__ = _kind(class_of(layer), forward)
+
+
+def class_of(layer: Any) -> type:
+    """A layer's class as the library has it."""
+    return _theirs.get(type(layer), type(layer))
+
+
+@cache
+def _kind(theirs: type, forward: Callable[..., Tensor]) -> type:
+    """A class like a library's, name and all, with another forward.
+
+    The compiler takes layers of one class for alike, so that they share a graph. A function bound to one layer is to it
+    another function than that of the next: a graph for each of them.
+    """
+    ours = type(theirs.__name__, (theirs,), {"forward": forward})
+    _theirs[ours] = theirs
+    return ours
 
 
 @contextmanager
 def taken_out(model: nn.Module) -> Iterator[None]:
     """The model with its class's own layers, which know of no pack: for single sequences alone."""
-    forwards = [(module, vars(module).get("forward")) for module in model.modules()]
-    ours = [(layer, forward) for layer, forward in forwards if isinstance(forward, partial) and forward.func in _ours]
+    ours = [(layer, type(layer)) for layer in model.modules() if type(layer) in _theirs]
     for layer, _ in ours:
-        del layer.forward
+        layer.__class__ = class_of(layer)
     try:
         yield
     finally:
-        for layer, forward in ours:
-            layer.forward = forward
+        for layer, kind in ours:
+            layer.__class__ = kind
 
 
 def prepared(layer: Any, keyword: str, what: str, mask: Tensor | None, keywords: dict[str, Any]) -> Any:

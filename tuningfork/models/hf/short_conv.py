@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tuningfork.models.hf.layers import prepared, put
+from tuningfork.models.hf.layers import class_of, prepared, put
 from tuningfork.models.mixers.short_conv import KEYWORD
 
 _KINDS = {"Lfm2ShortConv"}  # private: transformers.Lfm2ShortConv
@@ -35,7 +35,7 @@ def patch(model: nn.Module) -> None:
 
 
 def _told_too_little(block: nn.Module) -> bool:
-    kinds = [type(layer) for layer in block.children() if type(layer).__name__ in _KINDS]
+    kinds = [class_of(layer) for layer in block.children() if type(layer).__name__ in _KINDS]
     return any("kwargs" not in inspect.signature(kind.forward).parameters for kind in kinds)
 
 
