@@ -98,7 +98,7 @@ def _whole(value: Tensor) -> Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
 
 
-CASES = [("FSDP", "granite"), ("HSDP", "llama"), ("DDP", "llama")]  # granite's embedding is its head
+CASES = [("FSDP", "granite"), ("HSDP", "olmo_hybrid"), ("DDP", "lfm2")]  # granite's embedding is its head
 Found = tuple[dict[str, Tensor], list[tuple[float, float]], dict[str, Tensor], Layout]
 
 

@@ -77,7 +77,7 @@ def test_steps_are_those_of_one_process(size: int, layout: str, family: str) -> 
     check_steps(size, family, LAYOUTS[layout], "none")
 
 
-@pytest.mark.parametrize(("family", "activations"), [*zip(HYBRIDS, cycle(["block", "none"]), strict=False)])
+@pytest.mark.parametrize(("family", "activations"), [*zip((*HYBRIDS, "lfm2"), cycle(["block", "none"]), strict=False)])
 def test_steps_of_a_hybrid_model_are_those_of_one_process(family: str, activations: str) -> None:
     check_steps(2, family, LAYOUTS["FSDP"], activations)
 

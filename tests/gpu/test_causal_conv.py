@@ -117,3 +117,10 @@ def test_compiled_it_has_the_same_bits_and_one_graph_for_all_packs(case, form):
         assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
         gradients = (torch.autograd.grad(out, leaves, upstream) for out in (expected, found))
         assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_a_pack_may_have_more_segments_than_a_grid_has_rows(form):
+    """A grid of programs is 2^31 long, but 65,535 wide and deep."""
+    check_error_and_repeat(
+        form, one_pack(random_examples([(1, (1, 1))] * 11_000), "prompt"), CASES[3], torch.float32, "cuda"
+    )

@@ -193,8 +193,9 @@ def conv_gradient_of_edges(
     WIDTH: tl.constexpr, REACH: tl.constexpr, LANES: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """d_x [rows, channels], of an edge: from all rows that read it, in their order."""
-    columns, inside = _columns(channels, LANES, LANES)
-    edge = edges + 3 * tl.program_id(1)
+    columns = tl.program_id(1) * LANES + tl.arange(0, LANES)
+    inside = columns < channels
+    edge = edges + 3 * tl.program_id(0)
     row, begin, end = tl.load(edge), tl.load(edge + 1), tl.load(edge + 2)
     if begin >= end:
         return

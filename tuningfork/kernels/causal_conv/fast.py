@@ -157,7 +157,7 @@ def _conv_backward(
         d_convolved, taps, sources, d_x, rows, channels, channels,
         WIDTH=width, REACH=_REACH, LANES=_LANES, ROWS=its_rows, num_warps=_WARPS,
     )  # fmt: skip
-    kernels.conv_gradient_of_edges[(triton.cdiv(channels, _EDGE["LANES"]), len(edges))](
+    kernels.conv_gradient_of_edges[(len(edges), triton.cdiv(channels, _EDGE["LANES"]))](
         d_convolved, taps, edges, readers, d_x, channels, channels, WIDTH=width, REACH=_REACH, **_EDGE
     )  # fmt: skip
     return d_x, sums.sum(0)
