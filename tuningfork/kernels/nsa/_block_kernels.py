@@ -159,8 +159,10 @@ def nsa_block_gradients(
     lines = tl.arange(0, LINES)
     member = lines % GROUP
     heads = groups * GROUP
-    acc_k = tl.zeros([KEYS, KEY_LANES], tl.float32)
-    acc_v = tl.zeros([KEYS, VALUE_LANES], tl.float32)
+    # Sums over readers are transposed, [width, KEYS]: what is transposed in a product is what was loaded. Of a product's
+    # result Hopper's compiler gets dot(trans(result), y) wrong.
+    acc_k = tl.zeros([KEY_LANES, KEYS], tl.float32)
+    acc_v = tl.zeros([VALUE_LANES, KEYS], tl.float32)
     full = lines < ROWS * GROUP
     reader = begin + lines // GROUP
     place = tl.load(order + reader, mask=full & (reader < stop), other=0)
@@ -176,22 +178,21 @@ def nsa_block_gradients(
         d_out = load_rows(grad, row * heads + head, reads, VALUE, values, VALUE)
         top = tl.load(lse + row * heads + head, mask=reads, other=0.0)
         weighted = tl.load(delta + row * heads + head, mask=reads, other=0.0)
-        products = tl.dot(key, tl.trans(query), input_precision=PRECISION)  # transposed, as all here
-        weights = tl.exp2(tl.fma(products, unit, -top[None, :]))
-        weights = tl.where(live[:, None] & (positions[:, None] <= position[None, :]), weights, 0.0)
-        acc_v = tl.dot(weights.to(d_out.dtype), d_out, acc_v, input_precision=PRECISION)
-        d_weights = tl.dot(value, tl.trans(d_out), input_precision=PRECISION)
-        d_scores = (weights * (d_weights - weighted[None, :])).to(query.dtype)
-        acc_k = tl.dot(d_scores, query, acc_k, input_precision=PRECISION)
-        # Keys are what is transposed: of a product's result Hopper's compiler gets dot(trans(result), y) wrong.
-        given = tl.dot(tl.trans(key), d_scores, input_precision=PRECISION)
-        inside = reads[None, :] & (keys < KEY)[:, None]
-        tl.store(partial + slots[None, :] * KEY + keys[:, None], given, mask=inside)
+        products = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+        weights = tl.exp2(tl.fma(products, unit, -top[:, None]))
+        weights = tl.where(live[None, :] & (positions[None, :] <= position[:, None]), weights, 0.0)
+        acc_v = tl.dot(tl.trans(d_out), weights.to(d_out.dtype), acc_v, input_precision=PRECISION)
+        d_weights = tl.dot(d_out, tl.trans(value), input_precision=PRECISION)
+        d_scores = (weights * (d_weights - weighted[:, None])).to(query.dtype)
+        acc_k = tl.dot(tl.trans(query), d_scores, acc_k, input_precision=PRECISION)
+        given = tl.dot(d_scores, key, input_precision=PRECISION)
+        inside = reads[:, None] & (keys < KEY)[None, :]
+        tl.store(partial + slots[:, None] * KEY + keys[None, :], given, mask=inside)
     number = slice * KEYS + tl.arange(0, KEYS)
-    places = (tl.load(part + 3).to(tl.int64) * SELECT + number)[:, None]
-    inside = (number < SELECT)[:, None]
-    _add(partial_k + places * KEY + keys[None, :], acc_k * scale, inside & (keys < KEY)[None, :])
-    _add(partial_v + places * VALUE + values[None, :], acc_v, inside & (values < VALUE)[None, :])
+    places = (tl.load(part + 3).to(tl.int64) * SELECT + number)[None, :]
+    inside = (number < SELECT)[None, :]
+    _add(partial_k + places * KEY + keys[:, None], acc_k * scale, inside & (keys < KEY)[:, None])
+    _add(partial_v + places * VALUE + values[:, None], acc_v, inside & (values < VALUE)[:, None])
 
 
 @triton.jit
