@@ -13,7 +13,7 @@ attention and FlexAttention, for the same heads; values are padded where a kerne
 
 The step from blocks to rows: a loop in Python over sequences, rows and groups that sorts a row's blocks and joins them
 to ranges of positions (`ranges`), on a CPU; and what stands for it here: `lists_ms` turns blocks into what attention
-reads, and `readers_ms` turns these about, for the backward pass.
+reads, and `readers_ms` turns these about: which rows read a block.
 
     loop_ms         of the loop
     times           loop_ms / lists_ms
@@ -299,7 +299,8 @@ def index_line(name: str, repeats: int) -> dict[str, Any]:
     line["loop_ms"] = round(1e3 * (time.perf_counter() - begun), 3)
     if where.type != "cuda":
         return {**line, "note": "the rest needs a GPU"}
-    from tuningfork.kernels.nsa._selected import lists_of, readers_of
+    from tuningfork.kernels.nsa._readers import Readers
+    from tuningfork.kernels.nsa._selected import lists_of
     from tuningfork.kernels.nsa.fast import TritonNsa
 
     examples = [example.alone()[0] for example in random_pairs([(0, length, 1)] * sequences, vocabulary=1000)]
@@ -307,9 +308,9 @@ def index_line(name: str, repeats: int) -> dict[str, Any]:
     op = TritonNsa.prepare(lay(examples, forest, len(chosen)).to(where).layout, Grid(size, size, size))
     tables = [op.segments, op.steps, op.seams, op.position_of_row, *op.pieces]
     chosen = chosen.to(where)
-    lists, none = lists_of(tables, chosen), len(op.pieces.rows) * groups
+    lists, pieces = lists_of(tables, chosen), len(op.pieces.rows)
     line["lists_ms"] = timed(lambda: lists_of(tables, chosen), where, repeats, 1)
-    line["readers_ms"] = timed(lambda: readers_of(lists, none), where, repeats, 1)
+    line["readers_ms"] = timed(lambda: Readers.of(lists, pieces, len(lists), 1024), where, repeats, 1)
     return {**line, "times": round(line["loop_ms"] / line["lists_ms"], 1)}
 
 

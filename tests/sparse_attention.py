@@ -173,11 +173,41 @@ def check_error_and_repeat(kind: Any, batch: PackedBatch, sizes: Sizes, dtype: t
     (ours, own), (again, own_again) = (attended(form, batch, numbers, sizes, dtype) for _ in range(2))
     assert torch.equal(own, own_again)
     for place, (name, o, a, t) in enumerate(zip(NAMES, ours, again, truth, strict=True)):
-        assert torch.isfinite(o).all(), f"{name}: not every element was written"
-        bound = 1e-5 if dtype == torch.float32 else (1.3 if place == 0 else 2.6) * torch.finfo(dtype).eps
-        error = ((o.double() - t).norm() / t.norm()).item()
-        assert error <= bound, f"{name}: {error:.1e}"
+        check_error(name, o, t, dtype, gradient=place > 0)
         assert torch.equal(o, a), f"{name}: another run has other bits"
+
+
+def selected_alone(
+    kind: Any, batch: PackedBatch, sizes: Sizes, dtype: torch.dtype, chosen: torch.Tensor, rounded: torch.dtype
+) -> list[torch.Tensor]:
+    """Selected attention of given choices: out, and the gradients of query, key and value of a random sum."""
+    device, numbers = batch.layout.position_of_row.device, Known().rows(batch.to(torch.device("cpu")))
+    op = kind.prepare(batch.layout, sizes.grid)
+    leaves = [t.to(device, dtype).requires_grad_() for t in random_inputs(numbers, sizes, rounded)[3:]]
+    out = op.selected(*leaves, chosen, scale=sizes.scale)
+    upstream = normal(numbers, sizes.heads, sizes.value_width, seed=9).to(rounded).to(device, dtype)
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
+
+
+def check_selected(kind: Any, batch: PackedBatch, sizes: Sizes, dtype: torch.dtype) -> list[torch.Tensor]:
+    """As check_error_and_repeat, of `selected_alone`, which is handed on."""
+    numbers = Known().rows(batch.to(torch.device("cpu")))
+    given = [t.to(batch.layout.position_of_row.device, torch.float64) for t in random_inputs(numbers, sizes, dtype)]
+    _, chosen = Form(PlainNsa, batch.layout).read(given, sizes)
+    truth = selected_alone(PlainNsa, batch, sizes, torch.float64, chosen, rounded=dtype)
+    ours, again = (selected_alone(kind, batch, sizes, dtype, chosen, rounded=dtype) for _ in range(2))
+    for place, (o, a, t) in enumerate(zip(ours, again, truth, strict=True)):
+        check_error(("out", *NAMES[4:])[place], o, t, dtype, gradient=place > 0)
+        assert torch.equal(o, a), "another run has other bits"
+    return ours
+
+
+def check_error(name: str, ours: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype, gradient: bool) -> None:
+    """See check_error_and_repeat."""
+    assert torch.isfinite(ours).all(), f"{name}: not every element was written"
+    bound = 1e-5 if dtype == torch.float32 else (2.6 if gradient else 1.3) * torch.finfo(dtype).eps
+    error = ((ours.double() - truth).norm() / truth.norm()).item()
+    assert error <= bound, f"{name}: {error:.1e}"
 
 
 def check_choices(kind: Any, batch: PackedBatch, sizes: Sizes, dtype: torch.dtype) -> None:

@@ -13,6 +13,7 @@ from tests.sparse_attention import (
     check_choices,
     check_error_and_repeat,
     check_paths_decide_bits,
+    check_selected,
     random_inputs,
 )
 from tests.tiny import one_pack, random_examples
@@ -41,6 +42,14 @@ def fast() -> type:
     return TritonNsa
 
 
+@pytest.fixture(params=["by row", "by block"])
+def form(request, monkeypatch) -> str:
+    """Selected attention takes this form, whatever the sizes."""
+    monkeypatch.setattr("tuningfork.kernels.nsa.fast.HEADS_BY_ROW", 0 if request.param == "by row" else 1000)
+    monkeypatch.setattr("tuningfork.kernels.nsa.fast.WIDEST_BY_BLOCK", 1000)
+    return request.param
+
+
 @pytest.mark.parametrize("share", ["tree", "none"])
 @sizes
 @dtypes
@@ -48,6 +57,26 @@ def test_the_error_is_what_the_dtype_allows_and_bits_repeat(dtype, sizes, share,
     batch = laid(random_forest(3, depth=6), share).to(DEVICE)
     check_error_and_repeat(fast, batch, sizes, dtype, mean=share == "none")
     check_choices(fast, batch, sizes, dtype)
+
+
+@sizes
+@dtypes
+def test_selected_attention_has_its_error_in_both_forms(dtype, sizes, form, fast):
+    check_selected(fast, laid(random_forest(3, depth=6), "tree").to(DEVICE), sizes, dtype)
+    check_selected(fast, laid(stem_of_many(2000, 30), "prompt").to(DEVICE), sizes, dtype)
+
+
+@sizes
+@dtypes
+def test_launches_and_parts_do_not_touch_what_a_row_has(dtype, sizes, fast, monkeypatch):
+    monkeypatch.setattr("tuningfork.kernels.nsa.fast.HEADS_BY_ROW", 1000)
+    monkeypatch.setattr("tuningfork.kernels.nsa.fast.WIDEST_BY_BLOCK", 1000)
+    batch = laid(random_forest(3, depth=6), "tree").to(DEVICE)
+    whole = check_selected(fast, batch, sizes, dtype)
+    monkeypatch.setattr("tuningfork.kernels.nsa._by_block._HELD", 1)  # 64 rows
+    monkeypatch.setattr("tuningfork.kernels.nsa._by_block._PART", 5)
+    parts = check_selected(fast, batch, sizes, dtype)
+    assert torch.equal(whole[0], parts[0]) and torch.equal(whole[1], parts[1])
 
 
 @dtypes
@@ -79,12 +108,12 @@ def test_a_prompt_that_many_answers_go_on_from(dtype, fast):
 @pytest.mark.parametrize("seed", range(2))
 @sizes
 @dtypes
-def test_a_row_has_the_same_bits_wherever_its_path_is_cut_and_whatever_lies_beside_it(dtype, sizes, seed, fast):
+def test_a_row_has_the_same_bits_wherever_its_path_is_cut_and_whatever_lies_beside_it(dtype, sizes, seed, form, fast):
     check_paths_decide_bits(fast, [batch.to(DEVICE) for batch in ways_to_lie(seed)], sizes, dtype)
 
 
 @dtypes
-def test_long_paths_cut_often_have_the_bits_of_uncut_ones(dtype, fast):
+def test_long_paths_cut_often_have_the_bits_of_uncut_ones(dtype, form, fast):
     examples = random_forest(7, roots=1, depth=60, longest=3000)[:24]
     packs = [laid(examples, "tree").to(DEVICE), *(laid([example], "none").to(DEVICE) for example in examples[::6])]
     check_paths_decide_bits(fast, packs, SIZES[0], dtype)
@@ -116,7 +145,7 @@ def test_rows_may_lie_with_any_stride(dtype, fast):
         assert torch.equal(one, other)
 
 
-def test_neither_preparing_nor_attending_waits_for_the_device(fast):
+def test_neither_preparing_nor_attending_waits_for_the_device(form, fast):
     batch = laid(random_forest(1), "tree")
     given = [t.to(DEVICE).requires_grad_() for t in random_inputs(Known().rows(batch), SIZES[0], torch.bfloat16)]
     layout = batch.to(DEVICE).layout
@@ -132,12 +161,13 @@ def test_neither_preparing_nor_attending_waits_for_the_device(fast):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_kernels_are_compiled_once_for_all_packs(fast):
+def test_kernels_are_compiled_once_for_all_packs(form, fast):
     """Of one size: what counts rows, parts or tiles of a pack is no constant of theirs."""
-    from tuningfork.kernels.nsa import _compressed_kernels, _selected_kernels, _sum_kernels
+    from tuningfork.kernels import nsa
 
     def compiled() -> int:
-        kernels = [k for m in (_compressed_kernels, _selected_kernels, _sum_kernels) for k in vars(m).values()]
+        modules = [module for name, module in vars(nsa).items() if name.endswith("_kernels")]
+        kernels = [k for module in modules for k in vars(module).values()]
         caches = [k.device_caches for k in kernels if hasattr(k, "device_caches")]
         return sum(len(of_device[0]) for cache in caches for of_device in cache.values())
 
@@ -151,7 +181,7 @@ def test_kernels_are_compiled_once_for_all_packs(fast):
 
 
 @torch.fx.experimental._config.patch(use_duck_shape=False)  # as models are compiled: tables have sizes of their own
-def test_compiled_it_has_the_same_bits_and_one_graph_for_all_packs(fast):
+def test_compiled_it_has_the_same_bits_and_one_graph_for_all_packs(form, fast):
     def layer(form, cq, ck, cv, q, k, v):
         keys, values = form.mean(ck * 0.5), form.blocks(cv).sum(1)
         out, chosen = form.compressed(cq, keys, values, scale=0.125, choice=FEW)

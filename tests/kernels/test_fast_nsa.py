@@ -24,10 +24,12 @@ from tests.sparse_attention import (
     check_choices,
     check_error_and_repeat,
     check_paths_decide_bits,
+    check_selected,
     random_inputs,
 )
 from tests.tiny import one_pack, random_examples
 from tuningfork.kernels.nsa._blocks import Blocks
+from tuningfork.kernels.nsa._readers import Readers
 from tuningfork.kernels.nsa._tables import Entries, Pieces
 from tuningfork.kernels.nsa.plain import Choice, Grid
 from tuningfork.records import GRID
@@ -59,12 +61,39 @@ def fast() -> Iterator[type]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture(params=["by row", "by block"])
+def form(request, monkeypatch) -> str:
+    """Selected attention takes this form, whatever the sizes."""
+    monkeypatch.setattr("tuningfork.kernels.nsa.fast.HEADS_BY_ROW", 0 if request.param == "by row" else 1000)
+    monkeypatch.setattr("tuningfork.kernels.nsa.fast.WIDEST_BY_BLOCK", 1000)
+    return request.param
+
+
 @interpreted
 @pytest.mark.parametrize("sizes", [SMALL, *CASES.values()], ids=["two", *CASES])
 def test_a_small_tree_has_its_error_and_repeats(sizes, fast):
     batch = laid(random_forest(1, depth=4, longest=110, most=6), "tree")
     check_error_and_repeat(fast, batch, sizes, torch.float32)
     check_choices(fast, batch, sizes, torch.float32)
+
+
+@interpreted
+@pytest.mark.parametrize("sizes", [SMALL, *CASES.values()], ids=["two", *CASES])
+def test_selected_attention_has_its_error_in_both_forms(sizes, form, fast, monkeypatch):
+    batch = laid(random_forest(1, depth=4, longest=110, most=6), "tree")
+    check_selected(fast, batch, sizes, torch.float32)
+    check_selected(fast, one_pack(random_examples([(60, (50, 7))]), "prompt", tokens=128), sizes, torch.float16)
+
+
+@interpreted
+@pytest.mark.parametrize("sizes", [SMALL, CASES["six, no overlap"], CASES["blocks of two steps"]])
+def test_launches_and_parts_do_not_touch_what_a_row_has(sizes, fast, monkeypatch):
+    batch = laid(random_forest(1, depth=4, longest=110, most=6), "tree")
+    whole = check_selected(fast, batch, sizes, torch.float32)
+    monkeypatch.setattr("tuningfork.kernels.nsa._by_block._HELD", 1)  # 64 rows
+    monkeypatch.setattr("tuningfork.kernels.nsa._by_block._PART", 5)
+    parts = check_selected(fast, batch, sizes, torch.float32)
+    assert torch.equal(whole[0], parts[0]) and torch.equal(whole[1], parts[1])
 
 
 @interpreted
@@ -83,7 +112,7 @@ def test_documents_of_a_few_rows(fast):
 
 
 @interpreted
-def test_a_row_has_the_same_bits_wherever_its_path_is_cut(fast):
+def test_a_row_has_the_same_bits_wherever_its_path_is_cut(form, fast):
     examples = random_forest(1, depth=4, longest=150, most=5)
     check_paths_decide_bits(fast, [laid(examples, share) for share in ("tree", "none")], SMALL, torch.float32)
 
@@ -179,3 +208,32 @@ def test_tables_say_where_the_entries_and_the_chosen_blocks_of_a_path_lie(grid, 
             assert rows[piece][: len(its_rows)] == its_rows.tolist()
             base = table[piece][1]
             assert base < 0 or its_rows.tolist() == list(range(base, base + len(its_rows)))
+
+
+@pytest.mark.parametrize(("rows", "chunk", "most"), [(100, 100, 1000), (100, 64, 7), (130, 64, 1), (64, 64, 3)])
+def test_readers_of_a_piece_are_cut_into_parts_of_one_launch_each(rows, chunk, most):
+    pieces, groups, count = 9, 2, 4
+    numbers = torch.rand(rows, groups, pieces, generator=torch.Generator().manual_seed(rows + most)).argsort(2)
+    numbers[:, :, 0] = 0  # all read the first piece, and none the last
+    listed = torch.where(numbers[:, :, :count] < pieces - 1, numbers[:, :, :count], pieces)  # the last: there is none
+    listed = torch.where(listed < pieces, listed * groups + torch.arange(groups)[:, None], pieces * groups).int()
+    found = Readers.of(listed, pieces, chunk, most)
+    of_piece: dict[int, list[int]] = {}
+    used: dict[int, list[tuple[int, int]]] = {}
+    for launch in range(len(found.launches) - 1):
+        for part in range(found.launches[launch], found.launches[launch + 1]):
+            piece, begin, end, slot = found.parts[part].tolist()
+            places = found.order[begin:end].tolist()
+            assert 0 < len(places) <= most
+            for place in places:
+                assert listed.flatten()[place] == piece
+                row, group = place // (groups * count), place // count % groups
+                assert row // chunk * groups + group == launch
+            of_piece.setdefault(piece, []).extend(places)
+            assert found.slot_starts[piece] <= slot < found.slot_starts[piece + 1]
+            used.setdefault(slot, []).append((launch, begin))
+    for piece in range(pieces * groups):
+        assert of_piece.get(piece, []) == (listed.flatten() == piece).nonzero()[:, 0].tolist()
+    assert sorted(used) == list(range(int(found.slot_starts[-1])))
+    assert all(len({launch for launch, _ in of_slot}) == len(of_slot) for of_slot in used.values())
+    assert (found.parts[int(found.launches[-1]) :, 2] == 0).all()

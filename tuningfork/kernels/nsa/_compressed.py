@@ -1,5 +1,6 @@
 # mypy: disable-error-code=no-untyped-def
-"""Compressed attention, and the choice of blocks, as an op of a GPU: launches `_compressed_kernels.py`."""
+"""Compressed attention, and the choice of blocks, as an op of a GPU: launches
+`_compressed_kernels.py` and `_choice_kernels.py`."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import triton
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula  # private: torch.utils.flop_counter
 
+from tuningfork.kernels.nsa import _choice_kernels as choice_kernels
 from tuningfork.kernels.nsa import _compressed_kernels as kernels
 from tuningfork.kernels.nsa._launch import LOG2_E, Config, config_of, empty_like, readable, strides, sum_parts, widths
 from tuningfork.kernels.nsa._tables import TABLE_TILE, Entries
@@ -67,12 +69,12 @@ def attend_compressed(
     lanes = triton.next_power_of_2(row_scores)
     for first in range(0, len(entries.query_tiles), at_once):
         tiles = min(at_once, len(entries.query_tiles) - first)
-        kernels.nsa_scores[(triton.cdiv(row_scores, blocks), groups, tiles * parts)](
+        choice_kernels.nsa_scores[(triton.cdiv(row_scores, blocks), groups, tiles * parts)](
             q, k, lse, scores, carried, *where, *strides(q, k), rows, unit, first, row_scores,
             LENGTH=length, STRIDE=stride, BLOCKS=blocks, PLACES=places, **scoring, **choosing,
             num_warps=config.warps, num_stages=max(2, config.stages),
         )  # fmt: skip
-        kernels.nsa_choose[(tiles * TABLE_TILE, groups)](
+        choice_kernels.nsa_choose[(tiles * TABLE_TILE, groups)](
             scores, carried, chosen, *where[:2], first, row_scores, INITIAL=initial, LOCAL=local, LANES=lanes,
             COUNT_LANES=triton.next_power_of_2(count), **choosing, num_warps=1 if lanes <= 2048 else 4,
         )  # fmt: skip

@@ -1,5 +1,5 @@
 # mypy: disable-error-code=no-untyped-def
-"""The Triton kernels of compressed attention, and of the choice of blocks; fast.py says how they work.
+"""The Triton kernels of compressed attention; fast.py says how they work.
 
 The tables are `_tables.Entries`; `segments` those of records.ForkLayout, `entry_segments` and `steps`, `seams` the ones
 of entries. q, k and v are [rows or entries, heads, width] with any stride of both; out, its gradient and that of q are
@@ -42,14 +42,14 @@ def path_places(steps, seams, start, above, places):
 
 
 @triton.jit
-def _complete(positions, LENGTH: tl.constexpr, STRIDE: tl.constexpr):
+def complete(positions, LENGTH: tl.constexpr, STRIDE: tl.constexpr):
     """Blocks that are complete at some positions."""
     behind = positions + 1 - LENGTH
     return tl.where(behind >= 0, behind // STRIDE + 1, 0)
 
 
 @triton.jit
-def _tile(tiles, segments, entry_segments, program, TILE: tl.constexpr, TABLE_TILE: tl.constexpr):
+def tile_of(tiles, segments, entry_segments, program, TILE: tl.constexpr, TABLE_TILE: tl.constexpr):
     """A tile of queries: its first row, its segment's end, the first row's position; and of the segment's entries the
     first, how many its ancestors have, and where their steps begin."""
     tile = tiles + 2 * (program // (TABLE_TILE // TILE))
@@ -101,7 +101,7 @@ def nsa_compressed_forward(
     """A tile of one head. A row that sees nothing has zeros, and a log-sum-exp of 0."""
     head = tl.program_id(0)
     heads = tl.num_programs(0)
-    first, end, position, own, above, steps_start = _tile(
+    first, end, position, own, above, steps_start = tile_of(
         tiles, segments, entry_segments, tl.program_id(1), TILE, TABLE_TILE
     )
     if first >= end:
@@ -114,9 +114,9 @@ def nsa_compressed_forward(
     k += (head // GROUP) * head_k
     v += (head // GROUP) * head_v
     steps += steps_start
-    visible = _complete(position + tl.arange(0, TILE), LENGTH, STRIDE)
-    most = _complete(position + tl.minimum(TILE, end - first) - 1, LENGTH, STRIDE)
-    level = _complete(position, LENGTH, STRIDE) // STEP * STEP  # from here on a row may not see all
+    visible = complete(position + tl.arange(0, TILE), LENGTH, STRIDE)
+    most = complete(position + tl.minimum(TILE, end - first) - 1, LENGTH, STRIDE)
+    level = complete(position, LENGTH, STRIDE) // STEP * STEP  # from here on a row may not see all
     acc = tl.zeros([TILE, VALUE_LANES], tl.float32)
     top = tl.full([TILE], float("-inf"), tl.float32)
     total = tl.zeros([TILE], tl.float32)
@@ -173,7 +173,7 @@ def nsa_compressed_query_gradient(
     """And delta, what the softmax takes off every score's gradient: the sum of out * grad over a head's width."""
     head = tl.program_id(0)
     heads = tl.num_programs(0)
-    first, end, position, own, above, steps_start = _tile(
+    first, end, position, own, above, steps_start = tile_of(
         tiles, segments, entry_segments, tl.program_id(1), TILE, TABLE_TILE
     )
     if first >= end:
@@ -191,9 +191,9 @@ def nsa_compressed_query_gradient(
     k += (head // GROUP) * head_k
     v += (head // GROUP) * head_v
     steps += steps_start
-    visible = _complete(position + tl.arange(0, TILE), LENGTH, STRIDE)
-    most = _complete(position + tl.minimum(TILE, end - first) - 1, LENGTH, STRIDE)
-    level = _complete(position, LENGTH, STRIDE) // STEP * STEP
+    visible = complete(position + tl.arange(0, TILE), LENGTH, STRIDE)
+    most = complete(position + tl.minimum(TILE, end - first) - 1, LENGTH, STRIDE)
+    level = complete(position, LENGTH, STRIDE) // STEP * STEP
     state = tl.zeros([TILE, KEY_LANES], tl.float32), path_places(steps, seams, own, above, tl.arange(0, STEP))
     state = _query_gradient_of_entries(
         state, query, d_out, top, weighted, k, v, steps, seams, own, above, visible, 0, level, most, stride_k, stride_v,
@@ -205,6 +205,32 @@ def nsa_compressed_query_gradient(
     )  # fmt: skip
     places = (rows.to(tl.int64)[:, None] * heads + head) * KEY + keys[None, :]
     tl.store(d_q + places, (acc * scale).to(d_q.dtype.element_ty), mask=live[:, None] & (keys < KEY)[None, :])
+
+
+@triton.jit
+def _key_gradient_of_readers(
+    state, key, value, last_rows, q, grad, lse, delta, begin, stop, end, stride_q, stride_grad, unit, keys, values,
+    MASKED: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Rows begin .. stop of one head, of which those from `end` on are none: they give nothing, for all of theirs is
+    zero. Not MASKED, the others see all entries."""
+    acc_k, acc_v = state
+    for row in range(begin, stop, STEP):
+        rows = row + tl.arange(0, STEP)
+        reads = rows < end
+        query = load_rows(q, rows, reads, stride_q, keys, KEY)
+        d_out = load_rows(grad, rows, reads, stride_grad, values, VALUE)
+        top = tl.load(lse + rows, mask=reads, other=0.0)
+        weighted = tl.load(delta + rows, mask=reads, other=0.0)
+        products = tl.dot(key, tl.trans(query), input_precision=PRECISION)  # transposed, as all here
+        weights = tl.exp2(tl.fma(products, unit, -top[None, :]))
+        if MASKED:
+            weights = tl.where(rows[None, :] >= last_rows[:, None], weights, 0.0)
+        acc_v = tl.dot(weights.to(d_out.dtype), d_out, acc_v, input_precision=PRECISION)
+        d_weights = tl.dot(value, tl.trans(d_out), input_precision=PRECISION)
+        d_scores = weights * (d_weights - weighted[None, :])
+        acc_k = tl.dot(d_scores.to(query.dtype), query, acc_k, input_precision=PRECISION)
+    return acc_k, acc_v
 
 
 @triton.jit(do_not_specialize=["rows_total"])
@@ -233,9 +259,10 @@ def nsa_compressed_key_gradient(
     live = entries < entries_end
     key = load_rows(k + group * head_k, entries, live, stride_k, keys, KEY)
     value = load_rows(v + group * head_v, entries, live, stride_v, values, VALUE)
-    last_rows = tl.load(entry_rows + entries * LENGTH + (LENGTH - 1), mask=live, other=2147483647)
-    acc_k = tl.zeros([TILE, KEY_LANES], tl.float32)
-    acc_v = tl.zeros([TILE, VALUE_LANES], tl.float32)
+    last_rows = tl.load(entry_rows + entries * LENGTH + (LENGTH - 1), mask=live, other=0)
+    unseen = tl.maximum(tl.max(last_rows, 0) - begin, 0)  # rows that do not see all entries
+    level = tl.minimum(begin + (unseen + STEP - 1) // STEP * STEP, end)
+    state = tl.zeros([TILE, KEY_LANES], tl.float32), tl.zeros([TILE, VALUE_LANES], tl.float32)
     stride_grad = groups * GROUP * VALUE
     for member in range(GROUP):
         head = group * GROUP + member
@@ -243,143 +270,15 @@ def nsa_compressed_key_gradient(
         grad_head = grad + head * VALUE
         lse_head = lse + head * rows_total
         delta_head = delta + head * rows_total
-        for row in range(begin, end, STEP):
-            rows = row + tl.arange(0, STEP)
-            reads = rows < end
-            query = load_rows(q_head, rows, reads, stride_q, keys, KEY)
-            d_out = load_rows(grad_head, rows, reads, stride_grad, values, VALUE)
-            top = tl.load(lse_head + rows, mask=reads, other=0.0)
-            weighted = tl.load(delta_head + rows, mask=reads, other=0.0)
-            products = tl.dot(key, tl.trans(query), input_precision=PRECISION)  # transposed, as all here
-            weights = tl.exp2(tl.fma(products, unit, -top[None, :]))
-            weights = tl.where(reads[None, :] & (rows[None, :] >= last_rows[:, None]), weights, 0.0)
-            acc_v = tl.dot(weights.to(d_out.dtype), d_out, acc_v, input_precision=PRECISION)
-            d_weights = tl.dot(value, tl.trans(d_out), input_precision=PRECISION)
-            d_scores = weights * (d_weights - weighted[None, :])
-            acc_k = tl.dot(d_scores.to(query.dtype), query, acc_k, input_precision=PRECISION)
+        state = _key_gradient_of_readers(
+            state, key, value, last_rows, q_head, grad_head, lse_head, delta_head, begin, level, end, stride_q,
+            stride_grad, unit, keys, values, True, KEY, VALUE, STEP, PRECISION,
+        )  # fmt: skip
+        state = _key_gradient_of_readers(
+            state, key, value, last_rows, q_head, grad_head, lse_head, delta_head, level, end, end, stride_q,
+            stride_grad, unit, keys, values, False, KEY, VALUE, STEP, PRECISION,
+        )  # fmt: skip
+    acc_k, acc_v = state
     slots = (number.to(tl.int64) * groups + group) * TABLE_TILE + offset + tl.arange(0, TILE)
     tl.store(partial_k + slots[:, None] * KEY + keys[None, :], acc_k * scale, mask=(keys < KEY)[None, :])
     tl.store(partial_v + slots[:, None] * VALUE + values[None, :], acc_v, mask=(values < VALUE)[None, :])
-
-
-# --- the choice of blocks ---------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _times(place, STRIDES: tl.constexpr, PER_BLOCK: tl.constexpr):
-    """How many strides of an entry lie in a block, `place` entries behind whose first the entry is."""
-    most = tl.minimum(place + STRIDES, PER_BLOCK - place)
-    return tl.maximum(tl.minimum(most, STRIDES if STRIDES < PER_BLOCK else PER_BLOCK), 0).to(tl.float32)
-
-
-@triton.jit(do_not_specialize=["rows_total", "first_tile", "row_scores"])
-def nsa_scores(
-    q, k, lse, scores, carried, tiles, segments, entry_segments, steps, seams,
-    stride_q, head_q, stride_k, head_k, rows_total, unit, first_tile, row_scores,
-    LENGTH: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr,
-    KEY: tl.constexpr, KEY_LANES: tl.constexpr, TILE: tl.constexpr, BLOCKS: tl.constexpr, PLACES: tl.constexpr,
-    PRECISION: tl.constexpr, TABLE_TILE: tl.constexpr,
-):  # fmt: skip
-    """How much weight some blocks have from the entries that begin in them, by group; the heads' in order.
-
-    Of an entry some strides may lie in the next block: these are `carried` there. Both are float32 [rows of the chunk's
-    tiles, groups, row_scores]. Nothing is written for tiles in which no row has a choice, nor for blocks that are yet
-    to come.
-    """
-    block = tl.program_id(0) * BLOCKS
-    group = tl.program_id(1)
-    groups = tl.num_programs(1)
-    program = tl.program_id(2)
-    first, end, position, own, above, steps_start = _tile(
-        tiles + 2 * first_tile, segments, entry_segments, program, TILE, TABLE_TILE
-    )
-    latest = position + tl.minimum(TILE, end - first) - 1
-    if (first >= end) | (latest // SELECT < COUNT) | (block > latest // SELECT):
-        return
-    PER_BLOCK: tl.constexpr = SELECT // STRIDE
-    keys = tl.arange(0, KEY_LANES)
-    rows = first + tl.arange(0, TILE)
-    live = rows < end
-    lanes = tl.arange(0, BLOCKS * PLACES)
-    numbers = (block + lanes // PLACES) * PER_BLOCK + lanes % PLACES
-    visible = _complete(position + tl.arange(0, TILE), LENGTH, STRIDE)
-    there = (lanes % PLACES < PER_BLOCK) & (numbers < _complete(latest, LENGTH, STRIDE))
-    seen = there[None, :] & (numbers[None, :] < visible[:, None])
-    entries = path_places(steps + steps_start, seams, own, above, tl.where(there, numbers, 0))
-    key = load_rows(k + group * head_k, entries, there, stride_k, keys, KEY)
-    weights = tl.zeros([TILE, BLOCKS * PLACES], tl.float32)
-    for member in range(GROUP):
-        head = group * GROUP + member
-        query = load_rows(q + head * head_q, rows, live, stride_q, keys, KEY)
-        top = tl.load(lse + head * rows_total + rows, mask=live, other=0.0)
-        products = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-        weights += tl.where(seen, tl.exp2(tl.fma(products, unit, -top[:, None])), 0.0)
-    of_blocks = tl.reshape(weights, [TILE, BLOCKS, PLACES])
-    place = tl.arange(0, PLACES)
-    own_times = tl.where(place < PER_BLOCK, _times(place, LENGTH // STRIDE, PER_BLOCK), 0.0)
-    next_times = tl.where(place < PER_BLOCK, _times(place - PER_BLOCK, LENGTH // STRIDE, PER_BLOCK), 0.0)
-    own_sum = tl.sum(of_blocks * own_times[None, None, :], 2)
-    next_sum = tl.sum(of_blocks * next_times[None, None, :], 2)
-    slots = (program * TILE + tl.arange(0, TILE)).to(tl.int64) * groups + group
-    blocks = block + tl.arange(0, BLOCKS)
-    places = slots[:, None] * row_scores + blocks[None, :]
-    inside = live[:, None] & (blocks < row_scores)[None, :]
-    tl.store(scores + places, own_sum, mask=inside)
-    tl.store(carried + places + 1, next_sum, mask=inside & (blocks + 1 < row_scores)[None, :])
-
-
-@triton.jit
-def _choose(
-    scores, carried, chosen, own,
-    COUNT: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    """The best COUNT of blocks 0 .. own, more than COUNT, from low to high.
-
-    A block's key is its score's bits, which are in order since no score is negative, then its number from behind: no
-    two are equal, and of two with the same score the lower one is the larger.
-    """
-    block = tl.arange(0, LANES)
-    there = block <= own
-    score = tl.load(scores + block, mask=there, other=0.0)
-    score += tl.load(carried + block, mask=there & (block > 0), other=0.0)
-    forced = (block < INITIAL) | (block > own - LOCAL)
-    score = tl.where(forced, float("inf"), score)
-    key = (score.to(tl.int32, bitcast=True).to(tl.int64) << 32) + (2147483647 - block)
-    key = tl.where(there, key, -1)
-    least = tl.full([1], 9223372036854775807, tl.int64)
-    for _ in range(COUNT):
-        least = tl.max(tl.where(key < least, key, -1), 0, keep_dims=True)
-    best = key >= least
-    tl.store(chosen + tl.cumsum(best.to(tl.int32), 0) - 1, block, mask=best)
-
-
-@triton.jit(do_not_specialize=["first_tile", "row_scores"])
-def nsa_choose(
-    scores, carried, chosen, tiles, segments, first_tile, row_scores,
-    SELECT: tl.constexpr, COUNT: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, LANES: tl.constexpr,
-    COUNT_LANES: tl.constexpr, TABLE_TILE: tl.constexpr,
-):  # fmt: skip
-    """The blocks that a row chooses for one group. LANES is at least the number of a pack's blocks; a row that has few
-    is looked through in fewer lanes, which decides nothing."""
-    program = tl.program_id(0)
-    group = tl.program_id(1)
-    groups = tl.num_programs(1)
-    tile = tiles + 2 * (first_tile + program // TABLE_TILE)
-    segment = segments + _COLUMNS * tl.load(tile)
-    row = tl.load(tile + 1) + program % TABLE_TILE
-    if row >= tl.load(segment + 1):
-        return
-    own = (row - tl.load(segment) + tl.load(segment + 3)) // SELECT
-    slot = program.to(tl.int64) * groups + group
-    scores += slot * row_scores
-    carried += slot * row_scores
-    chosen += (row.to(tl.int64) * groups + group) * COUNT
-    if own < COUNT:
-        number = tl.arange(0, COUNT_LANES)
-        tl.store(chosen + number, tl.where(number <= own, number, -1), mask=number < COUNT)
-    elif own < 128:
-        _choose(scores, carried, chosen, own, COUNT, INITIAL, LOCAL, LANES if LANES < 128 else 128)
-    elif own < 512:
-        _choose(scores, carried, chosen, own, COUNT, INITIAL, LOCAL, LANES if LANES < 512 else 512)
-    else:
-        _choose(scores, carried, chosen, own, COUNT, INITIAL, LOCAL, LANES)

@@ -38,10 +38,13 @@ class Config(NamedTuple):
 
 
 def config_of(q: Tensor, v: Tensor) -> Config:
-    wide = max(lanes_of(q.shape[2]), lanes_of(v.shape[2])) > 128
+    width = max(lanes_of(q.shape[2]), lanes_of(v.shape[2]))
+    wide = width > 128
     if q.dtype.itemsize == 4:  # 4 warps: with 8, products of 16 columns read beyond what they have
         return Config(32, 16, 16, 4, 1, 1) if wide else Config(32, 32, 32, 4, 1, 1)
-    return Config(64, 32, 32, 8, 1, 2) if wide else Config(64, 64, 32, 4, 2, 3)
+    if wide:
+        return Config(64, 32, 32, 8, 1, 2)
+    return Config(64, 64, 32 if width > 64 else 64, 4, 2, 3)
 
 
 def widths(q: Tensor, v: Tensor) -> dict[str, Any]:

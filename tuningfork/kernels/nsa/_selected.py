@@ -1,5 +1,5 @@
 # mypy: disable-error-code=no-untyped-def
-"""Selected attention as an op of a GPU: launches `_selected_kernels.py`."""
+"""Selected attention row by row as an op of a GPU: launches `_selected_kernels.py`."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tuningfork.kernels.nsa._launch import (
     sum_parts,
     widths,
 )
+from tuningfork.kernels.nsa._readers import Readers
 from tuningfork.kernels.nsa._tables import Pieces
-from tuningfork.kernels.tables import spread
 
 _PART = 1024  # rows that a part of a piece's readers has at most
 
 
-class _SelectedTables(NamedTuple):
+class SelectedTables(NamedTuple):
     """What selected attention is handed."""
 
     segments: Tensor
@@ -39,7 +39,7 @@ class _SelectedTables(NamedTuple):
     pieces: Pieces
 
     @classmethod
-    def of(cls, tables: Sequence[Tensor]) -> _SelectedTables:
+    def of(cls, tables: Sequence[Tensor]) -> SelectedTables:
         segments, steps, seams, position_of_row, *pieces = tables
         return cls(segments, steps, seams, position_of_row, Pieces(*pieces))
 
@@ -72,7 +72,7 @@ def _by_row(config: Config, constants: dict[str, Any]) -> dict[str, Any]:
 
 def lists_of(tables: Sequence[Tensor], chosen: Tensor) -> Tensor:
     """Which pieces the chosen blocks [T, G, n] are, int32 [T, G, n]; see `_selected_kernels.py`."""
-    of = _SelectedTables.of(tables)
+    of = SelectedTables.of(tables)
     pieces = of.pieces
     chosen = chosen.contiguous()
     _, groups, count = chosen.shape
@@ -94,7 +94,7 @@ def attend_selected(
     Args:
         tables: the layout's segments, steps, seams and position_of_row, then Pieces.
     """
-    of = _SelectedTables.of(tables)
+    of = SelectedTables.of(tables)
     pieces = of.pieces
     q, k, v = readable(q, k, v)
     (rows, heads, _), (_, groups, count) = q.shape, chosen.shape
@@ -115,7 +115,7 @@ def _selected_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v."""
-    of = _SelectedTables.of(tables)
+    of = SelectedTables.of(tables)
     pieces = of.pieces
     q, k, v = readable(q, k, v)
     out, grad = out.contiguous(), grad.contiguous()
@@ -129,34 +129,17 @@ def _selected_backward(
         q, k, v, out, grad, lse, delta, d_q, lists, *where, *strides(q, k, v), rows, none, unit, scale,
         **_by_row(config_of(q, v), constants),
     )  # fmt: skip
-    parts, part_starts, order = readers_of(lists, none)
+    readers = Readers.of(lists, len(pieces.rows), rows, _PART)
+    parts = readers.parts
     partial = [q.new_empty(len(parts), select, t.shape[2], dtype=torch.float32) for t in (k, v)]
     lines = max(config_of(q, v).readers, triton.next_power_of_2(constants["GROUP"]))
     kernels.nsa_selected_key_gradient[(len(parts), triton.cdiv(select, constants["KEYS"]))](
-        q, k, v, grad, lse, delta, *partial, parts, order, *where, *strides(q, k, v), rows, groups, unit, scale,
+        q, k, v, grad, lse, delta, *partial, parts, readers.order, *where, *strides(q, k, v), rows, groups, unit, scale,
         LINES=lines, **constants,
     )  # fmt: skip
     for parts_of, total in zip(partial, (d_k, d_v), strict=True):
-        sum_parts(parts_of, total, pieces.starts, pieces.places, part_starts, select, True)
+        sum_parts(parts_of, total, pieces.starts, pieces.places, readers.slot_starts, select, True)
     return d_q, d_k, d_v
-
-
-def readers_of(lists: Tensor, none: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Who reads each of `none` lists of readers, one for each piece and group.
-
-    Returns:
-        int32 [P, 3], parts of these lists: which, begin and end in the third; int32 [none + 1], where the parts of each
-        begin; int64, the places of `lists`, those of one piece together and in order.
-    """
-    listed, order = lists.flatten().sort(stable=True)
-    starts = torch.searchsorted(listed, torch.arange(none + 1, device=lists.device, dtype=lists.dtype))
-    readers = starts.diff()
-    counts = (readers + _PART - 1) // _PART
-    which, number, there = spread(counts, none + lists.numel() // _PART)
-    begin = starts[which] + number * _PART
-    end = torch.where(there, torch.minimum(begin + _PART, starts[which + 1]), 0)
-    part_starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    return torch.stack([which, begin, end], 1).int(), part_starts.int(), order
 
 
 @attend_selected.register_fake
@@ -187,9 +170,11 @@ def _backward_selected(ctx, grad, *_):
 attend_selected.register_autograd(_backward_selected, setup_context=_save_selected)
 
 
-@register_flop_formula(torch.ops.tuningfork.nsa_selected)
-def _(tables, q, k, v, chosen, *_, **__) -> int:
+def selected_flops(tables, q, k, v, chosen, *_, **__) -> int:
     """From shapes alone, as if each row read all of its blocks whole."""
     rows, heads, width = q
     select = tables[4 + Pieces._fields.index("rows")][1]
     return 2 * rows * min(rows, chosen[2] * select) * heads * (width + v[2])
+
+
+register_flop_formula(torch.ops.tuningfork.nsa_selected)(selected_flops)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code=no-untyped-def
-"""The Triton kernels of selected attention; fast.py says how they work.
+"""The Triton kernels of selected attention row by row; fast.py says how they work.
 
 The tables are `_tables.Pieces`. q, k and v are [rows, heads, width] with any stride of both; out, its gradient and that
 of q are contiguous; lse and delta are float32 [rows, heads]. `unit` makes a product a score to the base of 2.
@@ -51,7 +51,7 @@ def _listed(lists, none, COUNT: tl.constexpr, COUNT_LANES: tl.constexpr):
 
 
 @triton.jit
-def _piece_rows(table, rows, piece, part, there, rows_total, SELECT: tl.constexpr, KEYS: tl.constexpr):
+def piece_rows_of(table, rows, piece, part, there, rows_total, SELECT: tl.constexpr, KEYS: tl.constexpr):
     """Rows and positions of a part of a piece; rows_total where there is no row."""
     number = part * KEYS + tl.arange(0, KEYS)
     first = tl.load(table + 2 * piece)
@@ -72,7 +72,7 @@ def _piece_of_list(
     listed = tl.load(lists + place, mask=place < count, other=2147483647)
     there = listed < none
     piece = tl.where(there, (listed - group) // groups, 0)
-    return _piece_rows(table, rows, piece, step % PARTS, there, rows_total, SELECT, KEYS)
+    return piece_rows_of(table, rows, piece, step % PARTS, there, rows_total, SELECT, KEYS)
 
 
 @triton.jit(do_not_specialize=["rows_total", "none"])
@@ -190,13 +190,12 @@ def nsa_selected_key_gradient(
     VALUE: tl.constexpr, VALUE_LANES: tl.constexpr, KEYS: tl.constexpr, LINES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What a part of the rows that read a piece for a group gives its keys: float32 [parts, SELECT, width].
+    """What a part of the rows that read a piece for a group gives its keys: its slot's, float32 [slots, SELECT, width].
 
-    A row's heads lie in GROUP of LINES lines, and as many rows at once as fit there. `parts` int32 [parts, 3]: piece
-    and group as `lists` has them, and the part's begin and end in `order`, which has the places of `lists`, each
-    piece's together.
+    A row's heads lie in GROUP of LINES lines, and as many rows at once as fit there. `parts` and `order` are those of
+    `_readers.Readers`.
     """
-    part = parts + 3 * tl.program_id(0)
+    part = parts + 4 * tl.program_id(0)
     listed = tl.load(part)
     begin = tl.load(part + 1)
     stop = tl.load(part + 2)
@@ -206,7 +205,7 @@ def nsa_selected_key_gradient(
     slice = tl.program_id(1)
     keys = tl.arange(0, KEY_LANES)
     values = tl.arange(0, VALUE_LANES)
-    rows, positions = _piece_rows(table, piece_rows, listed // groups, slice, True, rows_total, SELECT, KEYS)
+    rows, positions = piece_rows_of(table, piece_rows, listed // groups, slice, True, rows_total, SELECT, KEYS)
     live = rows < rows_total
     key = load_rows(k + group * head_k, rows, live, stride_k, keys, KEY)
     value = load_rows(v + group * head_v, rows, live, stride_v, values, VALUE)
@@ -239,7 +238,7 @@ def nsa_selected_key_gradient(
         d_scores = weights * (d_weights - weighted[None, :])
         acc_k = tl.dot(d_scores.to(query.dtype), query, acc_k, input_precision=PRECISION)
     number = slice * KEYS + tl.arange(0, KEYS)
-    slots = tl.program_id(0).to(tl.int64) * SELECT + number
+    slots = tl.load(part + 3).to(tl.int64) * SELECT + number
     inside = (number < SELECT)[:, None]
     tl.store(partial_k + slots[:, None] * KEY + keys[None, :], acc_k * scale, mask=inside & (keys < KEY)[None, :])
     tl.store(partial_v + slots[:, None] * VALUE + values[None, :], acc_v, mask=inside & (values < VALUE)[None, :])

@@ -22,8 +22,8 @@ from tuningfork.kernels.tables import rows_at, spread
 from tuningfork.records import GRID, ForkLayout
 
 TABLE_TILE = 64  # rows, or entries, of a tile in the tables; programs that hold fewer take a part of one
-MORE_PARTS = 128  # there are at most so many parts more than tiles of entries: none has more than a 128th of the work
-SMALLEST_PART = 2048  # rows that a part of a tile's readers has at least
+MORE_PARTS = 512  # there are at most so many parts more than tiles of entries: none has more than a 512th of the work
+SMALLEST_PART = 512  # rows that a part of a tile's readers has at least
 
 
 class Places(NamedTuple):
@@ -97,7 +97,7 @@ class Entries(NamedTuple):
             seams=seams,
             query_tiles=query_tiles.int(),
             parts=parts.int(),
-            part_starts=_starts(counts).int(),
+            part_starts=starts_of(counts).int(),
             starts=starts,
             places=tile_places,
         )
@@ -120,7 +120,7 @@ class Pieces(NamedTuple):
         path_end = first_position + end - start
         first_block = first_position // grid.select
         counts = torch.where(end > start, (path_end - 1) // grid.select - first_block + 1, 0)
-        first_piece = _starts(counts)[:-1]
+        first_piece = starts_of(counts)[:-1]
         segment, number, there = spread(counts, total // grid.select + 2 * len(start))
         first = (first_block[segment] + number) * grid.select
         positions = first[:, None] + torch.arange(grid.select, device=device)
@@ -179,6 +179,6 @@ def _steps_of_entries(
     return torch.where(listed, steps, 0).int(), seams.clamp(min=0).int()
 
 
-def _starts(counts: Tensor) -> Tensor:
+def starts_of(counts: Tensor) -> Tensor:
     """Where each entry's begin if all lie one after the other, and where the last one's end."""
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])

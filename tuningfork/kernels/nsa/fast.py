@@ -1,6 +1,7 @@
 """Native sparse attention in Triton: rows, and compressed blocks, are read where they lie.
 
-What the kernels know of a pack are tables (`_tables.py`). Of compressed attention (`_compressed_kernels.py`):
+What the kernels know of a pack are tables (`_tables.py`). Of compressed attention (`_compressed_kernels.py`,
+`_choice_kernels.py`):
 
 - forward, and the gradient of the queries: a tile of a segment's rows and one head reads the entries of its path in
   steps from the first on; which of them a row sees, its position says;
@@ -8,10 +9,17 @@ What the kernels know of a pack are tables (`_tables.py`). Of compressed attenti
   once that these scores have one size in a pack of any length; then the best of each row;
 - the gradient of keys and values: a tile of entries reads the rows that see them, which lie side by side.
 
-Of selected attention (`_selected_kernels.py`):
+Of selected attention row by row (`_selected_kernels.py`):
 
 - forward, and the gradient of the queries: a row's heads of one group read the pieces of its list together;
 - the gradient of keys and values: a piece, for one group, reads the rows that list it, in their order.
+
+Of selected attention by blocks (`_block_kernels.py`), where few heads share keys (`HEADS_BY_ROW`):
+
+- forward: a piece, for one group, reads the rows that list it, and writes what each gets of it; then the parts of a row
+  are joined in the order of its list;
+- gradients: a piece reads these rows again and sums up its keys' and values', and writes what each row's query gets of
+  it, which is added up in the order of the list.
 
 Where a tile of entries or a piece has many readers they are cut into parts. What the parts give a row, and what all
 tiles or pieces do that have the row, is added up in one order (`_sum_kernels.py`): nothing is added up atomically, and
@@ -26,6 +34,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tuningfork.kernels.nsa._blocks import Choice, Grid
+from tuningfork.kernels.nsa._by_block import attend_by_block
 from tuningfork.kernels.nsa._compressed import attend_compressed
 from tuningfork.kernels.nsa._selected import attend_selected
 from tuningfork.kernels.nsa._tables import Entries, Pieces
@@ -33,6 +42,14 @@ from tuningfork.kernels.nsa._take import mean, take
 from tuningfork.records import ForkLayout
 
 WIDEST_HEAD = 256
+
+# Query heads of a group from which on selected attention goes row by row. So each row reads 128 n (dk + dv) bytes for a
+# group, with l' = 64, from the L2 cache, whatever the number of heads, and matrix units take 16 lines of which fewer
+# heads leave most empty. By blocks each head's parts, float32, go to memory and back, 8 n dv bytes in the forward pass:
+# by these numbers less up to some 16 heads, but matrix units and caches do their own work meanwhile. In between nothing
+# has been measured.
+HEADS_BY_ROW = 8
+WIDEST_BY_BLOCK = 128  # a piece of wider heads goes in slices, each of which would write a part for every head
 
 
 class TritonNsa(NamedTuple):
@@ -80,5 +97,12 @@ class TritonNsa(NamedTuple):
     def selected(self, query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, *, scale: float) -> Tensor:
         """As PlainNsa.selected has it, for the dtypes and widths of `compressed`."""
         tables = [self.segments, self.steps, self.seams, self.position_of_row, *self.pieces]
-        out, _, _ = attend_selected(tables, query, key, value, chosen, scale)
+        attend = attend_by_block if _reads_by_block(query, key, value) else attend_selected
+        out, *_ = attend(tables, query, key, value, chosen, scale)
         return out
+
+
+def _reads_by_block(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether selected attention goes by blocks, not row by row: a model's sizes alone decide."""
+    fits = max(query.shape[2], value.shape[2]) <= WIDEST_BY_BLOCK
+    return fits and query.shape[1] // key.shape[1] < HEADS_BY_ROW
