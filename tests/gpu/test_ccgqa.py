@@ -28,6 +28,7 @@ CASES = [
     Case(2, 1, 128, 4, 4),
     Case(1, 2, 24, 1, 4),
     Case(1, 2, 80, 4, 1),
+    Case(1, 2, 256, 2, 2),
 ]
 cases = pytest.mark.parametrize("case", CASES, ids=str)
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])

@@ -29,11 +29,12 @@ from tuningfork.kernels.tables import rows_read
 from tuningfork.records import ForkLayout
 
 WIDEST = 4  # taps of each convolution; the tables grow with them
-WIDEST_HEAD = 128
+WIDEST_HEAD = 256
 _REACH = 2 * (WIDEST - 1)
 
 # How programs are cut up is fixed, since tuning at run time would change the order of addition.
-_ROWS = 64  # of a program, and of a tile of the list
+_TILE = 64  # rows of a tile of the list, and of a program that only moves values; others have as many or fewer
+_SHARED = 96 * 1024  # bytes of shared memory of a program
 _CHUNK = 1024  # rows whose parts of a matrix's gradient are added up by one program
 _LANES = 64  # channels of a program that only moves values
 
@@ -43,7 +44,7 @@ class TritonCcgqa(NamedTuple):
 
     sources: Tensor  # int32 [T, _REACH], the rows at a distance of 1, 2, ... before each; -1 for none
     extras: Tensor  # int32 [S * 6, 3]: a row, one that reads it from elsewhere than right behind, and how far back
-    bounds: Tensor  # int32 [tiles + 1], where the entries of each _ROWS rows begin in `extras`
+    bounds: Tensor  # int32 [tiles + 1], where the entries of each _TILE rows begin in `extras`
 
     @classmethod
     def prepare(cls, layout: ForkLayout) -> TritonCcgqa:
@@ -61,7 +62,7 @@ class TritonCcgqa(NamedTuple):
         counts = (reader < end[:, None]) & (source < rows) & (source != reader - back)
         source, order = torch.where(counts, source, rows).flatten().sort(stable=True)
         extras = torch.stack([source, reader.flatten()[order], back.expand(reader.shape).flatten()[order]], 1)
-        tiles = torch.arange(0, -(-rows // _ROWS) + 1, device=device) * _ROWS
+        tiles = torch.arange(0, -(-rows // _TILE) + 1, device=device) * _TILE
         bounds = torch.searchsorted(source, tiles.clamp(max=rows))
         return cls(*(t.int().contiguous() for t in (sources, extras, bounds)))
 
@@ -79,23 +80,70 @@ class TritonCcgqa(NamedTuple):
         return _shift(*self, x, now)
 
 
+class _Tiles(NamedTuple):
+    """How the kernels with products are cut up: by what fits a multiprocessor's registers and shared memory."""
+
+    lanes: int  # for the channels of a head: products have 16 columns at least, and powers of two
+    rows: int  # of a program
+    inner: int  # channels that a product adds up at once
+    side: int  # of a square of a matrix's gradient
+    warps: int
+    stages: int
+
+    @classmethod
+    def of(cls, width: int, taps: int, itemsize: int) -> _Tiles:
+        """For heads of a width, so many taps of the second convolution, and operands of so many bytes.
+
+        Shared memory, of which there are 99 KB on the smallest cards in use, holds both operands of a product,
+
+            itemsize (rows inner + inner lanes)          float32: 34 KB at most, for 256 lanes; else 24 KB, for 128
+
+        those of a square of a matrix's gradient or, behind these and in their place, the square itself,
+
+            max(2 itemsize rows side, 4 side^2)          float32: 16 KB; else 64 KB
+
+        and, where loads for the next head are under way while one is computed, what the next is made of, twice: of each
+        tap its rows and its matrix,
+
+            2 taps itemsize (rows lanes + lanes^2)       64 KB for 64 lanes and 2 taps, and too much for 4
+
+        Registers hold some tiles of rows by lanes, float32, and what was loaded of the products' operands.
+        """
+        lanes = max(16, triton.next_power_of_2(width))
+        warps = 4 if lanes <= 64 else 8
+        if itemsize == 4:  # products by single multiplications, all of them written out
+            return cls(lanes, min(32, 4096 // lanes), min(lanes, 32), min(lanes, 64), warps, 1)
+        if lanes > 64:
+            return cls(lanes, 8192 // lanes, 8192 // lanes, 128, warps, 1)
+        if 2 * taps * itemsize * (64 * lanes + lanes**2) <= _SHARED:
+            return cls(lanes, 64, lanes, lanes, warps, 3)
+        return cls(lanes, 64, min(lanes, 32), lanes, warps, 1)
+
+
 class _Weights(NamedTuple):
-    """Filters as the kernels take them."""
+    """Filters as the kernels take them, and how these are cut up."""
 
     taps: Tensor  # [W0, C]
     matrices: Tensor  # [H, W1, in, out], in the dtype of the rows
+    tiles: _Tiles
     constants: dict[str, int | bool]
 
     @classmethod
     def of(cls, x, depthwise, grouped, bias0, bias1, width) -> _Weights:
         matrices = grouped.to(x.dtype).unflatten(0, (-1, width)).permute(0, 3, 2, 1).contiguous()
-        lanes = max(16, triton.next_power_of_2(width))  # a product has 16 columns at least
-        sizes = {"W0": depthwise.shape[1], "W1": grouped.shape[2], "WIDTH": width, "LANES": lanes}
+        tiles = _Tiles.of(width, grouped.shape[2], x.dtype.itemsize)
+        sizes = {"W0": depthwise.shape[1], "W1": grouped.shape[2], "WIDTH": width, "REACH": _REACH, "ROWS": tiles.rows}
         biases = {"HAS_BIAS0": bias0 is not None, "HAS_BIAS1": bias1 is not None}
-        return cls(depthwise.t().contiguous(), matrices, {**sizes, **biases, "REACH": _REACH, "ROWS": _ROWS})
+        inner = {"LANES": tiles.lanes, "INNER": tiles.inner}
+        return cls(depthwise.t().contiguous(), matrices, tiles, {**sizes, **biases, **inner})
 
     def some(self, *names: str) -> dict[str, int | bool]:
-        return {name: self.constants[name] for name in ("W0", "REACH", "WIDTH", "ROWS", "LANES", *names)}
+        """What each kernel takes, and constants of these names."""
+        constants = {name: self.constants[name] for name in ("W0", "REACH", "WIDTH", "ROWS", *names)}
+        return {**constants, "num_warps": self.tiles.warps, "num_stages": self.tiles.stages}
+
+    def all(self) -> dict[str, int | bool]:
+        return self.some(*self.constants)
 
 
 def _scales(x: Tensor, width: int) -> tuple[float, float]:
@@ -112,10 +160,10 @@ def _query_key(
     x, weights = x.contiguous(), _Weights.of(x, depthwise, grouped, bias0, bias1, width)
     query, key = x.new_empty((len(x), queries, width)), x.new_empty((len(x), keys, width))
     none = weights.taps
-    kernels.query_key_forward[(triton.cdiv(len(x), _ROWS), keys)](
+    kernels.query_key_forward[(triton.cdiv(len(x), weights.tiles.rows), keys)](
         x, weights.taps, weights.matrices, none if bias0 is None else bias0, none if bias1 is None else bias1,
         temperature, sources, query, key, len(x), x.shape[1], *_scales(x, width),
-        QUERIES=queries, KEYS=keys, **weights.constants,
+        QUERIES=queries, KEYS=keys, **weights.all(),
     )  # fmt: skip
     return query, key
 
@@ -130,7 +178,7 @@ def _query_key_backward(
     x, weights = x.contiguous(), _Weights.of(x, depthwise, grouped, bias0, bias1, width)
     rows, channels = x.shape
     heads, taps = queries + keys, grouped.shape[2]
-    tiles, chunks = triton.cdiv(rows, _ROWS), triton.cdiv(rows, _CHUNK)
+    tiles, chunks = triton.cdiv(rows, weights.tiles.rows), triton.cdiv(rows, _CHUNK)
     first, second = (weights.taps if bias is None else bias for bias in (bias0, bias1))
     wide: Any = {"dtype": torch.float32, "device": x.device}
 
@@ -138,23 +186,26 @@ def _query_key_backward(
     kernels.query_key_gradient[(tiles, keys)](
         x, weights.taps, weights.matrices, first, second, temperature, sources, d_query.contiguous(),
         d_key.contiguous(), d_y, d_temperature, rows, channels, *_scales(x, width),
-        QUERIES=queries, KEYS=keys, **weights.constants,
+        QUERIES=queries, KEYS=keys, **weights.all(),
     )  # fmt: skip
     d_matrices = torch.empty(chunks, heads, taps, width, width, **wide)
     d_vectors = torch.empty(chunks, heads, taps, width, **wide)
-    kernels.gradient_of_matrices[(chunks, heads * taps)](
+    side = weights.tiles.side
+    sides = weights.tiles.lanes // side
+    kernels.gradient_of_matrices[(chunks, heads * taps, sides**2)](
         x, weights.taps, first, sources, d_y, d_matrices, d_vectors, rows, channels,
-        **weights.some("W1", "HAS_BIAS0"), CHUNK=_CHUNK,
+        **weights.some("W1", "HAS_BIAS0"), SIDE=side, SIDES=sides, CHUNK=_CHUNK,
     )  # fmt: skip
     d_c, sums = x.new_empty((rows, channels)), torch.empty(tiles, depthwise.shape[1] + 1, channels, **wide)
     turned = weights.matrices.mT.contiguous()
     kernels.gradient_of_first[(tiles, heads)](
-        x, turned, sources, extras, bounds, d_y, d_c, sums, rows, channels, **weights.some("W1")
-    )
+        x, turned, sources, extras, bounds, d_y, d_c, sums, rows, channels,
+        **weights.some("W1", "LANES", "INNER"), TILE=_TILE,
+    )  # fmt: skip
     d_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     kernels.gradient_of_latent[(tiles, keys)](
         weights.taps, sources, extras, bounds, d_y, d_c, d_x, rows, channels,
-        QUERIES=queries, KEYS=keys, **weights.some(),
+        QUERIES=queries, KEYS=keys, **weights.some("LANES"), TILE=_TILE,
     )  # fmt: skip
 
     vectors, sums = d_vectors.sum(0), sums.sum(0)
@@ -203,8 +254,8 @@ def _(sources, extras, bounds, x, depthwise, grouped, *_, **__) -> int:
 def _shift(sources: Tensor, extras: Tensor, bounds: Tensor, x: Tensor, now: int) -> Tensor:
     x = x.contiguous()
     (rows, channels), out = x.shape, torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    kernels.shift_forward[(triton.cdiv(rows, _ROWS), triton.cdiv(channels, _LANES))](
-        x, sources, out, rows, channels, now, REACH=_REACH, ROWS=_ROWS, LANES=_LANES
+    kernels.shift_forward[(triton.cdiv(rows, _TILE), triton.cdiv(channels, _LANES))](
+        x, sources, out, rows, channels, now, REACH=_REACH, ROWS=_TILE, LANES=_LANES
     )
     return out
 
@@ -213,9 +264,10 @@ def _shift(sources: Tensor, extras: Tensor, bounds: Tensor, x: Tensor, now: int)
 def _shift_backward(sources: Tensor, extras: Tensor, bounds: Tensor, d_out: Tensor, now: int) -> Tensor:
     d_out = d_out.contiguous()
     (rows, channels), d_x = d_out.shape, torch.empty(d_out.shape, dtype=d_out.dtype, device=d_out.device)
-    kernels.shift_gradient[(triton.cdiv(rows, _ROWS), triton.cdiv(channels, _LANES))](
-        d_out, sources, extras, bounds, d_x, rows, channels, now, REACH=_REACH, ROWS=_ROWS, LANES=_LANES
-    )
+    kernels.shift_gradient[(triton.cdiv(rows, _TILE), triton.cdiv(channels, _LANES))](
+        d_out, sources, extras, bounds, d_x, rows, channels, now,
+        REACH=_REACH, ROWS=_TILE, LANES=_LANES, TILE=_TILE,
+    )  # fmt: skip
     return d_x
 
 
