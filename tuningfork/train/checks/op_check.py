@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tuningfork.kernels.nsa.plain import Choice, Grid
 from tuningfork.models.policy import Policy
 from tuningfork.records import ForkLayout, PackedBatch
 from tuningfork.train.checks.rounding import FLOOR, check_rounding, noise, wrong
@@ -175,7 +174,7 @@ class _Ccgqa(_Beside):
 
 
 class _Nsa(_Beside):
-    def prepare(self, layout: ForkLayout, grid: Grid) -> Any:  # type: ignore[override]  # this op has a grid, too
+    def prepare(self, layout: ForkLayout, grid: Any = None) -> Any:  # this op has a grid, too
         self._grid, self._positions = grid, layout.position_of_row
         self._plain, self._other = (kind.prepare(layout, grid) for kind in self._kinds)
         found, expected = self._other.first_positions, self._plain.first_positions
@@ -197,7 +196,7 @@ class _Nsa(_Beside):
         return usual[0].to(rows.dtype)
 
     def compressed(
-        self, query: Tensor, keys: Tensor, values: Tensor, *, scale: float, choice: Choice
+        self, query: Tensor, keys: Tensor, values: Tensor, *, scale: float, choice: Any
     ) -> tuple[Tensor, Tensor]:
         choices: list[Tensor] = []
 
@@ -221,7 +220,7 @@ class _Nsa(_Beside):
         _, _, usual, _ = self.compare(attend, given, ["selected outputs"], widened=True)
         return usual[0].to(query.dtype)
 
-    def _scores(self, query: Tensor, keys: Tensor, scale: float, choice: Choice) -> Tensor:
+    def _scores(self, query: Tensor, keys: Tensor, scale: float, choice: Any) -> Tensor:
         """What blocks are chosen by, [T, G, J]: infinite for those that are no choice, -1 for those ahead of a row.
 
         A block's score is what compressed attention reads where the value of each compressed block is how many of its
