@@ -50,6 +50,19 @@ TWINS: dict[str, Mapping[str, Any]] = {
         "head_dim": 16,
         "intermediate_size": 448,
     },
+    # Three keys and values a token for one, in half as many heads; an MLP of two matrices for three.
+    "nsa": {
+        "model_type": "tuningfork_nsa",
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 448,
+        "block_length": 8,
+        "block_stride": 4,
+        "select_length": 16,
+        "select_count": 4,
+        "window": 32,
+        "phi": "mean",
+    },
 }
 """What is compared: name -> settings of model.init that differ from the recipe's, such as another model_type."""
 

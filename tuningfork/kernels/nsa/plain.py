@@ -273,7 +273,7 @@ class _Attend(torch.autograd.Function):
                 weights = _weights(own_q, own_k, part.visible, ctx.scale)
                 part.add(d_v, weights.mT @ own_upstream)
                 of_weights = own_upstream @ own_v.mT
-                of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True)) * ctx.scale
+                of_scores = of_weights.sub_((weights * of_weights).sum(-1, keepdim=True)).mul_(weights).mul_(ctx.scale)
                 part.answered(d_q, of_scores @ own_k)
                 part.add(d_k, of_scores.mT @ own_q)
         gradients = (d[:-1].to(t.dtype) for d, t in ((d_q, query), (d_k, key), (d_v, value)))
@@ -288,8 +288,9 @@ def _wide(rows: Tensor) -> Tensor:
 
 def _weights(query: Tensor, key: Tensor, visible: Tensor, scale: float) -> Tensor:
     """Softmax over what is visible of query [..., R, dk] times key [..., S, dk]; zeros where nothing is."""
-    scores = (query @ key.mT * scale).masked_fill(~visible, torch.finfo(query.dtype).min)
-    return scores.softmax(dim=-1) * visible
+    hidden = ~visible
+    scores = (query @ key.mT).mul_(scale).masked_fill_(hidden, torch.finfo(query.dtype).min)
+    return scores.softmax(dim=-1).masked_fill_(hidden.all(-1, keepdim=True), 0)
 
 
 def _chosen(weights: Tensor, first: int, grid: Grid, choice: Choice) -> Tensor:
