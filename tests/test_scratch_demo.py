@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
+import io
 import json
 import sys
 from dataclasses import replace
@@ -71,8 +72,16 @@ def test_each_twin_has_about_as_many_parameters_as_the_recipe() -> None:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings))
         sizes[name] = sum(weight.numel() for weight in model.parameters())
-    assert {"dense", "ccgqa"} <= sizes.keys()
+    assert {"dense", "nsa", "ccgqa"} <= sizes.keys()
     assert max(sizes.values()) < 1.05 * min(sizes.values()) and abs(sizes["dense"] - 1e6) < 1e5
+
+
+def test_each_line_of_a_twin_stands_behind_its_name() -> None:
+    stream = io.StringIO()
+    named = run._Named("nsa", stream)
+    print("one\ntwo", file=named)
+    named.write("not yet a line")
+    assert stream.getvalue() == "    nsa | one\n    nsa | two\n"
 
 
 def test_the_page_has_a_line_and_samples_of_each_twin_and_gzip_beside() -> None:

@@ -9,17 +9,20 @@ Flags are settings, for all of them: python demo/scratch/run.py --train.max_step
 
 from __future__ import annotations
 
+import io
 import json
+import multiprocessing
 import os
 import shutil
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads sleep: much faster beside other busy programs
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
@@ -43,6 +46,19 @@ HELD_OUT = 4096  # characters of each file that is held out, from its beginning
 
 TWINS: dict[str, Mapping[str, Any]] = {
     "dense": {},
+    # Three keys and values a token for one, in half as many heads; an MLP of two matrices for three.
+    "nsa": {
+        "model_type": "tuningfork_nsa",
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 448,
+        "block_length": 8,
+        "block_stride": 4,
+        "select_length": 16,
+        "select_count": 4,
+        "window": 32,
+        "phi": "mean",
+    },
     # Half as wide inside, and an MLP so much wider that it has as many parameters.
     "ccgqa": {
         "model_type": "tuningfork_ccgqa",
@@ -73,13 +89,15 @@ def main() -> int:
     held_out = write(FOLDER, HELD_OUT)[1]
     gzip = gzip_bits_a_byte(held_out)
     config = load_run_config(RECIPE, [*_settings(), *sys.argv[1:]], "demo/scratch/run.py")
-    done = []
-    for name, changes in TWINS.items():
-        print(f"\n=== {name} ===")
-        found = learn(name, _twin(config, name, changes))
-        if found is None:
+    twins = [_twin(config, name, changes) for name, changes in TWINS.items()]
+    with ProcessPoolExecutor(len(twins), multiprocessing.get_context("spawn")) as pool:
+        try:
+            found = [*pool.map(learn, TWINS, twins)]
+        except KeyboardInterrupt:  # each twin has seen it, too, and stops
             return 130
-        done.append(found)
+    done = [twin for twin in found if twin is not None]
+    if len(done) < len(twins):
+        return 130
     text = page(done, gzip)
     (FOLDER / "page.md").write_text(text, encoding="utf-8")
     print(f"\n{text}\nThis page: {FOLDER / 'page.md'}. The models: {', '.join(str(_folder(twin)) for twin in TWINS)}")
@@ -87,11 +105,13 @@ def main() -> int:
 
 
 def learn(name: str, config: RunConfig) -> Trained | None:
-    """Train a twin; None where the user stopped it."""
+    """Train a twin on one thread, each line that it says behind its name; None where the user stopped it."""
+    torch.set_num_threads(1)
     folder, begun = Path(config.output.dir), time.perf_counter()
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier demo
-    if train(config, resume=False):
-        return None
+    with redirect_stdout(_Named(name, sys.stdout)):
+        if train(config, resume=False):
+            return None
     seconds = time.perf_counter() - begun
     scores = json.loads((folder / "eval.json").read_text())
     summary = json.loads((folder / "summary.json").read_text())
@@ -99,6 +119,19 @@ def learn(name: str, config: RunConfig) -> Trained | None:
     samples = sample(folder / "start"), sample(folder / "model")
     size, rate = parameters(folder / "model"), summary["tokens_per_s"]
     return Trained(name, size, summary["last_step"], seconds, rate, before, after, samples)
+
+
+class _Named(io.TextIOBase):
+    """A stream that writes each whole line behind a name."""
+
+    def __init__(self, name: str, stream: TextIO) -> None:
+        self._name, self._stream, self._begun = name, stream, ""
+
+    def write(self, text: str) -> int:
+        *lines, self._begun = (self._begun + text).split("\n")
+        self._stream.write("".join(f"{self._name:>7} | {line}\n" for line in lines))
+        self._stream.flush()
+        return len(text)
 
 
 def parameters(folder: Path) -> int:
@@ -145,7 +178,8 @@ def _twin(config: RunConfig, name: str, changes: Mapping[str, Any]) -> RunConfig
     """The recipe with a twin's model, in a folder of its own."""
     assert isinstance(config.model.init, dict)
     model = replace(config.model, init={**config.model.init, **changes})
-    twin = replace(config, model=model, output=replace(config.output, dir=str(_folder(name))))
+    data = replace(config.data, cache=str(FOLDER / f"{name}-tokens"))  # twins write at the same time
+    twin = replace(config, model=model, data=data, output=replace(config.output, dir=str(_folder(name))))
     check_run_config(twin)
     return twin
 
@@ -156,8 +190,7 @@ def _folder(name: str) -> Path:
 
 def _settings() -> list[str]:
     """What is the demo's own, beside what its recipe says."""
-    files = [f"--data.train={FOLDER / 'train.jsonl'}", f"--data.eval={FOLDER / 'held_out.jsonl'}"]
-    return [*files, f"--data.cache={FOLDER / 'tokens'}"]
+    return [f"--data.train={FOLDER / 'train.jsonl'}", f"--data.eval={FOLDER / 'held_out.jsonl'}"]
 
 
 if __name__ == "__main__":

@@ -41,13 +41,14 @@ def steps_of(
     examples: list,
     settings: dict[str, Any],
     activations: str = "none",
+    slots: int = 64,
 ) -> Any:
-    """Some steps of a tiny model: what each found, the weights in the end, and the scores before."""
+    """Some steps of a tiny model, in packs of so many slots: what each found, and the weights in the end."""
     policy = Policy.plain(tiny_model(family, torch.float32), torch.float32)
     layout = Layout.plan(ParallelConfig(**parallel), ranks)
     ranks = replace(ranks, tensor=layout.tensor)
     parallelize(policy, activations, compiled=False, layout=layout)
-    scorer, limits = scorer_of(policy, 64), limits_of(64, "tree")
+    scorer, limits = scorer_of(policy, 64), limits_of(slots, "tree")
     objective = ObjectiveConfig(**settings).build()
     reference = -torch.arange(sum(len(e.answers) for e in examples), dtype=torch.float64).numpy() / 7 - 20
     if not objective.needs_reference:
@@ -90,9 +91,31 @@ def test_steps_of_copies_of_a_hybrid_model_that_is_spread_are_those_of_one_proce
 @pytest.mark.parametrize("documents", [11, 1])
 def test_steps_over_documents_are_those_of_one_process(layout: str, documents: int) -> None:
     """Of one document, too, where the other process has an empty pack."""
-    whole = random_examples([(0, (5 + 9 * n % 40,)) for n in range(documents)])
-    pieces = [piece for one in whole for piece in (pieces_of(one, 16) if one.longest > 16 else [one])]
-    check_steps(2, "llama", LAYOUTS[layout], "none", pieces, {"name": "lm"})
+    check_steps(2, "llama", LAYOUTS[layout], "none", documents_in_pieces(documents, 16), {"name": "lm"})
+
+
+@pytest.mark.parametrize(
+    ("layout", "family", "activations"),
+    [
+        ("FSDP", "nsa", "block"),  # untied, each of its branches with weights of its own
+        ("FSDP", "nsa_linear", "none"),  # tied
+        ("DDP", "nsa_mean", "none"),
+        ("FSDP", "ccgqa", "none"),
+        ("FSDP", "ccgqa_recursive", "block"),  # tied
+        ("DDP", "ccgqa", "block"),
+    ],
+)
+def test_steps_of_sparse_and_of_convolutional_attention_are_those_of_one_process(
+    layout: str, family: str, activations: str
+) -> None:
+    """Documents are so long that rows of native sparse attention choose among blocks."""
+    documents = [*documents_in_pieces(5, 16), *random_examples([(0, (n,)) for n in (90, 64, 75)], seed=1)]
+    check_steps(2, family, LAYOUTS[layout], activations, documents, {"name": "lm"}, slots=128)
+
+
+def documents_in_pieces(count: int, longest: int) -> list[TokenExample]:
+    whole = random_examples([(0, (5 + 9 * n % 40,)) for n in range(count)])
+    return [piece for one in whole for piece in (pieces_of(one, longest) if one.longest > longest else [one])]
 
 
 def check_steps(
@@ -102,11 +125,12 @@ def check_steps(
     activations: str,
     examples: list[TokenExample] | None = None,
     settings: dict[str, Any] | None = None,
+    slots: int = 64,
 ) -> None:
     examples = examples or random_examples([(n % 7 + 1, (2 * n % 11 + 1, 3 + n % 5)) for n in range(11)])
     settings = settings or {}
-    expected, weights = steps_of(ONE_PROCESS, family, {}, examples, settings)
-    for found, theirs in together(size, steps_of, family, parallel, examples, settings, activations):
+    expected, weights = steps_of(ONE_PROCESS, family, {}, examples, settings, slots=slots)
+    for found, theirs in together(size, steps_of, family, parallel, examples, settings, activations, slots):
         assert found[0][0] == expected[0][0]
         assert torch.equal(found[0][2], expected[0][2])  # before the first step: the same bits
         for (loss, norm, logps), (loss_alone, norm_alone, logps_alone) in zip(found, expected, strict=True):

@@ -15,6 +15,7 @@ from tests.tiny import (
     FAMILIES,
     HYBRIDS,
     SHORT_CONVS,
+    SPARSE,
     one_pack,
     random_examples,
     random_pairs,
@@ -200,7 +201,7 @@ def _checked(family: str, dtype: torch.dtype, share: Share = "prompt", factor: f
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS, *SHORT_CONVS])
+@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS, *SHORT_CONVS, *SPARSE])
 def test_the_check_at_a_start_takes_our_kernels_for_right(family, dtype):
     _checked(family, dtype)
 

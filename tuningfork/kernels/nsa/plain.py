@@ -117,9 +117,7 @@ class PlainNsa(NamedTuple):
                 last = entries * self.grid.stride + self.grid.length - 1
                 visible = (last <= blocks.positions[:, None]).repeat_interleave(per_group, dim=0)
                 for some in blocks.split(heads * visible.numel() // per_group):
-                    keys_of = some.entries[:, None, :] * groups + torch.arange(groups, device=query.device)[:, None]
-                    queries = _heads_of(some.rows, heads, groups).flatten(2)
-                    yield _Part(some.rows, some.first, queries, keys_of, visible)
+                    yield _Part(some.rows, some.first, some.entries, visible)
 
         def choose(part: _Part, weights: Tensor) -> None:
             scores = _added_up(weights.unflatten(2, (BLOCK, per_group)).unbind(3))  # of a group's heads, in order
@@ -150,27 +148,25 @@ class PlainNsa(NamedTuple):
                 n = blocks.path.shape[1]
                 if n <= _SPARSE * count * self.grid.select:
                     for some in blocks.split(heads * BLOCK * n):
-                        yield self._behind_a_mask(some, heads, groups, chosen[some.rows])
+                        yield self._behind_a_mask(some, heads // groups, chosen[some.rows])
                 else:
                     for some in blocks.split(groups * BLOCK * count * self.grid.select * width):
-                        yield self._gathered(some, heads, groups, chosen[some.rows])
+                        yield self._gathered(some, chosen[some.rows])
 
         out: Tensor = _Attend.apply(parts, scale, None, query, key, value)
         return out
 
-    def _behind_a_mask(self, blocks: _Queries, heads: int, groups: int, chosen: Tensor) -> _Part:
+    def _behind_a_mask(self, blocks: _Queries, per_group: int, chosen: Tensor) -> _Part:
         """Every row is offered all rows of its path up to its block's end."""
         n, select = blocks.path.shape[1], self.grid.select
         among = torch.zeros(*chosen.shape[:3], -(-n // select) + 1, dtype=torch.bool, device=chosen.device)
         among.scatter_(3, torch.where(chosen < 0, among.shape[3] - 1, chosen), True)
         position = torch.arange(n, device=chosen.device)
-        visible = among[..., position // select] & (position <= blocks.positions[:, None])[:, None]
-        keys = blocks.path[:, None, :] * groups + torch.arange(groups, device=chosen.device)[:, None]
-        queries = _heads_of(blocks.rows, heads, groups)
-        visible = visible.transpose(1, 2).repeat_interleave(heads // groups, dim=2)
-        return _Part(blocks.rows, blocks.first, queries.flatten(2), keys, visible)
+        visible = among.transpose(1, 2)[..., :-1].repeat_interleave(select, dim=3)[..., :n]
+        visible &= position <= blocks.positions[:, None]
+        return _Part(blocks.rows, blocks.first, blocks.path, visible.repeat_interleave(per_group, dim=2))
 
-    def _gathered(self, blocks: _Queries, heads: int, groups: int, chosen: Tensor) -> _Part:
+    def _gathered(self, blocks: _Queries, chosen: Tensor) -> _Part:
         """Every row is offered the rows of its own chosen blocks."""
         n, select = blocks.path.shape[1], self.grid.select
         chosen = chosen.transpose(1, 2)  # [B, G, BLOCK, count]
@@ -178,33 +174,66 @@ class PlainNsa(NamedTuple):
         there = (chosen >= 0).repeat_interleave(select, dim=3)
         visible = there & (position <= blocks.positions[:, None])
         batch = torch.arange(len(position), device=chosen.device)[:, None, None, None]
-        rows = blocks.path[batch, position.clamp(0, n - 1)]
-        keys = rows * groups + torch.arange(groups, device=chosen.device)[:, None, None]
-        queries = _heads_of(blocks.rows, heads, groups)
-        return _Part(blocks.rows, blocks.first, queries, keys, visible[..., None, :])
+        keys = blocks.path[batch, position.clamp(0, n - 1)]
+        return _Part(blocks.rows, blocks.first, keys, visible.flatten(1, 2)[:, :, None])
 
 
 class _Part(NamedTuple):
-    """Some blocks of queries with what they read. Heads of all rows are numbered through, [T, H] or [T, G] flat."""
+    """Some blocks of queries, B of them, with what they read: all of a block the same rows, or each rows of its own.
+
+    Heads of a group that read the same rows are N groups of R queries with S keys: a block of a group, or a row of it.
+    They are laid out alike for any B, since a product of matrices that lie otherwise may have other bits.
+    """
 
     rows: Tensor  # int64 [B, BLOCK]
     first: int  # position of the blocks' first rows
-    queries: Tensor  # int64 [..., R], heads of rows
-    keys: Tensor  # int64 [..., S], heads of rows or of compressed blocks
-    visible: Tensor  # bool, broadcasts to [..., R, S]
+    keys: Tensor  # int64 [B, S], rows or compressed blocks; or [B, G, BLOCK, S]
+    visible: Tensor  # bool, broadcasts to [B, N, R, S]
 
+    def asking(self, heads: Tensor, groups: int) -> Tensor:
+        """Query heads [T + 1, H, d] of the blocks, [B, N, R, d]."""
+        taken = heads.index_select(0, self.rows.flatten()).view(*self.rows.shape, groups, -1, heads.shape[2])
+        return taken.transpose(1, 2).flatten(*self._together).contiguous()
 
-def _heads_of(rows: Tensor, heads: int, groups: int) -> Tensor:
-    """Query heads of rows [B, BLOCK], by groups: [B, G, BLOCK, H / G]."""
-    of_group = torch.arange(heads, device=rows.device).view(groups, 1, -1)
-    return rows[:, None, :, None] * heads + of_group
+    def answered(self, out: Tensor, found: Tensor) -> None:
+        """Write what was found [B, N, R, d] where its heads lie in `out` [T + 1, H, d]."""
+        sizes = (-1, BLOCK) if self._each else (BLOCK, -1)
+        heads = found.unflatten(self._together[0], sizes).transpose(1, 2).reshape(-1, *out.shape[1:])
+        out.index_copy_(0, self.rows.flatten(), heads)
+
+    def read(self, heads: Tensor) -> Tensor:
+        """Heads [T + 1, G, d] of what is read, [B, N, S, d]."""
+        if self._each:
+            taken = heads.flatten(0, 1).index_select(0, self._flat_keys(heads.shape[1]))
+            return taken.view(len(self.keys), -1, self.keys.shape[3], heads.shape[2])
+        return heads.index_select(0, self.keys.flatten()).unflatten(0, self.keys.shape).transpose(1, 2).contiguous()
+
+    def add(self, total: Tensor, gradient: Tensor) -> None:
+        """Add gradients [B, N, S, d] to the total [T + 1, G, d] of what was read."""
+        if self._each:
+            add_by_place(total.flatten(0, 1), self._flat_keys(total.shape[1]), gradient.flatten(0, 2))
+        else:
+            add_by_place(total, self.keys.flatten(), gradient.transpose(1, 2).flatten(0, 1))
+
+    @property
+    def _each(self) -> bool:
+        return self.keys.ndim == 4
+
+    @property
+    def _together(self) -> tuple[int, int]:
+        """Which of B, G, BLOCK, h become one dimension."""
+        return (1, 2) if self._each else (2, 3)
+
+    def _flat_keys(self, groups: int) -> Tensor:
+        group = torch.arange(groups, device=self.keys.device)[:, None, None]
+        return (self.keys * groups + group).flatten()
 
 
 class _Attend(torch.autograd.Function):
     """Softmax attention of a pack's parts, in float32 at least. The backward pass computes each part again: what
     autograd would keep of every part grows with the square of a sequence.
 
-    `look`, if there is one, is shown each part's weights [..., R, S].
+    `look`, if there is one, is shown each part's weights [B, N, R, S].
     """
 
     @staticmethod
@@ -219,52 +248,49 @@ class _Attend(torch.autograd.Function):
     ) -> Tensor:
         ctx.parts, ctx.scale = parts, scale
         ctx.save_for_backward(query, key, value)
-        q, k, v = map(_flat, (query, key, value))
-        out = q.new_zeros(len(q), v.shape[1])
+        q, k, v = map(_wide, (query, key, value))
+        out = q.new_zeros(*q.shape[:2], v.shape[2])
         with torch.autocast(query.device.type, enabled=False):
             for part in parts():
-                weights = _weights(q[part.queries], k[part.keys], part.visible, scale)
-                out[part.queries] = weights @ v[part.keys]
+                weights = _weights(part.asking(q, k.shape[1]), part.read(k), part.visible, scale)
+                part.answered(out, weights @ part.read(v))
                 if look is not None:
                     look(part, weights)
-        return _unflat(out, query, value).to(value.dtype)
+        return out[:-1].to(value.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
+        """With weights P of scores S: dV = P' dO, dP = dO V', and dS = P (dP - the sum of P dP over a row)."""
         query, key, value = ctx.saved_tensors
-        q, k, v = map(_flat, (query, key, value))
-        upstream = pad(grad.to(q.dtype).flatten(0, 1), (0, 0, 0, grad.shape[1]))
+        q, k, v, upstream = map(_wide, (query, key, value, grad))
+        groups = k.shape[1]
         d_q, d_k, d_v = map(torch.zeros_like, (q, k, v))
-        for part in ctx.parts():
-            own_q, own_k, own_v = leaves = [
-                t[places].requires_grad_() for t, places in ((q, part.queries), (k, part.keys), (v, part.keys))
-            ]
-            with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
-                found = _weights(own_q, own_k, part.visible, ctx.scale) @ own_v
-            of_q, of_k, of_v = torch.autograd.grad(found, leaves, upstream[part.queries])
-            d_q[part.queries] = of_q
-            for total, own in ((d_k, of_k), (d_v, of_v)):
-                add_by_place(total, part.keys.flatten(), own.flatten(0, -2))
-        gradients = (_unflat(d, t, t).to(t.dtype) for d, t in ((d_q, query), (d_k, key), (d_v, value)))
+        with torch.autocast(query.device.type, enabled=False):
+            for part in ctx.parts():
+                own_q, own_k, own_v = part.asking(q, groups), part.read(k), part.read(v)
+                own_upstream = part.asking(upstream, groups)
+                weights = _weights(own_q, own_k, part.visible, ctx.scale)
+                part.add(d_v, weights.mT @ own_upstream)
+                of_weights = own_upstream @ own_v.mT
+                of_scores = of_weights.sub_((weights * of_weights).sum(-1, keepdim=True)).mul_(weights).mul_(ctx.scale)
+                part.answered(d_q, of_scores @ own_k)
+                part.add(d_k, of_scores.mT @ own_q)
+        gradients = (d[:-1].to(t.dtype) for d, t in ((d_q, query), (d_k, key), (d_v, value)))
         return None, None, None, *gradients
 
 
-def _flat(rows: Tensor) -> Tensor:
-    """The heads of rows [T, H, d] one by one, in float32 at least, with those of a row of zeros: [(T + 1) H, d]."""
+def _wide(rows: Tensor) -> Tensor:
+    """Rows [T, ...] in float32 at least, with one of zeros behind them."""
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    return pad(wide.flatten(0, 1), (0, 0, 0, rows.shape[1]))
-
-
-def _unflat(flat: Tensor, rows: Tensor, width: Tensor) -> Tensor:
-    """Back from `_flat`: as many rows and heads as `rows` has, each as wide as in `width`."""
-    return flat[: len(rows) * rows.shape[1]].view(len(rows), rows.shape[1], width.shape[2])
+    return torch.cat([wide, wide.new_zeros(1, *wide.shape[1:])])
 
 
 def _weights(query: Tensor, key: Tensor, visible: Tensor, scale: float) -> Tensor:
     """Softmax over what is visible of query [..., R, dk] times key [..., S, dk]; zeros where nothing is."""
-    scores = (query @ key.mT * scale).masked_fill(~visible, torch.finfo(query.dtype).min)
-    return scores.softmax(dim=-1) * visible
+    hidden = ~visible
+    scores = (query @ key.mT).mul_(scale).masked_fill_(hidden, torch.finfo(query.dtype).min)
+    return scores.softmax(dim=-1).masked_fill_(hidden.all(-1, keepdim=True), 0)
 
 
 def _chosen(weights: Tensor, first: int, grid: Grid, choice: Choice) -> Tensor:

@@ -187,10 +187,10 @@ class NsaDecoderLayer(nn.Module):
         self.mlp = NsaMLP(config)
 
     def forward(self, hidden_states: Tensor, turn: NsaTurn, fork: Any, nsa: Any) -> Tensor:
-        """Rows [1, T, D] -> [1, T, D]."""
-        x = hidden_states[0]
-        x = x + self.self_attn(self.input_layernorm(x), turn, fork, nsa)
-        return (x + self.mlp(self.post_attention_layernorm(x)))[None]
+        """Rows [1, T, D] -> [1, T, D], no view of another tensor: FSDP2 has a hook on it that a view may lose."""
+        x = hidden_states
+        x = x + self.self_attn(self.input_layernorm(x)[0], turn, fork, nsa)[None]
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class NsaPreTrainedModel(PreTrainedModel):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tuningfork.models.policy import Policy
 from tuningfork.records import ForkLayout, PackedBatch
-from tuningfork.train.checks.rounding import FLOOR, check_rounding, noise
+from tuningfork.train.checks.rounding import FLOOR, check_rounding, noise, wrong
 
 Call = Callable[..., "Tensor | tuple[Tensor, ...]"]
 """(prepared form, tensors...) -> outputs."""
@@ -48,7 +48,12 @@ class _Beside:
         return self
 
     def compare(
-        self, call: Call, given: dict[str, Tensor], outputs: Sequence[str], few: Sequence[str] = ()
+        self,
+        call: Call,
+        given: dict[str, Tensor],
+        outputs: Sequence[str],
+        few: Sequence[str] = (),
+        widened: bool = False,
     ) -> tuple[str, list[Tensor], list[Tensor], list[Tensor]]:
         """Check one call.
 
@@ -57,6 +62,8 @@ class _Beside:
             given: tensors, by what their gradients are called.
             outputs: what the results are called.
             few: which of `given` have so few numbers that the plain kernels' rounding may be little by chance.
+            widened: whether the plain form computes in float32 throughout and rounds results alone. Another may then
+                round the operands of its products too: an output loses a unit of its dtype more, a gradient two.
 
         Returns:
             What is compared, and the results and gradients of the plain form in float32, of the plain form in the
@@ -77,12 +84,10 @@ class _Beside:
         floor = FLOOR * 1e-2 * max(gradients)
         what = f"{self._what}, call {self._calls}"
         names = [*outputs, *(f"gradients of {name}" for name in given)]
-        sizes = [0.0] * len(outputs) + [
-            torch.finfo(tensors[0].dtype).eps * size if name in few else 0.0
-            for name, size in zip(given, gradients, strict=True)
-        ]
-        for name, f, u, e, more in zip(names, found, usual, exact, sizes, strict=True):
-            check_rounding(what, name, f, u, e, floor + more)
+        units = [1.0 * widened] * len(outputs) + [2.0 * widened + (name in few) for name in given]
+        unit = torch.finfo(tensors[0].dtype).eps
+        for name, f, u, e, more in zip(names, found, usual, exact, units, strict=True):
+            check_rounding(what, name, f, u, e, floor + more * unit * float(e.double().norm()))
         return what, exact, usual, found
 
 
@@ -168,17 +173,116 @@ class _Ccgqa(_Beside):
         return usual[0].to(x.dtype)
 
 
+class _Nsa(_Beside):
+    def prepare(self, layout: ForkLayout, grid: Any = None) -> Any:  # this op has a grid, too
+        self._grid, self._positions = grid, layout.position_of_row
+        self._plain, self._other = (kind.prepare(layout, grid) for kind in self._kinds)
+        found, expected = self._other.first_positions, self._plain.first_positions
+        if not torch.equal(found.to(expected), expected):
+            raise wrong(f"{self._what}: compressed blocks begin at other positions than those of the plain kernel.")
+        return self
+
+    @property
+    def first_positions(self) -> Tensor:
+        first: Tensor = self._plain.first_positions
+        return first
+
+    def blocks(self, rows: Tensor) -> Tensor:
+        _, _, usual, _ = self.compare(lambda form, rows: form.blocks(rows), {"rows": rows}, ["rows of blocks"])
+        return usual[0].to(rows.dtype)
+
+    def mean(self, rows: Tensor) -> Tensor:
+        _, _, usual, _ = self.compare(lambda form, rows: form.mean(rows), {"rows": rows}, ["means of blocks"])
+        return usual[0].to(rows.dtype)
+
+    def compressed(
+        self, query: Tensor, keys: Tensor, values: Tensor, *, scale: float, choice: Any
+    ) -> tuple[Tensor, Tensor]:
+        choices: list[Tensor] = []
+
+        def attend(form: Any, *tensors: Tensor) -> Tensor:
+            out, chosen = form.compressed(*tensors, scale=scale, choice=choice)
+            choices.append(chosen)
+            return out  # type: ignore[no-any-return]
+
+        given = {"queries": query, "keys of blocks": keys, "values of blocks": values}
+        what, _, usual, _ = self.compare(attend, given, ["compressed outputs"], widened=True)
+        scores = self._scores(query.float(), keys.float(), scale, choice)
+        _check_choices(what, choices[-1], choices[0], scores)
+        return usual[0].to(query.dtype), choices[1]
+
+    def selected(self, query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, *, scale: float) -> Tensor:
+        def attend(form: Any, *tensors: Tensor) -> Tensor:
+            out: Tensor = form.selected(*tensors, chosen, scale=scale)
+            return out
+
+        given = {"queries": query, "keys": key, "values": value}
+        _, _, usual, _ = self.compare(attend, given, ["selected outputs"], widened=True)
+        return usual[0].to(query.dtype)
+
+    def _scores(self, query: Tensor, keys: Tensor, scale: float, choice: Any) -> Tensor:
+        """What blocks are chosen by, [T, G, J]: infinite for those that are no choice, -1 for those ahead of a row.
+
+        A block's score is what compressed attention reads where the value of each compressed block is how many of its
+        strides lie in the block, added up over the heads of a group (equation 9).
+        """
+        (length, stride, select), first = self._grid, self.first_positions[:, None]
+        own = self._positions // select
+        block = torch.arange(int(own.max()) + 1, device=own.device)
+        end = torch.minimum(first + length, (block + 1) * select)
+        strides = (end - torch.maximum(first, block * select)).clamp(min=0) // stride
+        values = strides[:, None].expand(-1, keys.shape[1], -1).to(keys)
+        of_heads, _ = self._plain.compressed(query, keys, values, scale=scale, choice=choice)
+        ahead = (own[:, None] - block)[:, None]
+        scores: Tensor = of_heads.unflatten(1, (keys.shape[1], -1)).sum(2)
+        scores = scores.masked_fill((block < choice.initial) | (ahead < choice.local), torch.inf)
+        return scores.masked_fill(ahead < 0, -1)
+
+
+def _check_choices(what: str, found: Tensor, expected: Tensor, scores: Tensor) -> None:
+    """Blocks [T, G, n], from low to high and then -1, are the best by scores [T, G, J]; of those whose scores are as
+    good as equal, any. Raises ModelError where they are not."""
+    blocks = scores.shape[2]
+
+    def among(chosen: Tensor) -> Tensor:
+        places = torch.where((chosen < 0) | (chosen >= blocks), blocks, chosen).long()
+        room = torch.zeros(*scores.shape[:2], blocks + 1, dtype=torch.bool, device=scores.device)
+        return room.scatter_(2, places, True)[..., :-1]
+
+    ours, theirs = among(found), among(expected)
+    lost = scores.masked_fill(~theirs | ours, -torch.inf).amax(-1)
+    gained = scores.masked_fill(~ours | theirs, torch.inf).amin(-1)
+    filled = (found >= 0) == (expected >= 0)
+    usable = filled.all(-1) & (ours.sum(-1) == theirs.sum(-1)) & _rises(found)
+    bad = (~usable | ~(gained >= lost * (1 - FLOOR))).nonzero()
+    if len(bad):
+        row, group = bad[0].tolist()
+        chosen, better = ([b for b in t[row, group].tolist() if b >= 0] for t in (found, expected))
+        raise wrong(
+            f"{what}: choices of blocks are not those with the highest scores in {len(bad):,} of {lost.numel():,} "
+            f"cases; row {row} chooses {chosen} for group {group}, and the plain kernel {better}."
+        )
+
+
+def _rises(chosen: Tensor) -> Tensor:
+    """Whether blocks [..., n] lie from low to high, with -1 behind them."""
+    last = torch.iinfo(chosen.dtype).max
+    return (chosen.masked_fill(chosen < 0, last).diff(dim=-1) >= 0).all(-1)
+
+
 _BESIDE: dict[str, type[_Beside]] = {
     "attention": _Attention,
     "causal_conv": _CausalConv,
     "ccgqa": _Ccgqa,
     "gated_delta": _GatedDelta,
+    "nsa": _Nsa,
 }
 _WORDS = {
     "attention": "attention kernel",
     "causal_conv": "convolution kernel",
     "ccgqa": "CCGQA kernel",
     "gated_delta": "scan kernel",
+    "nsa": "sparse attention kernel",
 }
 
 

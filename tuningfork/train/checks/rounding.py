@@ -29,10 +29,17 @@ def check_rounding(what: str, quantity: str, found: Tensor, usual: Tensor, exact
     if error <= _TIMES * rounding + FLOOR * size + floor:  # not so for NaN
         return
     size = size or 1.0
-    raise ModelError(
+    raise wrong(
         f"{what}: {quantity} are {error / size:.1e} of their size away from those of plain kernels in float32; plain "
-        f"kernels in the run's dtype are {rounding / size:.1e} away. {NOTHING_IS_TRAINED} Set model.compile to off, if "
-        f"blocks are compiled; or use train.device cpu, or other versions (here: {_here()})."
+        f"kernels in the run's dtype are {rounding / size:.1e} away."
+    )
+
+
+def wrong(found: str) -> ModelError:
+    """The error that says what was found, a sentence, and what to do about it."""
+    return ModelError(
+        f"{found} {NOTHING_IS_TRAINED} Set model.compile to off, if blocks are compiled; or use train.device cpu, or "
+        f"other versions (here: {_here()})."
     )
 
 
