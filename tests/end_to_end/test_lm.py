@@ -43,6 +43,21 @@ def lm(job: Job) -> Job:
     )
 
 
+def test_what_a_run_would_begin_from_is_replaced_by_that_run_alone(lm: Job) -> None:
+    """Before a run's first step its starting model is all that is there of it, and other commands leave that alone."""
+    absent = {"data.train": lm.folder / "absent.jsonl"}
+    other, deeper = lm.but(model={"init_seed": 4}), lm.but(model={"init": LLAMA | {"num_hidden_layers": 3}})
+    weights = lm.run / "start" / "model.safetensors"
+    assert "absent.jsonl" in lm.but(absent).refused()
+    before = weights.read_bytes()
+    other.done("data")  # no seed decides what that shows
+    assert "was made from another config, seed or tokenizer" in deeper.refused("data")
+    assert weights.read_bytes() == before
+    outcome = other.but(absent)()
+    assert "drawn from seed 4, in place of one from which no run began" in outcome.out
+    assert weights.read_bytes() != before
+
+
 def plain_nll(folder: str) -> tuple[float, int]:
     """Nats and targets of the held-out documents, each cut by hand, by plain transformers."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)

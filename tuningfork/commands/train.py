@@ -63,7 +63,7 @@ def _train(config: RunConfig, resume: bool, folder: Path, console: Console, rank
             console.print(f"{folder}: the run had not come to its first checkpoint; it begins at its first step")
         changed = set() if before is None else before.differing(config).keys() - {"output.dir"}
         with ranks.first_of_each_node():
-            config, text = located(config, console)
+            config, text = located(config, console, to_begin=True)
             data = data_of(config, console)
         saved = None if last is None else checkpoint.progress(last)
         if saved is not None and has_ended(saved, data, config.train):

@@ -182,8 +182,8 @@ def control_line(name: str, report: DataReport) -> str:
     first = next(note for note, found in noted.items() if rows[0] in found)
     return (
         f"{name}: {counted(len(rows), 'row spells', 'rows spell')} control tokens of the tokenizer in their own words "
-        f"(first: {rows[0]}, {first.removeprefix(WRITTEN).lstrip(', ')}). data.control_tokens says what these are: keep, "
-        "as_text or drop"
+        f"(first: {rows[0]}, {first.removeprefix(WRITTEN).lstrip(', ')}). data.control_tokens says what these are: "
+        "keep, as_text or drop"
     )
 
 

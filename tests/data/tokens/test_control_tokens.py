@@ -285,7 +285,7 @@ def test_what_the_setting_says_of_plain_text(tmp_path: Any) -> None:
 
 
 def test_documents_are_text_unless_the_setting_says_otherwise(tmp_path: Any) -> None:
-    """What nobody has rendered opens and ends nothing; the end token at the very end is the document's end, and said."""
+    """What nobody has rendered opens and ends nothing; an end token at the very end is the end, and noted."""
     rows = [{"text": text} for text in (f"a{END}b", f"</s>{START}c", "d</s>", "e")]
 
     def read(**settings: Any) -> tuple[list[str], list[int], list[str]]:

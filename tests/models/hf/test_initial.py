@@ -93,15 +93,19 @@ def test_another_seed_or_config_makes_the_folder_anew_and_weights_come_when_they
     assert not torch.equal(first["lm_head.weight"], second["lm_head.weight"])
 
 
-def test_the_model_that_a_run_began_from_stays_as_it_is(tmp_path: Path) -> None:
-    folder = tmp_path / "start"
-    assert make(folder, TINY, 0, "bytes")
+def test_weights_stay_unless_they_may_be_replaced(tmp_path: Path) -> None:
+    """Without weights no seed decides anything, so that of others is as good; another config needs another folder."""
+    folder, deeper = tmp_path / "start", TINY | {"num_hidden_layers": 3}
+    assert make(folder, TINY, 0, "bytes", weights=False, may_replace=False)
+    assert make(folder, deeper, 0, "bytes", weights=False, may_replace=False)  # no weights, nothing lost
+    assert make(folder, TINY, 0, "bytes", may_replace=False)
     before = (folder / "model.safetensors").read_bytes()
-    assert not make(folder, TINY, 0, "bytes", of_a_run=True) and not make(
-        folder, TINY, 0, "bytes", False, of_a_run=True
-    )
-    with pytest.raises(RunFolderError, match="a run began from, and was made from another config, seed or tokenizer"):
-        make(folder, TINY, 1, "bytes", weights=False, of_a_run=True)
+    assert not make(folder, TINY, 0, "bytes", may_replace=False)
+    for seed in (0, 1):
+        assert not make(folder, TINY, seed, "bytes", weights=False, may_replace=False)
+    for settings, seed, weights in ((TINY, 1, True), (deeper, 0, True), (deeper, 0, False)):
+        with pytest.raises(RunFolderError, match="a run begins from, and was made from another config, seed or token"):
+            make(folder, settings, seed, "bytes", weights, may_replace=False)
     assert (folder / "model.safetensors").read_bytes() == before
 
 

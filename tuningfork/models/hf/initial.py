@@ -42,23 +42,26 @@ def make(
     seed: int,
     tokenizer: str,
     weights: bool = True,
-    of_a_run: bool = False,
+    may_replace: bool = True,
 ) -> bool:
     """Make a model's folder, unless it is there and made from the same; whether it was made now.
+
+    A folder without weights, which only `weights=False` leaves, is made anew where it was made from something else.
 
     Args:
         given: the settings of its config.json, or the path of one, or of a folder that has one.
         seed: of its initial values, see `initial_model`.
         tokenizer: ``bytes``, or the folder of a tokenizer. The config's vocabulary and marks follow it where they are
             not given.
-        weights: whether weights are needed; without them, only config and tokenizer are.
-        of_a_run: whether a run began from the folder's model, which then stays as it is.
+        weights: whether weights are needed; without them, only config and tokenizer are, which no seed decides.
+        may_replace: whether that goes for one with weights, too: to a run that has not begun, and nobody else.
 
     Raises:
         ConfigError: a setting that the model's config does not have, with the nearest that it has.
         ModelError: the config is of no model that can be trained, or a rule of its family leaves a weight without a
             value.
-        RunFolderError: the disk refuses, or something else lies there, or a run's model made from something else.
+        RunFolderError: the disk refuses, or something else lies there, or a model made from something else that may not
+            be replaced.
     """
     settings, words = _settings(given), _tokenizer(tokenizer)
     for key, value in _of_tokenizer(words).items():
@@ -69,11 +72,11 @@ def make(
     if _is_made_from(folder, facts):
         return False
     if folder.exists():
-        if of_a_run:
+        if not may_replace and has_weights(folder):
             raise RunFolderError(
-                f"{folder} is the model that a run began from, and was made from another config, seed or tokenizer "
-                f"than these: {FACTS} there has its own. Give model.init, model.init_seed and model.tokenizer as that "
-                "run has them, or choose another output.dir."
+                f"{folder} is the model that a run begins from, and was made from another config, seed or tokenizer "
+                f"than these: {FACTS} there has its own. Give model.init, model.init_seed and model.tokenizer as they "
+                "are there, or choose another output.dir."
             )
         remove(folder)
     try:
@@ -236,6 +239,14 @@ def _of_tokenizer(words: PreTrainedTokenizerBase) -> dict[str, Any]:
     return {"vocab_size": -(-len(words) // 64) * 64, **marks}
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether a folder is there that was made with weights."""
+    try:
+        return bool(read_object(folder / FACTS).get("weights"))
+    except (OSError, ValueError):
+        return False
+
+
 def _is_made_from(folder: Path, facts: Mapping[str, Any]) -> bool:
     """Whether a folder is there and made from these. Raises RunFolderError where it is no folder that was made."""
     check_plain(folder, folder=True)
@@ -247,4 +258,6 @@ def _is_made_from(folder: Path, facts: Mapping[str, Any]) -> bool:
         raise RunFolderError(
             f"{folder} is no model that was made here: {FACTS} cannot be read. Move it away."
         ) from error
-    return found in (dict(facts), {**facts, "weights": True})  # weights that nobody needs do no harm
+    if not facts["weights"]:  # those that nobody needs do no harm, whatever their seed
+        found, facts = ({key: of[key] for key in of if key not in ("weights", "seed")} for of in (found, facts))
+    return found == dict(facts)
