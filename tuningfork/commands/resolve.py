@@ -94,7 +94,8 @@ def made_model(config: RunConfig, console: Console, weights: bool, to_begin: boo
     with console.stage("initial model", "making the model from its config and seed"):
         before = has_weights(folder)
         may_replace = to_begin and not run_folder.has_begun(folder.parent)
-        made = make(folder, model.init, model.init_seed, model.tokenizer, weights, may_replace)
+        longest = config.data.max_length
+        made = make(folder, model.init, model.init_seed, model.tokenizer, weights, may_replace, longest)
     if made and weights:
         instead = ", in place of one from which no run began" if before else ""
         console.print(f"{folder}: a model from nothing, its values drawn from seed {model.init_seed}{instead}")
