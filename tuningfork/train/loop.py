@@ -14,7 +14,7 @@ from tuningfork.objective.base import Objective
 from tuningfork.recipe.run_config import RunConfig
 from tuningfork.report.run.console import Phase
 from tuningfork.report.run.metrics import Interval, StepResult
-from tuningfork.report.run.throughput import RunTotals, peak_flops
+from tuningfork.report.run.throughput import Dtype, RunTotals, peak_flops
 from tuningfork.report.run.writer import Records
 from tuningfork.train.checkpointer import Checkpointer
 from tuningfork.train.gates import GateWatch
@@ -43,7 +43,7 @@ class TrainingLoop:
         self.output = config.output
         self.run, self.held_out, self.checkpointer, self.writer = run, held_out, checkpointer, writer
         self.progress = run.progress
-        self.totals = RunTotals(_peak_flops(run.session))
+        self.totals = RunTotals(_peak_flops(run.session, config.model.tf32))
         self._pace, self._hosts = PaceWatch(), run.session.ranks.all(socket.gethostname())
         self._late = LateCompilations(run.console, run.session.ranks)
         self._gates = GateWatch()
@@ -144,9 +144,10 @@ def _headline(step: StepResult, objective: Objective) -> dict[str, float | None]
     return {loss: step.loss, **of_objective, "tokens/s": step.tokens / step.seconds}
 
 
-def _peak_flops(session: Session) -> float | None:
+def _peak_flops(session: Session, tf32: bool) -> float | None:
     """Peak flops of the run's devices together in the dtype that it computes in; None where they are not known."""
     device, dtype = session.scorer.device, session.policy.dtype
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    of_one = peak_flops(card, "bfloat16" if dtype in (torch.bfloat16, torch.float16) else "float32")
+    of_float32: Dtype = "tf32" if tf32 else "float32"
+    of_one = peak_flops(card, "bfloat16" if dtype in (torch.bfloat16, torch.float16) else of_float32)
     return of_one and session.ranks.size * of_one
