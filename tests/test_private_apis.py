@@ -576,6 +576,12 @@ def test_a_family_initialises_module_by_module() -> None:
     assert changed == {"model.layers.0.mlp.up_proj.weight"}
 
 
+@lean("transformers.sub_configs")
+def test_a_config_says_which_of_its_settings_are_configs():
+    assert transformers.LlamaConfig.sub_configs == {}
+    assert issubclass(transformers.DbrxConfig.sub_configs["attn_config"], transformers.PreTrainedConfig)
+
+
 @lean("transformers.attribute_map")
 def test_a_config_says_what_its_family_calls_a_setting():
     config = transformers.GPT2Config(n_layer=3)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tuningfork.recipe.run_config import RunConfig
 
 _INTRODUCTION = """\
-Train language models on preference pairs, or on answers to imitate.
+Train language models on preference pairs, answers to imitate, or documents.
 
 A run is described by one recipe, a YAML file, and every key of it can be
 overridden by a dotted flag. The shortest:

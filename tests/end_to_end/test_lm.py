@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
+import time
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.end_to_end.workbench import Child, Job, assert_same_state, make_pairs, write_rows
+from tuningfork.train import steps as training
 
 
 def texts(count: int, seed: int) -> list[str]:
@@ -41,6 +45,38 @@ def lm(job: Job) -> Job:
         train={"tokens_per_step": 200, "examples_per_step": None, "learning_rate": 1e-2},
         pack={"tokens": 128},
     )
+
+
+def test_a_step_that_stands_still_is_said_and_where(lm: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_step, calls = training.train_step, itertools.count(1)
+
+    def standing_still(*given: Any, **named: Any) -> Any:
+        if next(calls) == 2:
+            time.sleep(1.5)
+        return train_step(*given, **named)
+
+    monkeypatch.setattr(training, "train_step", standing_still)
+    out = lm.but({"output.stall_s": 0.5, "train.max_steps": 3, "data.eval": None}).done().out
+    stalls = lm.run / "stalls.txt"
+    assert f"! nothing is heard of step 2 for 0.5 s; where its threads stand is in {stalls}" in out
+    assert "the run goes on: step 2 came to an end after" in out
+    assert "in standing_still" in stalls.read_text()
+    assert "nothing is heard of step 2" in (lm.run / "log.txt").read_text()
+
+
+def test_what_a_run_would_begin_from_is_replaced_by_that_run_alone(lm: Job) -> None:
+    """Before a run's first step its starting model is all that is there of it, and other commands leave that alone."""
+    absent = {"data.train": lm.folder / "absent.jsonl"}
+    other, deeper = lm.but(model={"init_seed": 4}), lm.but(model={"init": LLAMA | {"num_hidden_layers": 3}})
+    weights = lm.run / "start" / "model.safetensors"
+    assert "absent.jsonl" in lm.but(absent).refused()
+    before = weights.read_bytes()
+    other.done("data")  # no seed decides what that shows
+    assert "was made from another config, seed or tokenizer" in deeper.refused("data")
+    assert weights.read_bytes() == before
+    outcome = other.but(absent)()
+    assert "drawn from seed 4, in place of one from which no run began" in outcome.out
+    assert weights.read_bytes() != before
 
 
 def plain_nll(folder: str) -> tuple[float, int]:

@@ -256,7 +256,7 @@ def test_held_out_pairs_that_changed_meanwhile_are_scored_by_both_models(again: 
     crash(again, step=5)
     write_rows(path, make_pairs(6, seed=6))
     out = again.done("train", "--resume").out
-    assert "data.eval holds other pairs than when the run began" in out
+    assert "data.eval holds other rows than when the run began" in out
     assert "evaluating the starting model: 6/6 pairs" in out
     found = json.loads((again.run / "eval.json").read_text())
     assert found["before"]["pairs"] == found["after"]["pairs"] == 6

@@ -20,6 +20,7 @@ STEPS = 4
 KINDS = {
     "float32 weights": {},
     "float16": {"model.dtype": "float16"},
+    "float32, products in TF32": {"model.dtype": "float32", "model.tf32": "true"},
     "bfloat16 weights, 8-bit moments, offload": {
         "model.weights": "bfloat16",
         "train.optimizer": "adamw_8bit",

@@ -26,6 +26,8 @@ from tuningfork.recipe.run_config import SETTINGS
             "--model.weights bfloat16 --train.optimizer adamw_8bit --model.dtype float32",
             ("model.weights is bfloat16, but model.dtype is float32", "bfloat16, or auto"),
         ),
+        ("--model.tf32 true", ("model.tf32 is true, but model.dtype is auto: products are of bfloat16 on a GPU",)),
+        ("--model.tf32 true --model.dtype float16", ("model.dtype is float16: products are of float16", "float32, or")),
     ],
 )
 def test_precisions_that_contradict_each_other_are_refused(flags: str, words: tuple[str, ...]) -> None:

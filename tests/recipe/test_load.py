@@ -40,6 +40,7 @@ NEEDS = {
     "data.max_length": ["--pack.tokens", "8192"],
     "objective.mean_over": ["--objective.name", "sft"],
     "objective.gamma": ["--objective.name", "simpo"],
+    "model.tf32": ["--model.dtype", "float32"],
     "model.weights": ["--train.optimizer", "adamw_8bit"],
     "train.gradient_dtype": ["--train.optimizer", "adamw_8bit", "--model.weights", "bfloat16"],
     "train.eval_every": ["--data.eval", "held_out.jsonl"],

@@ -37,6 +37,14 @@ def test_a_value_reads_the_same_in_a_recipe_and_as_a_flag(key: str, text: str, v
         assert (loaded.values()[key], type(loaded.values()[key])) == (value, type(value))
 
 
+def test_a_flag_that_begins_as_a_mapping_is_one_and_no_path() -> None:
+    given = ("--model.path", "", "--model.tokenizer", "bytes")
+    assert load(None, "--model.init", "{model_type: llama}", *given).model.init == {"model_type": "llama"}
+    twice = error(None, "--model.init", "{hidden_size: 1, hidden_size: 2}", *given)
+    assert "hidden_size is given twice (first in line 1); keep one" in twice
+    assert "line 1" in error(None, "--model.init", "{hidden_size: 1", *given)
+
+
 @pytest.mark.parametrize("text", ["7", "1e5", "true", "on", "2024-01-01", "a: b", "[x", "#1", "-x", "ü b"])
 def test_text_needs_no_quotes_as_a_flag(text: str) -> None:
     assert load(None, f"--data.train={text}").data.train == text

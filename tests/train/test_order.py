@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from tests.tiny import random_pairs
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.order import compared_with, doubts, order_of
@@ -26,6 +28,21 @@ def test_a_grouped_run_is_compared_with_a_shuffled_one() -> None:
     examples[5] = replace(examples[5], prompt_ids=examples[2].prompt_ids)
     grouped = replace(CONFIG, order="grouped")
     assert compared_with(examples, grouped) == {"shuffled": order_of(examples, CONFIG)}
+
+
+def test_documents_and_their_first_pieces_are_no_group_though_all_begin_with_bos() -> None:
+    examples = random_pairs(6)
+    begun = [replace(example, prompt_ids=np.array([1], np.int32)) for example in examples[:3]]
+    followed = [replace(example, prompt_ids=example.prompt_ids[:0]) for example in examples[3:5]]
+    documents = order_of([*begun, *followed, examples[5]], replace(CONFIG, order="grouped"))
+    assert documents.groups is not None and documents.groups.alone
+
+
+def test_a_grouped_run_without_trees_is_doubted() -> None:
+    grouped, examples = replace(CONFIG, order="grouped"), random_pairs(4)
+    assert doubts(examples, grouped, 9, "tree") == [] == doubts(examples, CONFIG, 9, "none")
+    [said] = doubts(examples, grouped, 9, "prompt")
+    assert said.startswith("train.order is grouped, but pack.share is prompt, with which examples have nothing in comm")
 
 
 def test_a_step_that_is_smaller_than_examples_and_a_warm_up_beyond_the_run_are_doubted() -> None:

@@ -66,7 +66,7 @@ def _evaluate(config: RunConfig, policy: str | None, console: Console, ranks: Ra
         "reference": None if store is None else starting,
         "data": dataset_digest(data.held_out),
         "objective": asdict(config.objective),
-        "dtype": dtype_name(session.policy.dtype),
+        "dtype": dtype_name(session.policy.dtype) + (", products in TF32" if config.model.tf32 else ""),
         "device": device_name(session.policy.device),
     }
     report = data.held_out_report

@@ -8,7 +8,7 @@ from pathlib import Path
 from tuningfork.data.sources.hub import commit_in, newest_commit, pinned_sources
 from tuningfork.errors import ConfigError, RunFolderError
 from tuningfork.models.hf.hub import HUB, HubName, fetch, hub_name
-from tuningfork.models.hf.initial import make
+from tuningfork.models.hf.initial import has_weights, make
 from tuningfork.recipe.check import check_run_config
 from tuningfork.recipe.load import from_yaml
 from tuningfork.recipe.run_config import RunConfig
@@ -64,16 +64,17 @@ def _dated(config: RunConfig, run: RunConfig | None) -> RunConfig:
     return replace(config, data=config.data.with_day(began=run.data.date if run else None))
 
 
-def located(config: RunConfig, console: Console, weights: bool = True) -> tuple[RunConfig, str]:
+def located(config: RunConfig, console: Console, weights: bool = True, to_begin: bool = False) -> tuple[RunConfig, str]:
     """Settings with everything from the hub at one commit and the model's path on this machine, also of one from
     nothing; and as config.yaml keeps it, where the model's name with that commit, or what it is made from, stands for
-    its path. Raises ConfigError, ModelError."""
+    its path. `to_begin` says that a run is to begin, or to go on, in output.dir, which is held for it. Raises
+    ConfigError, ModelError, RunFolderError."""
     data = replace(config.data, train=pinned_sources(config.data.train, newest_commit))
     if data.eval is not None:
         data = replace(data, eval=pinned_sources(data.eval, newest_commit))
     config = replace(config, data=data)
     if config.model.init is not None:
-        made = replace(config.model, path=made_model(config, console, weights), init=None)
+        made = replace(config.model, path=made_model(config, console, weights, to_begin), init=None)
         return replace(config, model=made), config.to_yaml()
     name = hub_name(config.model.path)
     if name is None:
@@ -83,17 +84,21 @@ def located(config: RunConfig, console: Console, weights: bool = True) -> tuple[
     return replace(config, model=replace(config.model, path=folder)), kept.to_yaml()
 
 
-def made_model(config: RunConfig, console: Console, weights: bool) -> str:
+def made_model(config: RunConfig, console: Console, weights: bool, to_begin: bool) -> str:
     """The folder of a model from nothing, which is made unless it is there. Raises ConfigError, ModelError, and
-    RunFolderError where that of a run would have to go."""
+    RunFolderError where another with weights would have to go: only what a run that is `to_begin` finds of an attempt
+    that did not come to its first step is made anew."""
     model = config.model
     folder = Path(config.output.dir) / run_folder.START
     assert model.init is not None and model.tokenizer is not None
     with console.stage("initial model", "making the model from its config and seed"):
-        begun = run_folder.has_begun(folder.parent)
-        made = make(folder, model.init, model.init_seed, model.tokenizer, weights, of_a_run=begun)
+        before = has_weights(folder)
+        may_replace = to_begin and not run_folder.has_begun(folder.parent)
+        longest = config.data.max_length
+        made = make(folder, model.init, model.init_seed, model.tokenizer, weights, may_replace, longest)
     if made and weights:
-        console.print(f"{folder}: a model from nothing, its values drawn from seed {model.init_seed}")
+        instead = ", in place of one from which no run began" if before else ""
+        console.print(f"{folder}: a model from nothing, its values drawn from seed {model.init_seed}{instead}")
     return str(folder)
 
 

@@ -20,7 +20,7 @@ from tuningfork.report.run.console import Console
 from tuningfork.train import checkpoint, optimizer, run_folder
 from tuningfork.train.ended import has_ended, is_whole, places
 from tuningfork.train.run import run
-from tuningfork.train.setup.device import choose_device
+from tuningfork.train.setup.device import check_tf32, choose_device
 from tuningfork.train.setup.model import choose_activations, start_model
 from tuningfork.wording import counted
 
@@ -56,6 +56,7 @@ def _train(config: RunConfig, resume: bool, folder: Path, console: Console, rank
         config = as_before(config, before)
         if before is not None:
             run_folder.check_settings(folder, before.differing(config), RunConfig().values())
+        check_tf32(config.model, choose_device(config.train.device))
         optimizer.check_optimizer(config.train)  # before minutes of reading and scoring
         sinks.check_installed(config.output.sinks)
         last = checkpoint.newest(folder / run_folder.CHECKPOINTS, ranks)
@@ -63,7 +64,7 @@ def _train(config: RunConfig, resume: bool, folder: Path, console: Console, rank
             console.print(f"{folder}: the run had not come to its first checkpoint; it begins at its first step")
         changed = set() if before is None else before.differing(config).keys() - {"output.dir"}
         with ranks.first_of_each_node():
-            config, text = located(config, console)
+            config, text = located(config, console, to_begin=True)
             data = data_of(config, console)
         saved = None if last is None else checkpoint.progress(last)
         if saved is not None and has_ended(saved, data, config.train):

@@ -70,8 +70,9 @@ class DataConfig:
     today."""
     control_tokens: Literal["keep", "as_text", "drop"] | None = None
     """What becomes of control tokens that rows spell in their own words, such as an end of turn in what a user says.
-    keep: they are control tokens; as_text: plain characters; drop: the row is dropped. null: kept, and a finding, for
-    nobody asked for them; in plain text they are what was asked for."""
+    keep: they are control tokens; as_text: plain characters; drop: the row is dropped. null: kept in conversations,
+    plain characters in documents, and a finding in both, for nobody asked for them; in prompts and answers that are
+    plain text they are what was asked for."""
     template: Annotated[str, Field(pattern=TEMPLATE, description=TEMPLATE_FORMS)] = CHAT
     """chat: the tokenizer's chat template; plain strings become a user and an assistant turn. none: text as it is. Or
     the path of a .jinja file: its template in place of the tokenizer's; it is no part of the exported model."""

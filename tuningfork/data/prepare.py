@@ -20,6 +20,7 @@ from tuningfork.data.sources.expand import Use, expand_sources
 from tuningfork.data.sources.mix import mixed_indices
 from tuningfork.data.token_cache import Notice, TokenTables
 from tuningfork.data.token_table import Subset
+from tuningfork.data.tokens.control_tokens import RENDERED, WRITTEN
 from tuningfork.data.tokens.encode_table import Progress, TableAccount
 from tuningfork.data.tokens.tokenize import check_ids, check_vocabulary
 from tuningfork.data.tokens.truncate import size_of
@@ -170,6 +171,20 @@ def account_line(name: str, report: DataReport) -> str:
     reasons = [f"{n:,} {reason}" for reason, n in report.dropped.items()]
     more = ["..."] if len(reasons) > REASONS else []
     return f"{said}, {len(report.dropped_rows):,} dropped ({', '.join(reasons[:REASONS] + more)})"
+
+
+def control_line(name: str, report: DataReport) -> str:
+    """That rows spell control tokens, which, where, and what has become of them; empty where none do."""
+    noted = {note: rows for note, rows in report.notes.items() if note.startswith(WRITTEN) and note != RENDERED}
+    rows = list(dict.fromkeys(row for found in noted.values() for row in found))
+    if not rows:
+        return ""
+    first = next(note for note, found in noted.items() if rows[0] in found)
+    return (
+        f"{name}: {counted(len(rows), 'row spells', 'rows spell')} control tokens of the tokenizer in their own words "
+        f"(first: {rows[0]}, {first.removeprefix(WRITTEN).lstrip(', ')}). data.control_tokens says what these are: "
+        "keep, as_text or drop"
+    )
 
 
 def check_names_used(config: DataConfig, *reports: DataReport) -> None:

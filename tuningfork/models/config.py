@@ -33,6 +33,9 @@ class ModelConfig:
     """Compute precision. auto: bfloat16 on a GPU or with bfloat16 weights, else float32. float16 is for GPUs without
     bfloat16: gradients are multiplied by a loss scale of 65,536 at first, doubled behind 2,000 steps without a skipped
     one; a step whose gradient is not finite is skipped, and halves it."""
+    tf32: bool = False
+    """With dtype: float32 on a GPU: PyTorch's products of float32 matrices, those of layers and head, round their
+    factors to TF32, which keeps 10 of 23 bits. Kernels of ours and the checks of a start keep float32."""
     weights: Literal["float32", "bfloat16"] = "float32"
     """Precision in which matrices are kept and updated; norms and biases are always float32. With bfloat16, weights,
     gradients and moments take 6 bytes a weight instead of 16. It needs train.optimizer adamw_8bit, which does not round

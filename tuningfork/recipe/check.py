@@ -96,6 +96,12 @@ def check_run_config(config: RunConfig, required: Mapping[str, str] = REQUIRED) 
         raise ConfigError(
             f"model.weights is bfloat16, but model.dtype is {config.model.dtype}. Set model.dtype: bfloat16, or auto."
         )
+    if config.model.tf32 and config.model.dtype != "float32":
+        at = "bfloat16 on a GPU" if config.model.dtype == "auto" else config.model.dtype
+        raise ConfigError(
+            f"model.tf32 is true, but model.dtype is {config.model.dtype}: products are of {at}, so it would do "
+            "nothing. Set model.dtype: float32, or remove it."
+        )
     if config.reference != defaults.reference and not config.objective.build().needs_reference:
         raise ConfigError(
             f"reference.cache is {config.reference.cache}, but objective.name {name} has no reference. Remove it."

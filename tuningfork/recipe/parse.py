@@ -127,14 +127,15 @@ def _in_pairs(flags: Sequence[str]) -> dict[str, Any]:
 def _value(text: str, hint: Any) -> Any:
     """A flag's text as the recipe's value. Where a setting is text, `7` is text without quotes; nothing is not null.
 
-    Where it may be a list, `[a, b]` is one; where it may be a mapping, `{a: b}`.
+    Where it may be a list, `[a, b]` is one; where it may be a mapping, `{a: b}`. What only begins like a list may be a
+    pattern of files.
     """
     for kind, opening in ((list, "["), (dict, "{")):
         if any(get_origin(arm) is kind for arm in (hint, *get_args(hint))) and text.startswith(opening):
             try:
                 entries = load(text)
             except DialectError as error:
-                if isinstance(error.__cause__, TooMuch):
+                if kind is dict or isinstance(error.__cause__, TooMuch):
                     raise ConfigError(f"command line: {shortened(text)}: {error}.") from None
                 entries = None
             if isinstance(entries, kind):

@@ -14,14 +14,16 @@ from tuningfork.objective.base import Objective
 from tuningfork.recipe.run_config import RunConfig
 from tuningfork.report.run.console import Phase
 from tuningfork.report.run.metrics import Interval, StepResult
-from tuningfork.report.run.throughput import RunTotals, peak_flops
+from tuningfork.report.run.throughput import Dtype, RunTotals, peak_flops
 from tuningfork.report.run.writer import Records
 from tuningfork.train.checkpointer import Checkpointer
 from tuningfork.train.gates import GateWatch
 from tuningfork.train.held_out import HeldOut
 from tuningfork.train.late import LateCompilations
 from tuningfork.train.prepare import PreparedRun
+from tuningfork.train.run_folder import stalls_of
 from tuningfork.train.session import Session
+from tuningfork.train.stall import StallWatch
 from tuningfork.train.steps import training_steps
 from tuningfork.train.stop import stop_when_asked
 
@@ -41,10 +43,12 @@ class TrainingLoop:
         self.output = config.output
         self.run, self.held_out, self.checkpointer, self.writer = run, held_out, checkpointer, writer
         self.progress = run.progress
-        self.totals = RunTotals(_peak_flops(run.session))
+        self.totals = RunTotals(_peak_flops(run.session, config.model.tf32))
         self._pace, self._hosts = PaceWatch(), run.session.ranks.all(socket.gethostname())
         self._late = LateCompilations(run.console, run.session.ranks)
         self._gates = GateWatch()
+        stalls = stalls_of(run.folder, run.session.ranks.rank)
+        self._stall = StallWatch(self.output.stall_s, stalls, run.console.print)
 
     def train(self) -> bool:
         """Train to the last step. False where the user asked to stop; the last step done is saved then."""
@@ -52,6 +56,7 @@ class TrainingLoop:
         interval, apart = Interval(self.totals.peak_flops), 0.0
         with (
             stop_when_asked(run.console) as asked,
+            self._stall,
             self.checkpointer,
             run.console.phase("training", total_steps, "steps", done=self.progress.step) as phase,
         ):
@@ -65,6 +70,7 @@ class TrainingLoop:
                 run.loader, run.session, run.optimizer, run.reference, self.config, self.progress.step,
                 self.progress.loss_scale,
             )  # fmt: skip
+            self._stall.beat(f"step {self.progress.step + 1}")
             for step in () if stop_asked() else steps:
                 step = self._late.step(replace(step, seconds=step.seconds - apart))
                 apart = 0.0
@@ -81,14 +87,15 @@ class TrainingLoop:
                 if step.step % self.output.log_every == 0 or saving or evaluating:
                     self.writer.line(interval.take())
                 if saving:
-                    self.checkpointer.save(self.progress)
+                    self._save()
                 if evaluating:
                     apart = self._evaluate(phase, stop_asked)
                     stopping = stop_asked()
                     if stopping:
-                        self.checkpointer.save(self.progress)
+                        self._save()
                 if stopping:
                     break
+                self._stall.beat(f"step {step.step + 1}")
         return not stop_asked()  # it may have been asked while the last checkpoint was written
 
     def _enter(self, step: StepResult) -> None:
@@ -109,13 +116,23 @@ class TrainingLoop:
                 "all wait for it: look for another program on its device, or heat; tuningfork check-cluster measures it"
             )
 
+    def _save(self) -> None:
+        self._stall.beat(f"saving step {self.progress.step}")
+        self.checkpointer.save(self.progress)
+
     def _evaluate(self, phase: Phase, stop_asked: Callable[[], bool]) -> float:
         """Score the held-out examples, and keep the weights if they are the best; the seconds that it took."""
         begun, step = time.perf_counter(), self.progress.step
+
+        def pack_done() -> bool:
+            self._stall.beat(f"the evaluation after step {step}")
+            return stop_asked()
+
+        self._stall.beat(f"the evaluation after step {step}")
         with phase.paused(), self._late.evaluation(step):
-            found = self.run.score_held_out(f"evaluating after step {step}", stop_asked)
+            found = self.run.score_held_out(f"evaluating after step {step}", pack_done)
             if found is not None and self.held_out.enter(step, found):
-                self.checkpointer.save(self.progress)
+                self._save()
         return time.perf_counter() - begun
 
 
@@ -127,9 +144,10 @@ def _headline(step: StepResult, objective: Objective) -> dict[str, float | None]
     return {loss: step.loss, **of_objective, "tokens/s": step.tokens / step.seconds}
 
 
-def _peak_flops(session: Session) -> float | None:
+def _peak_flops(session: Session, tf32: bool) -> float | None:
     """Peak flops of the run's devices together in the dtype that it computes in; None where they are not known."""
     device, dtype = session.scorer.device, session.policy.dtype
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    of_one = peak_flops(card, "bfloat16" if dtype in (torch.bfloat16, torch.float16) else "float32")
+    of_float32: Dtype = "tf32" if tf32 else "float32"
+    of_one = peak_flops(card, "bfloat16" if dtype in (torch.bfloat16, torch.float16) else of_float32)
     return of_one and session.ranks.size * of_one

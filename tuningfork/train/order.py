@@ -10,6 +10,7 @@ import numpy as np
 from tuningfork.data.packing.groups import Groups
 from tuningfork.data.packing.loader import EpochOrder, Order
 from tuningfork.data.packing.stages import staged
+from tuningfork.data.packing.tree import Share
 from tuningfork.records import TokenExample, column
 from tuningfork.train.checkpoint import Progress
 from tuningfork.train.config import PROMPT, TrainConfig
@@ -45,7 +46,7 @@ def order_of(examples: Sequence[TokenExample], config: TrainConfig, saved: Progr
     """
     groups = None
     if config.order == "grouped":
-        keys = column(examples, "prompt_hash" if config.group_by == PROMPT else "group")
+        keys = _prompts(examples) if config.group_by == PROMPT else column(examples, "group")
         groups = Groups.of_keys(config.group_by, keys, config.group_most)
     done = (0, 0) if saved is None else (saved.step, saved.examples)
     length = (config.seed, config.epochs, config.max_steps)
@@ -55,9 +56,20 @@ def order_of(examples: Sequence[TokenExample], config: TrainConfig, saved: Progr
     return EpochOrder.plan(len(examples), config.examples_per_step, *length, *done, groups)
 
 
-def doubts(examples: Sequence[TokenExample], config: TrainConfig, steps: int) -> list[str]:
+def _prompts(examples: Sequence[TokenExample]) -> np.ndarray:
+    """uint64 [n]: what names each example's prompt; 0 for none, and for one of a single token: most likely a BOS, which
+    documents and their first pieces all begin with, and which is nothing to share."""
+    return np.where(column(examples, "prompt") > 1, column(examples, "prompt_hash"), np.uint64(0))
+
+
+def doubts(examples: Sequence[TokenExample], config: TrainConfig, steps: int, share: Share = "tree") -> list[str]:
     """What of a run's settings cannot do what it is there for, with these examples and so many steps, in sentences."""
     found = []
+    if config.order == "grouped" and share != "tree":
+        found.append(
+            f"train.order is grouped, but pack.share is {share}, with which examples have nothing in common in a pack: "
+            "steps are less independent, and nothing is saved for it"
+        )
     if config.tokens_per_step is not None:
         sizes = column(examples, "plain_tokens")
         if n := int((sizes > config.tokens_per_step).sum()):

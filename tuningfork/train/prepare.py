@@ -138,7 +138,7 @@ def _order(
         so = "a step has some more than once" if order.total_examples > examples else "the run is one step"
         in_all = counted(examples, "example")
         console.print(f"! train.examples_per_step is {train.examples_per_step:,}, but {in_all} are all: {so}")
-    for doubt in doubts(data.train, train, order.total_steps):
+    for doubt in doubts(data.train, train, order.total_steps, config.pack.share):
         console.print(f"! {doubt}")
     return order
 
@@ -159,7 +159,7 @@ def _evaluate_start(
     """The starting model on the held-out examples. A run that is `continued` comes here where these are others now."""
     if continued and data.held_out:
         console.print(
-            "data.eval holds other pairs than when the run began; the starting model is evaluated on these, and "
+            "data.eval holds other rows than when the run began; the starting model is evaluated on these, and "
             "what was found on the others is forgotten"
         )
     with console.startup.time("evaluation"):

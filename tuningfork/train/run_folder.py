@@ -28,8 +28,9 @@ ROWS = "data_rows.json"  # the account of every row that the run read
 CHECKPOINTS = "checkpoints"
 START = "start"  # the starting model, where it was made from nothing
 
-LOG = "log.txt"  # grows line by line; all other files are replaced as a whole
-FILES = (CONFIG, ROWS, "metrics.jsonl", LOG, "eval.json", "summary.json", "export.json")
+LOG = "log.txt"  # grows line by line, as the next does; all other files are replaced as a whole
+STALLS = "stalls.txt"  # what every thread was doing when the run stood still; of rank 3 stalls.3.txt
+FILES = (CONFIG, ROWS, "metrics.jsonl", LOG, STALLS, "eval.json", "summary.json", "export.json")
 FOLDERS = (CHECKPOINTS, START, "model", eval_files.FOLDER, *sinks.NAMES)
 
 # Settings that may change between a run and its continuation: they decide where, how often, and at most how gradients
@@ -47,6 +48,12 @@ LENGTH = ("train.epochs", "train.max_steps")  # they may be raised, see extend.p
 def has_begun(folder: Path) -> bool:
     """Whether there is a run to go on with."""
     return os.path.lexists(folder / CONFIG)
+
+
+def stalls_of(folder: Path, rank: int) -> Path:
+    """Where a rank says what it was doing when the run stood still."""
+    path = folder / STALLS
+    return path.with_suffix(f".{rank}.txt") if rank else path
 
 
 def to_go_on(folder: Path, ranks: Ranks = ONE_PROCESS) -> str:
@@ -81,7 +88,7 @@ def check_run_folder(folder: Path, resume: bool) -> None:
             "was scored for the reference already is used."
         )
     for name in (*FILES, *FOLDERS):
-        check_plain(folder / name, folder=name in FOLDERS, writes=name == LOG)
+        check_plain(folder / name, folder=name in FOLDERS, writes=name in (LOG, STALLS))
 
 
 def read_config(folder: Path) -> str | None:

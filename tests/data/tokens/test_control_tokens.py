@@ -17,10 +17,11 @@ from tests.real_tokenizers import Unavailable, real_tokenizer
 from tuningfork.accounts import DataReport
 from tuningfork.data.config import DataConfig
 from tuningfork.data.examples.values import Unusable
-from tuningfork.data.prepare import prepare_examples
+from tuningfork.data.prepare import control_line, prepare_examples
 from tuningfork.data.tokens.control_tokens import (
     AS_TEXT,
     CUT,
+    ENDED,
     KEPT,
     ONE_END,
     RENDERED,
@@ -281,6 +282,36 @@ def test_what_the_setting_says_of_plain_text(tmp_path: Any) -> None:
     left, report = prepared(tmp_path, rows, template="none", control_tokens="drop")
     assert [one.source.row for one in left] == [2]
     assert report.dropped_rows[0].detail == f"{END} in prompt, {START} in chosen"
+
+
+def test_documents_are_text_unless_the_setting_says_otherwise(tmp_path: Any) -> None:
+    """What nobody has rendered opens and ends nothing; an end token at the very end is the end, and noted."""
+    rows = [{"text": text} for text in (f"a{END}b", f"</s>{START}c", "d</s>", "e")]
+
+    def read(**settings: Any) -> tuple[list[str], list[int], list[str]]:
+        found, report = prepared(tmp_path, rows, template="none", **settings)
+        words = [texts(example)[-1] for example in found]
+        return words, [int((example.answers[0].ids < 4).sum()) for example in found], list(report.notes)
+
+    said = [f"{AS_TEXT}: {END} in answer", f"{AS_TEXT}: </s> in answer", f"{AS_TEXT}: {START} in answer"]
+    words = [f"a{END}b</s>", f"</s>{START}c</s>", "d</s>", "e</s>"]
+    assert read() == read(control_tokens="as_text") == (words, [1, 1, 1, 1], [*said, ENDED])
+    assert read(control_tokens="keep") == (words, [2, 3, 1, 1], [ENDED])
+    assert read(control_tokens="drop") == (words[2:], [1, 1], [ENDED])
+
+
+def test_one_line_says_what_became_of_control_tokens(tmp_path: Any) -> None:
+    _, report = prepared(tmp_path, [{"text": "a"}, {"text": f"{END}b{START}"}, {"text": END + "c"}], template="none")
+    said = control_line("docs", report)
+    assert said.startswith("docs: 2 rows spell control tokens of the tokenizer in their own words (first: ")
+    assert said.endswith(
+        f":2, encoded as plain characters: {END} in answer). data.control_tokens says what these are: keep, as_text "
+        "or drop"
+    )
+    _, report = prepared(tmp_path, [pair(f"a{END}b", "good", "bad")])
+    assert f"kept: {END} in prompt (user)" in control_line("pairs", report)
+    _, report = prepared(tmp_path, [{"text": "a</s>"}], template="none")
+    assert control_line("docs", report) == ""
 
 
 def test_very_many_end_markers_are_gone_through_once(tmp_path: Any) -> None:

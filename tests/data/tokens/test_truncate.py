@@ -13,7 +13,7 @@ from tuningfork.data.tokens.truncate import (
     CUT_ONE_SIDE,
     CUT_PROMPT,
     OverLength,
-    is_document,
+    can_be_pieces,
     pieces_of,
     truncate,
 )
@@ -130,7 +130,7 @@ def test_pieces_predict_each_token_of_a_document_once_and_in_order(tokens: int, 
 
 
 def test_only_documents_are_cut_into_pieces() -> None:
-    assert is_document(document(5, bos=False)) and is_document(document(5, bos=True))
-    assert not is_document(example(2, 5)) and not is_document(example(0, 5, 6))
+    assert can_be_pieces(document(5, bos=False)) and can_be_pieces(document(5, bos=True))
+    assert not can_be_pieces(example(2, 5)) and not can_be_pieces(example(0, 5, 6))
     with pytest.raises(Unusable, match="longer than max_length"):
         truncate(example(6, 5), 10, "pieces", BOS)

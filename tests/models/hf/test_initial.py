@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny import FAMILIES, HYBRIDS, SHORT_CONVS
 from tuningfork.errors import ConfigError, ModelError, RunFolderError
@@ -93,15 +93,19 @@ def test_another_seed_or_config_makes_the_folder_anew_and_weights_come_when_they
     assert not torch.equal(first["lm_head.weight"], second["lm_head.weight"])
 
 
-def test_the_model_that_a_run_began_from_stays_as_it_is(tmp_path: Path) -> None:
-    folder = tmp_path / "start"
-    assert make(folder, TINY, 0, "bytes")
+def test_weights_stay_unless_they_may_be_replaced(tmp_path: Path) -> None:
+    """Without weights no seed decides anything, so that of others is as good; another config needs another folder."""
+    folder, deeper = tmp_path / "start", TINY | {"num_hidden_layers": 3}
+    assert make(folder, TINY, 0, "bytes", weights=False, may_replace=False)
+    assert make(folder, deeper, 0, "bytes", weights=False, may_replace=False)  # no weights, nothing lost
+    assert make(folder, TINY, 0, "bytes", may_replace=False)
     before = (folder / "model.safetensors").read_bytes()
-    assert not make(folder, TINY, 0, "bytes", of_a_run=True) and not make(
-        folder, TINY, 0, "bytes", False, of_a_run=True
-    )
-    with pytest.raises(RunFolderError, match="a run began from, and was made from another config, seed or tokenizer"):
-        make(folder, TINY, 1, "bytes", weights=False, of_a_run=True)
+    assert not make(folder, TINY, 0, "bytes", may_replace=False)
+    for seed in (0, 1):
+        assert not make(folder, TINY, seed, "bytes", weights=False, may_replace=False)
+    for settings, seed, weights in ((TINY, 1, True), (deeper, 0, True), (deeper, 0, False)):
+        with pytest.raises(RunFolderError, match="a run begins from, and was made from another config, seed or token"):
+            make(folder, settings, seed, "bytes", weights, may_replace=False)
     assert (folder / "model.safetensors").read_bytes() == before
 
 
@@ -127,6 +131,22 @@ def test_what_was_not_made_here_is_left_alone(tmp_path: Path) -> None:
             "num_attention_heads to 4 and num_key_value_heads to 3. Make the first a multiple",
         ),
         ({"rope_parameters": {"rope_thet": 9.0}}, "has rope_thet, which is no setting of it. Did you mean rope_theta?"),
+        (
+            {"rope_scaling": {"type": "yarn", "facto": 2.0}},
+            "rope_scaling has facto, which is no setting of it. Did you",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {}}},
+            "has full_attention, which is no kind of layer that the model has.",
+        ),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": {"sliding_attentio": {"rope_theta": 9.0}}},
+            "has sliding_attentio, which is no kind of layer that the model has. Did you mean sliding_attention?",
+        ),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": {"sliding_attention": {"rope_thet": 9.0}}},
+            "rope_parameters.sliding_attention has rope_thet, which is no setting of it. Did you mean rope_theta?",
+        ),
     ],
 )
 def test_settings_that_a_config_does_not_have_are_refused(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
@@ -134,6 +154,27 @@ def test_settings_that_a_config_does_not_have_are_refused(tmp_path: Path, settin
         make(tmp_path / "start", TINY | settings, 0, "bytes")
     assert words in str(caught.value)
     assert not (tmp_path / "start").exists()
+
+
+def test_what_a_family_says_of_its_own_is_taken() -> None:
+    """Also where kinds of layers rotate otherwise, or a setting differs from layer to layer."""
+    own = {name: CONFIG_MAPPING[name]().to_dict() for name in ("llama", "gemma3_text", "qwen3_5_text", "gemma4_text")}
+    for name, settings in own.items():
+        settings.pop("transformers_version", None)
+        initial._check_settings(settings | {"model_type": name})
+
+
+def test_settings_within_settings_are_looked_at() -> None:
+    inner = {"model_type": "gemma3_text", "hiden_size": 8}
+    for settings, words in (
+        ({"model_type": "dbrx", "attn_config": {"clip_qkz": 1.0}}, "clip_qkz is no setting of the attn_config of dbrx"),
+        (
+            {"model_type": "gemma3", "text_config": inner},
+            "hiden_size is no setting of the text_config of gemma3 models",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            initial._check_settings(settings)
 
 
 def test_a_model_that_cannot_be_trained_is_refused_by_the_settings_own_name(tmp_path: Path) -> None:
@@ -146,6 +187,20 @@ def test_a_model_that_cannot_be_trained_is_refused_by_the_settings_own_name(tmp_
         make(tmp_path / "start", TINY, 0, str(tmp_path))
     with pytest.raises(ConfigError, match=r"config\.json: No such file|cannot be read as a config"):
         make(tmp_path / "start", str(tmp_path / "config.json"), 0, "bytes")
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_what_training_would_refuse_is_refused_before_anything_is_written(tmp_path: Path, weights: bool) -> None:
+    folder = tmp_path / "start"
+    with pytest.raises(ModelError, match=r"model\.init: config\.json sets attention_dropout to 0\.1\..* Set it to 0\."):
+        make(folder, TINY | {"attention_dropout": 0.1}, 0, "bytes", weights)
+    words = "knows 128 positions, and data.max_length is 129. Set max_position_embeddings of model.init to 129 or more"
+    with pytest.raises(ConfigError, match=words):
+        make(folder, TINY, 0, "bytes", weights, max_length=129)
+    assert not folder.exists()
+    make(folder, TINY, 0, "bytes", weights, max_length=128)
+    with pytest.raises(ConfigError, match=words):
+        make(folder, TINY, 0, "bytes", weights, max_length=129)
 
 
 def test_a_weight_that_the_family_leaves_without_a_value_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

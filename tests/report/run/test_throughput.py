@@ -8,6 +8,10 @@ from tests.report.run.test_metrics import A, B
 from tuningfork.report.run.throughput import PEAK_FLOPS, RunTotals, peak_flops
 
 
+def test_tf32_has_half_the_speed_of_bfloat16() -> None:
+    assert peak_flops("NVIDIA A100 80GB PCIe", "tf32") == 156e12 and peak_flops("cpu", "tf32") is None
+
+
 @pytest.mark.parametrize(
     ("name", "bf16"),
     [

@@ -253,5 +253,5 @@ def _behind_space(text: str, at: int) -> int:
 
 def _checked(path: Path, place: str, row: Any) -> Row:
     if not isinstance(row, dict):
-        raise DataError(f"{path}: {place} is {kind_of(row)}, not an object like a preference pair.")
+        raise DataError(f"{path}: {place} is {kind_of(row)}, not an object, which has its fields by name.")
     return row

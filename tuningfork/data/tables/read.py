@@ -82,7 +82,7 @@ def read_rows(path: str | Path) -> Rows:
     else:
         rows = _of_file(path, lambda: line_rows(path))
     if next(iter(rows), None) is None:
-        raise DataError(f"{path}: the file has no rows. Give a file with preference pairs.")
+        raise DataError(f"{path}: the file has no rows. Give one with rows; docs/data.md shows what they hold.")
     return rows
 
 
@@ -261,7 +261,7 @@ def _checked_suffix(path: Path) -> str:
     if suffix not in SUFFIXES:
         raise DataError(f"{path}: unknown suffix {suffix!r}. Give {', '.join(SUFFIXES)}, plain or with .gz.")
     if path.stat().st_size == 0:
-        raise DataError(f"{path}: the file is empty. Give a file with preference pairs.")
+        raise DataError(f"{path}: the file is empty. Give one with rows; docs/data.md shows what they hold.")
     return suffix
 
 

@@ -31,6 +31,7 @@ AS_TEXT = f"{WRITTEN}, encoded as plain characters"
 CUT = f"{WRITTEN} at the end of an assistant turn, where the template writes one: cut"
 RENDERED = f"{WRITTEN} at the beginning of a turn, as if it had been rendered before"
 ONE_END = "white space or a second end token behind the end token of an answer: cut"
+ENDED = "the end token written at the end of a document: taken for its end"
 
 _LIKE_CONTROL = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)
 _OF_THOUGHTS = re.compile(r"[<\[]/?think(ing)?[>\]]", re.IGNORECASE)
@@ -127,7 +128,13 @@ class ControlTokens:
             if not words.strip() and text.strip():
                 raise Unusable("empty answer", f"{answer_name(example, place)} says only {text.strip()[:80]!r}")
         more = any(text not in (words, words + self.eos) for text, words in zip(answers, cut, strict=True))
-        return (example if cut == answers else replace(example, answers=cut)), [ONE_END] if more else []
+        ended = [ENDED] if cut != answers and is_document(example) else []
+        return (example if cut == answers else replace(example, answers=cut)), [*ended, *([ONE_END] if more else [])]
+
+
+def is_document(example: Example) -> bool:
+    """Whether an example is one plain text with nothing in front of it."""
+    return example.prompt == "" and len(example.answers) == 1
 
 
 def _is_control(token: Any, named: set[str]) -> bool:

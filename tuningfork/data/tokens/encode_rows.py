@@ -19,11 +19,11 @@ from tuningfork.data.tables.rows import Row
 from tuningfork.data.token_table import Columns, columns_of
 from tuningfork.data.tokens.as_text import AsText
 from tuningfork.data.tokens.bounded import OutOfTime, bounded
-from tuningfork.data.tokens.control_tokens import AS_TEXT, KEPT, RENDERED, WRITTEN, ControlTokens
+from tuningfork.data.tokens.control_tokens import AS_TEXT, KEPT, RENDERED, WRITTEN, ControlTokens, is_document
 from tuningfork.data.tokens.printing import Printer, at_work, message_fields
 from tuningfork.data.tokens.template import RenderedExample, render
 from tuningfork.data.tokens.tokenize import Encoded, Encoder
-from tuningfork.data.tokens.truncate import CUT_PIECES, is_document, pieces_of, size_of, truncate
+from tuningfork.data.tokens.truncate import CUT_PIECES, can_be_pieces, pieces_of, size_of, truncate
 from tuningfork.errors import DataError
 from tuningfork.records import Example, Source, TokenExample
 
@@ -93,7 +93,7 @@ class RowEncoder:
     def _cut(self, example: TokenExample, names: list[str]) -> tuple[list[TokenExample], tuple[str, ...]]:
         """What an example comes to within max_length, and what was done to it. Raises Unusable."""
         config = self.config
-        if config.over_length == "pieces" and example.longest > config.max_length and is_document(example):
+        if config.over_length == "pieces" and example.longest > config.max_length and can_be_pieces(example):
             return pieces_of(example, config.max_length), (CUT_PIECES,)
         cut, notes = truncate(example, config.max_length, config.over_length, self.tokenizer.bos_token_id, names)
         return [cut], notes
@@ -138,7 +138,7 @@ class RowEncoder:
             if self.config.answers == "best":
                 found = found.best()
             example, notes = self.control.with_one_end(found.example)
-            as_it_is = isinstance(example.prompt, str) and self.config.control_tokens in (None, "keep")
+            as_it_is = isinstance(example.prompt, str) and self._wanted(example) in (None, "keep")
             return found, _Words(example, notes, [] if as_it_is else self.control.in_words(example))
 
         try:
@@ -149,14 +149,20 @@ class RowEncoder:
                 "remove it."
             ) from None
 
+    def _wanted(self, example: Example) -> str | None:
+        """What becomes of control tokens that an example spells: what the setting says. Where it says nothing, those of
+        a document are characters of its text; a plain prompt or answer may have been rendered before, and is as it is.
+        """
+        return self.config.control_tokens or ("as_text" if is_document(example) else None)
+
     def _print(self, words: _Words) -> tuple[RenderedExample, list[str]]:
         """The example as text, and notes of the control tokens that its own words spell."""
 
         def printed(example: Example) -> RenderedExample:
             return render(example, self.tokenizer, self.config.train_on)
 
-        wanted = self.config.control_tokens
         example, notes, found = words
+        wanted = self._wanted(example)
         if not found:
             return printed(example), notes
         written = [f"{token} in {place}" for token, place in found]

@@ -67,7 +67,7 @@ def truncate(
     return replace(example, prompt_ids=left), (CUT_PROMPT,)
 
 
-def is_document(example: TokenExample) -> bool:
+def can_be_pieces(example: TokenExample) -> bool:
     """Whether an example is one text, with nothing in front of it but perhaps a BOS."""
     return len(example.answers) == 1 and len(example.prompt_ids) <= 1
 

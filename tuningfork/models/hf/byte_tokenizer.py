@@ -17,7 +17,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer of transformers' own class: a byte-level BPE without merges.
 
     It puts BOS in front of a text, so that all of its bytes have a predictor. What a text encodes to decodes to that
-    text, whatever characters it has; a mark that it spells, such as ``<|eos|>``, is read as that mark.
+    text, whatever characters it has; a mark that it spells, such as ``<|eos|>``, is read as that mark, as by any
+    tokenizer, so `data/tokens/as_text.py` has documents read by a copy without marks.
     """
     letters = _letters()
     vocabulary = {letter: byte for byte, letter in enumerate(letters)} | _MARKS

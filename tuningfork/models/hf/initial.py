@@ -10,13 +10,13 @@ import gc
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_rope_utils import RopeParameters
 
 from tuningfork.errors import ConfigError, ModelError, RunFolderError, enough_memory
@@ -26,6 +26,7 @@ from tuningfork.models.hf import byte_tokenizer, digests, export
 from tuningfork.models.hf.folder import CONFIG, TOKENIZER, Origin, to_json
 from tuningfork.models.hf.load import Loaded, load_config, without_memory
 from tuningfork.models.hf.released import PARTS_OF_MORE
+from tuningfork.models.hf.support import check_modules, positions
 from tuningfork.models.hf.tokenizer_file import check_tokenizer_file
 from tuningfork.wording import did_you_mean, first_line
 
@@ -42,23 +43,29 @@ def make(
     seed: int,
     tokenizer: str,
     weights: bool = True,
-    of_a_run: bool = False,
+    may_replace: bool = True,
+    max_length: int | None = None,
 ) -> bool:
     """Make a model's folder, unless it is there and made from the same; whether it was made now.
+
+    A folder without weights, which only `weights=False` leaves, is made anew where it was made from something else.
 
     Args:
         given: the settings of its config.json, or the path of one, or of a folder that has one.
         seed: of its initial values, see `initial_model`.
         tokenizer: ``bytes``, or the folder of a tokenizer. The config's vocabulary and marks follow it where they are
             not given.
-        weights: whether weights are needed; without them, only config and tokenizer are.
-        of_a_run: whether a run began from the folder's model, which then stays as it is.
+        weights: whether weights are needed; without them, only config and tokenizer are, which no seed decides.
+        may_replace: whether that goes for one with weights, too: to a run that has not begun, and nobody else.
+        max_length: tokens of the longest sequence that it will be given.
 
     Raises:
-        ConfigError: a setting that the model's config does not have, with the nearest that it has.
-        ModelError: the config is of no model that can be trained, or a rule of its family leaves a weight without a
-            value.
-        RunFolderError: the disk refuses, or something else lies there, or a run's model made from something else.
+        ConfigError: a setting that the model's config does not have, with the nearest that it has; or fewer positions
+            than `max_length`.
+        ModelError: the config is of no model that can be trained, as one with dropout, or a rule of its family leaves a
+            weight without a value.
+        RunFolderError: the disk refuses, or something else lies there, or a model made from something else that may not
+            be replaced.
     """
     settings, words = _settings(given), _tokenizer(tokenizer)
     for key, value in _of_tokenizer(words).items():
@@ -67,18 +74,19 @@ def make(
     identity = hashlib.sha256(words.backend_tokenizer.to_str().encode()).hexdigest()  # type: ignore[attr-defined]
     facts = {"config": settings, "seed": seed, "tokenizer": identity, "weights": weights}
     if _is_made_from(folder, facts):
+        _check_positions(load_config(str(folder)), max_length)
         return False
     if folder.exists():
-        if of_a_run:
+        if not may_replace and has_weights(folder):
             raise RunFolderError(
-                f"{folder} is the model that a run began from, and was made from another config, seed or tokenizer "
-                f"than these: {FACTS} there has its own. Give model.init, model.init_seed and model.tokenizer as that "
-                "run has them, or choose another output.dir."
+                f"{folder} is the model that a run begins from, and was made from another config, seed or tokenizer "
+                f"than these: {FACTS} there has its own. Give model.init, model.init_seed and model.tokenizer as they "
+                "are there, or choose another output.dir."
             )
         remove(folder)
     try:
         with whole_folder(folder) as aside:
-            _write(aside, settings, seed, words, weights)
+            _write(aside, settings, seed, words, weights, max_length)
             (aside / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
             digests.write(aside)
     except RunFolderError:
@@ -87,7 +95,14 @@ def make(
     return True
 
 
-def _write(folder: Path, settings: dict[str, Any], seed: int, words: PreTrainedTokenizerBase, weights: bool) -> None:
+def _write(
+    folder: Path,
+    settings: dict[str, Any],
+    seed: int,
+    words: PreTrainedTokenizerBase,
+    weights: bool,
+    max_length: int | None,
+) -> None:
     words.save_pretrained(folder)
     (folder / CONFIG).write_bytes(to_json(settings))
     try:
@@ -100,6 +115,8 @@ def _write(folder: Path, settings: dict[str, Any], seed: int, words: PreTrainedT
             f"to {len(words):,} or more, or leave it out."
         )
     _check_heads(config)
+    _check_positions(config, max_length)
+    check_modules(_empty(config), "model.init")
     if not weights:
         return
     with enough_memory("making the model"):
@@ -123,15 +140,7 @@ def initial_model(config: Any, seed: int) -> PreTrainedModel:
     Raises:
         ModelError: the family's code cannot build it, or its rules leave a weight without a value.
     """
-    try:
-        empty = without_memory(config)
-    except Exception as error:  # whatever the family's code comes upon, such as an activation that there is not
-        why = f"{type(error).__name__}: {first_line(error)}"
-        raise ModelError(
-            f"model.init: transformers cannot build a {config.model_type} model of these settings ({why}). Correct the "
-            "setting that this is about."
-        ) from error
-    model = empty.to_empty(device="cpu").float()
+    model = _empty(config).to_empty(device="cpu").float()
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.is_floating_point():
@@ -145,6 +154,18 @@ def initial_model(config: Any, seed: int) -> PreTrainedModel:
             f"{f', and {len(unset) - 1:,} others' if unset[1:] else ''}. Start from a folder with weights: model.path."
         )
     return model
+
+
+def _empty(config: Any) -> PreTrainedModel:
+    """The model without values. Raises ModelError where the family's code cannot build it."""
+    try:
+        return without_memory(config)
+    except Exception as error:  # whatever the family's code comes upon, such as an activation that there is not
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise ModelError(
+            f"model.init: transformers cannot build a {config.model_type} model of these settings ({why}). Correct the "
+            "setting that this is about."
+        ) from error
 
 
 def _initialize(module: nn.Module, name: str, owner: PreTrainedModel, seed: int) -> None:
@@ -184,27 +205,49 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a setting that the config of this type does not have: the library would keep it without a
-    word, and use the default of what was meant."""
-    kind = CONFIG_MAPPING[settings["model_type"]]
+    """Raises ConfigError for a setting that the config of this type does not have, at whatever depth: the library would
+    keep it without a word, and use the default of what was meant."""
+    name = settings["model_type"]
+    _check_names(settings, CONFIG_MAPPING[name], f"of {name} models")
+
+
+def _check_names(settings: Mapping[str, Any], kind: Any, whose: str) -> None:
     default, own = kind(), {*kind.attribute_map, *_OLDER_NAMES}  # private: transformers.attribute_map
     for key in settings:
-        if key not in own and not hasattr(default, key):
+        if key not in own and not _has(default, key):
             names = [name for name in (*default.to_dict(), *own) if not name.startswith("_")]
-            hint = did_you_mean(key, names, cutoff=0.5)
-            raise ConfigError(f"model.init: {key} is no setting of {settings['model_type']} models.{hint}")
-    _check_rotation(settings.get("rope_parameters"), getattr(default, "rope_parameters", None) or {})
+            raise ConfigError(f"model.init: {key} is no setting {whose}.{did_you_mean(key, names, cutoff=0.5)}")
+    for key, part in kind.sub_configs.items():  # private: transformers.sub_configs
+        given = settings.get(key)
+        if isinstance(given, Mapping):
+            part = CONFIG_MAPPING.get(given.get("model_type")) if part is AutoConfig else part
+            if part is not None:
+                _check_names(given, part, f"of the {key} {whose}")
+    rotation = getattr(default, "rope_parameters", None) or {}
+    layers = {*(getattr(default, "layer_types", None) or ()), *(settings.get("layer_types") or ())}
+    layers |= {key for key, value in rotation.items() if isinstance(value, Mapping)}
+    for key in ("rope_parameters", "rope_scaling"):
+        _check_rotation(settings.get(key), rotation, layers, key)
 
 
-def _check_rotation(given: Any, default: Mapping[str, Any]) -> None:
+def _has(config: Any, key: str) -> bool:
+    """Whether a config has a setting, also one that it has for each layer and will not tell for all."""
+    try:
+        return hasattr(config, key)
+    except Exception:  # that it differs from layer to layer
+        return True
+
+
+def _check_rotation(given: Any, default: Mapping[str, Any], layers: Collection[str], where: str) -> None:
     """Raises ConfigError for a setting of rotation that nobody reads. Kinds of layers may have their own."""
-    known = {*RopeParameters.__annotations__, *_OF_ROTATION, *default}
+    known = {*RopeParameters.__annotations__, *_OF_ROTATION, *default} - {*layers}
     for key, value in given.items() if isinstance(given, Mapping) else ():
-        if isinstance(value, Mapping):
-            _check_rotation(value, default)
-        elif key not in known:
-            hint = did_you_mean(key, known, cutoff=0.5)
-            raise ConfigError(f"model.init: rope_parameters has {key}, which is no setting of it.{hint}")
+        if key in layers:
+            _check_rotation(value, default, (), f"{where}.{key}")
+        elif key not in known or isinstance(value, Mapping):
+            what = "kind of layer that the model has" if isinstance(value, Mapping) else "setting of it"
+            hint = did_you_mean(key, layers if isinstance(value, Mapping) else known, cutoff=0.5)
+            raise ConfigError(f"model.init: {where} has {key}, which is no {what}.{hint}")
 
 
 def _check_heads(config: Any) -> None:
@@ -214,6 +257,16 @@ def _check_heads(config: Any) -> None:
         raise ConfigError(
             f"model.init sets num_attention_heads to {heads} and num_key_value_heads to {keys}. Make the first a "
             "multiple of the second, so that each key head is shared by as many query heads."
+        )
+
+
+def _check_positions(config: Any, max_length: int | None) -> None:
+    """Raises ConfigError where the longest sequence has more tokens than the model would know positions."""
+    longest = positions(config)
+    if longest is not None and max_length is not None and longest < max_length:
+        raise ConfigError(
+            f"model.init makes a model that knows {longest:,} positions, and data.max_length is {max_length:,}. Set "
+            f"max_position_embeddings of model.init to {max_length} or more, or data.max_length to {longest} or less."
         )
 
 
@@ -236,6 +289,14 @@ def _of_tokenizer(words: PreTrainedTokenizerBase) -> dict[str, Any]:
     return {"vocab_size": -(-len(words) // 64) * 64, **marks}
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether a folder is there that was made with weights."""
+    try:
+        return bool(read_object(folder / FACTS).get("weights"))
+    except (OSError, ValueError):
+        return False
+
+
 def _is_made_from(folder: Path, facts: Mapping[str, Any]) -> bool:
     """Whether a folder is there and made from these. Raises RunFolderError where it is no folder that was made."""
     check_plain(folder, folder=True)
@@ -247,4 +308,6 @@ def _is_made_from(folder: Path, facts: Mapping[str, Any]) -> bool:
         raise RunFolderError(
             f"{folder} is no model that was made here: {FACTS} cannot be read. Move it away."
         ) from error
-    return found in (dict(facts), {**facts, "weights": True})  # weights that nobody needs do no harm
+    if not facts["weights"]:  # those that nobody needs do no harm, whatever their seed
+        found, facts = ({key: of[key] for key in of if key not in ("weights", "seed")} for of in (found, facts))
+    return found == dict(facts)

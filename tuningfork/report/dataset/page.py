@@ -88,7 +88,7 @@ def draw_page(summary: DataSummary, made_by: str) -> str:
         f'<meta name="generator" content="{text(made_by)}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{name}: preference data</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
+        f"<title>{name}: data</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
         f"{_head(summary)}\n{_attention(summary, names)}\n{_figures(summary)}\n"
         f'<nav aria-label="Sections">{links}</nav>\n{sections}\n'
         f"<footer>{_footer(made_by)}</footer>\n</main>\n</body>\n</html>\n"

@@ -7,12 +7,12 @@ from typing import Literal
 
 from tuningfork.report.run.metrics import StepResult, Sums
 
-Dtype = Literal["bfloat16", "float32"]
+Dtype = Literal["bfloat16", "float32", "tf32"]
 
 # Dense peak flops per second, no sparsity: bfloat16 on tensor cores with fp32 accumulation, and float32 on the ordinary
 # cores (tf32 off). Tried in order against the name that torch.cuda.get_device_name gives; the first match counts.
 # From the vendor's data sheets, halved where they give the sparse number:
-PEAK_FLOPS: dict[str, dict[Dtype, float]] = {
+PEAK_FLOPS: dict[str, dict[Literal["bfloat16", "float32"], float]] = {
     r"\bGH200\b": {"bfloat16": 989e12, "float32": 67e12},  # GH200 Grace Hopper data sheet
     r"\bB200\b": {"bfloat16": 2250e12, "float32": 75e12},  # HGX B200 data sheet
     r"\bH200 NVL\b": {"bfloat16": 835.5e12, "float32": 60e12},  # H200 data sheet
@@ -32,10 +32,15 @@ PEAK_FLOPS: dict[str, dict[Dtype, float]] = {
 def peak_flops(device_name: str, dtype: Dtype) -> float | None:
     """Dense peak flops per second of one device; None where it is not known, as for every CPU.
 
+    That of tf32 is half of bfloat16's, on the data sheet of each of these cards.
+
     A MIG slice bears its card's name but has only a part of its speed, so it is unknown too.
     """
     if "MIG" in device_name:
         return None
+    if dtype == "tf32":
+        in_bfloat16 = peak_flops(device_name, "bfloat16")
+        return in_bfloat16 and in_bfloat16 / 2
     return next((peak[dtype] for pattern, peak in PEAK_FLOPS.items() if re.search(pattern, device_name)), None)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 
@@ -25,6 +28,37 @@ def choose_dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
     if model.dtype != "auto":
         return DTYPES[model.dtype]
     return torch.bfloat16 if device.type == "cuda" or model.weights == "bfloat16" else torch.float32
+
+
+def check_tf32(model: ModelConfig, device: torch.device) -> None:
+    """Raises ConfigError where `model.tf32` would do nothing: on a CPU, and on a GPU from before it."""
+    if not model.tf32:
+        return
+    if device.type != "cuda":
+        raise ConfigError("model.tf32 is true, but this runs on a CPU, which has no TF32. Remove it.")
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        raise ConfigError(f"model.tf32 is true, but {device_name(device)} has no TF32. Remove it.")
+
+
+def set_tf32(on: bool) -> None:
+    """Have PyTorch's products of float32 matrices on a GPU round their factors to TF32, or not: those of this process,
+    of all its threads, from here on.
+
+    By the function that sets what each library's own switch (`torch.backends.cuda.matmul.fp32_precision`) says, too:
+    where that alone is set, PyTorch 2.11 to 2.13 raise an error wherever the older one is read, as its compiler does.
+    """
+    torch.set_float32_matmul_precision("high" if on else "highest")
+
+
+@contextmanager
+def real_float32() -> Iterator[None]:
+    """Around what is checked: products without TF32, whatever they are outside."""
+    before = torch.get_float32_matmul_precision()
+    set_tf32(False)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def choose_compile(name: str, device: torch.device) -> bool:

@@ -29,7 +29,16 @@ from tuningfork.train.config import TrainConfig
 from tuningfork.train.optimizer import hold_gradients, optimizer_bytes
 from tuningfork.train.session import Session
 from tuningfork.train.setup.activation_memory import check_least, choose_activation_memory
-from tuningfork.train.setup.device import DTYPES, choose_compile, choose_dtype, device_name, dtype_name
+from tuningfork.train.setup.device import (
+    DTYPES,
+    check_tf32,
+    choose_compile,
+    choose_dtype,
+    device_name,
+    dtype_name,
+    real_float32,
+    set_tf32,
+)
 
 
 def start_model(config: RunConfig, device: torch.device, console: Console, ranks: Ranks = ONE_PROCESS) -> Session:
@@ -47,6 +56,8 @@ def start_model(config: RunConfig, device: torch.device, console: Console, ranks
     dtype = choose_dtype(model, device)
     compiled = choose_compile(model.compile, device)
     # What cannot be had is said now, before minutes of reading and scoring.
+    check_tf32(model, device)
+    set_tf32(False)  # for the checks, whatever a run before in this process had
     activations.check_mode(train.activation_memory, compiled)
     layout = Layout.plan(config.parallel, ranks)
     if layout.tensor > 1 and activations.budget_of(train.activation_memory) is not None:
@@ -71,7 +82,7 @@ def start_model(config: RunConfig, device: torch.device, console: Console, ranks
     scorer = Scorer.of(policy, config.objective.head_chunk_rows)
     console.print(
         f"{model.path}: {sum(p.numel() for p in loaded.model.parameters()):,} parameters on {device_name(device)}, "
-        f"kept in {model.weights}, computing in {dtype_name(dtype)}, "
+        f"kept in {model.weights}, computing in {dtype_name(dtype)}{', products in TF32' if model.tf32 else ''}, "
         + ", ".join(f"{kind} kernel {name}" for kind, name in policy.kernels.names.items())
         + (", blocks compiled" if compiled else "")
     )
@@ -96,6 +107,7 @@ def start_model(config: RunConfig, device: torch.device, console: Console, ranks
             check.compare(policy)
     for words in untried(policy):
         console.print(f"checks at the start: {words}")
+    set_tf32(model.tf32)  # all has been checked
     return Session(scorer, config.objective.build(), loaded, check, ranks, layout)
 
 
@@ -137,7 +149,7 @@ def choose_activations(
             of_optimizer = partial(optimizer_bytes, config=train)
             choose_activation_memory(session.scorer, limits, of_optimizer, console, budgets=session.layout.tensor == 1)
     if session.check is not None and session.policy.activation_memory != "block":  # which `start_model` has compared
-        with console.stage("kernel check", "compiling and checking kernels and blocks"):
+        with console.stage("kernel check", "compiling and checking kernels and blocks"), real_float32():
             session.check.compare(session.policy)
 
 

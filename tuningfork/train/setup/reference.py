@@ -50,6 +50,7 @@ def open_reference(
         threads=str(torch.get_num_threads() if policy.device.type == "cpu" else "any"),
         transformers=transformers.__version__,
         **{"model code": model_code_digest(policy.model)},
+        **({"float32 products": "TF32"} if config.model.tf32 else {}),
         **({"tensor": str(ranks.tensor)} if ranks.tensor > 1 else {}),  # sums of parts have other bits
     )
     with console.startup.time("reference"):

@@ -1,0 +1,55 @@
+"""A run that stands still is said once, with its stacks; one that goes on is said, too."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from queue import Queue
+
+from tuningfork.train.stall import StallWatch
+
+
+def test_a_stall_is_said_once_with_the_stacks_of_all_threads(tmp_path: Path) -> None:
+    """The thread that stands still waits in a function of this file, which the stacks name."""
+    said: Queue[str] = Queue()
+    free = threading.Event()
+
+    def stands_still() -> None:
+        free.wait()
+
+    hanging = threading.Thread(target=stands_still)
+    hanging.start()
+    with StallWatch(0.05, tmp_path / "stalls.txt", said.put) as watch:
+        watch.beat("step 8")
+        first = said.get(timeout=30)
+        free.set()
+        hanging.join()
+        watch.beat("saving step 8")
+        again, third = said.get(timeout=30), said.get(timeout=30)
+        watch.beat("step 9")
+    assert first == f"! nothing is heard of step 8 for 0.05 s; where its threads stand is in {tmp_path / 'stalls.txt'}"
+    assert again.startswith("the run goes on: step 8 came to an end after ")
+    assert third.startswith("! nothing is heard of saving step 8 for 0.05 s")
+    text = (tmp_path / "stalls.txt").read_text()
+    assert text.count("nothing is heard of step 8") == 1 and text.count("nothing is heard of saving step 8") == 1
+    before, _, after = text.partition("saving step 8")
+    assert "in stands_still" in before and "in stands_still" not in after and "test_stall.py" in after
+
+
+def test_a_run_that_goes_on_in_time_and_no_watch_say_nothing(tmp_path: Path) -> None:
+    said: list[str] = []
+    for seconds in (0.0, 3600.0):
+        with StallWatch(seconds, tmp_path / "stalls.txt", said.append) as watch:
+            for step in range(100):
+                watch.beat(f"step {step}")
+    assert said == [] and not (tmp_path / "stalls.txt").exists()
+
+
+def test_a_folder_that_takes_no_file_is_said_and_nothing_more(tmp_path: Path) -> None:
+    said: Queue[str] = Queue()
+    (tmp_path / "elsewhere").touch()
+    (tmp_path / "stalls.txt").symlink_to(tmp_path / "elsewhere")
+    with StallWatch(0.01, tmp_path / "stalls.txt", said.put) as watch:
+        watch.beat("step 1")
+        assert "where its threads stand cannot be written" in said.get(timeout=30)
+    assert (tmp_path / "elsewhere").read_text() == ""
