@@ -766,9 +766,15 @@ MUTATIONS = (
         ("test_a_leak_is_named",),
     ),
     Mutation(
+        "choices-of-blocks-not-compared",
+        "_check_choices(what, choices[-1], choices[0], scores)",
+        "_check_choices(what, choices[0], choices[0], scores)",
+        ("test_a_wrong_choice_is_named_with_a_row_that_has_it",),
+    ),
+    Mutation(
         "gradients-of-ops-not-compared",
-        "for name, f, u, e, more in zip(names, found, usual, exact, sizes, strict=True):",
-        "for name, f, u, e, more in list(zip(names, found, usual, exact, sizes, strict=True))[: len(outputs)]:",
+        "for name, f, u, e, more in zip(names, found, usual, exact, units, strict=True):",
+        "for name, f, u, e, more in list(zip(names, found, usual, exact, units, strict=True))[: len(outputs)]:",
         ("test_a_wrong_gradient_of_the_scan_is_named", "test_a_wrong_attention_kernel_is_named"),
     ),
     # --- native sparse attention

@@ -60,7 +60,7 @@ def compiled(monkeypatch) -> Iterator[list[Any]]:
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
-        (Case(1, 1, 64, 1, 3), torch.bfloat16),  # as many taps as are loaded ahead of their head
+        (Case(1, 1, 64, 4, 2), torch.bfloat16),  # as many taps as are loaded ahead of their head
         (Case(1, 1, 128, 1, 4), torch.bfloat16),
         (Case(1, 1, 256, 1, 1), torch.float32),
     ],

@@ -34,7 +34,7 @@ _REACH = 2 * (WIDEST - 1)
 
 # How programs are cut up is fixed, since tuning at run time would change the order of addition.
 _TILE = 64  # rows of a tile of the list, and of a program that only moves values; others have as many or fewer
-_SHARED = 96 * 1024  # bytes of shared memory of a program
+_AHEAD = 64 * 1024  # bytes that a program at most loads ahead
 _CHUNK = 1024  # rows whose parts of a matrix's gradient are added up by one program
 _LANES = 64  # channels of a program that only moves values
 
@@ -103,9 +103,9 @@ class _Tiles(NamedTuple):
             max(2 itemsize rows side, 4 side^2)          float32: 16 KB; else 64 KB
 
         and, where loads for the next head are under way while one is computed, what the next is made of, twice: of each
-        tap its rows and its matrix,
+        tap its rows and its matrix, and the numbers of those rows, some KB,
 
-            2 taps itemsize (rows lanes + lanes^2)       64 KB for 64 lanes and 2 taps, and too much for 4
+            2 taps itemsize (rows lanes + lanes^2)       64 KB for 64 lanes and 2 taps, no more than that
 
         Registers hold some tiles of rows by lanes, float32, and what was loaded of the products' operands.
         """
@@ -115,7 +115,7 @@ class _Tiles(NamedTuple):
             return cls(lanes, min(32, 4096 // lanes), min(lanes, 32), min(lanes, 64), warps, 1)
         if lanes > 64:
             return cls(lanes, 8192 // lanes, 8192 // lanes, 128, warps, 1)
-        if 2 * taps * itemsize * (64 * lanes + lanes**2) <= _SHARED:
+        if 2 * taps * itemsize * (64 * lanes + lanes**2) <= _AHEAD:
             return cls(lanes, 64, lanes, lanes, warps, 3)
         return cls(lanes, 64, min(lanes, 32), lanes, warps, 1)
 
