@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 import time
+from argparse import BooleanOptionalAction
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -53,6 +54,7 @@ from tuningfork.train.setup.device import DTYPES
 from tuningfork.train.setup.model import choose_activations
 from tuningfork.train.steps import training_steps
 
+DEFAULTS = ParallelConfig()
 PROFILED = 3  # steady steps, behind those that are timed
 
 COLUMNS = {
@@ -90,7 +92,7 @@ def measure(
     seed: int = 0,
     profile: Path | None = None,
     sharded: bool = False,
-    parallel: ParallelConfig | None = None,
+    parallel: ParallelConfig = DEFAULTS,
     ranks: Ranks = ONE_PROCESS,
 ) -> dict[str, Any]:
     """Train a random model of a named shape (shapes.py) on the yardstick, and return the result line.
@@ -126,7 +128,7 @@ def measure(
         ranks: the processes that share the steps, all of which must come here; `parallel` says how.
     """
     settings = {**locals(), "profile": None if profile is None else str(profile), "ranks": ranks.size}
-    settings["parallel"] = None if parallel is None else asdict(parallel)
+    settings["parallel"] = asdict(parallel)
     if epochs < 2 or pairs < examples_per_step:
         raise ValueError("the first epoch warms up, so at least 2 epochs of at least one step each are needed.")
     torch._dynamo.reset()
@@ -145,7 +147,7 @@ def measure(
     begun = time.perf_counter()
     limits = PackLimits.plan(pack_tokens, share, compiled=device().type == "cuda")
     longest = max(example.longest for example in examples)
-    over = None if not sharded and ranks.size == 1 else Layout.plan(parallel or ParallelConfig(), ranks)
+    over = None if not sharded and ranks.size == 1 else Layout.plan(parallel, ranks)
     session = start(model, layers, longest, train, head_chunk_rows, limits, DTYPES[weights], ranks, over)
     build_s = time.perf_counter() - begun
     print(f"{model}: weights made in {build_s:.1f} s; scoring the reference", file=sys.stderr, flush=True)
@@ -280,10 +282,12 @@ def start(
     weights: torch.dtype,
     ranks: Ranks,
     over: Layout | None,
+    parallel: ParallelConfig = DEFAULTS,
 ) -> Session:
     """A starting model of a named shape, as a run has it; see `ready`."""
     built = shapes.build(model, device(), train.seed, positions, layers)
-    return ready(built, ObjectiveConfig(), train, head_chunk_rows, limits, weights, ranks=ranks, over=over)
+    processes: dict[str, Any] = {"ranks": ranks, "over": over, "parallel": parallel}
+    return ready(built, ObjectiveConfig(), train, head_chunk_rows, limits, weights, **processes)
 
 
 def ready(
@@ -296,6 +300,7 @@ def ready(
     dtype: torch.dtype | None = None,
     ranks: Ranks = ONE_PROCESS,
     over: Layout | None = None,
+    parallel: ParallelConfig = DEFAULTS,
 ) -> Session:
     """A model on this device as a run has it: on a GPU bfloat16 over float32 weights, compiled; on a CPU plain float32.
 
@@ -304,7 +309,10 @@ def ready(
     compiled = device().type == "cuda"
     hold_weights(built, weights)
     policy = Policy.fast(built, dtype or (torch.bfloat16 if compiled else torch.float32))
-    parallelize(policy, "none", compiled, over or Layout(), always=over is not None)
+    parallelize(
+        policy, "none", compiled, over or Layout(), DTYPES[parallel.reduce_dtype], over is not None,
+        parallel.reshard_after_forward,
+    )  # fmt: skip
     if compiled:
         torch.cuda.synchronize()
     session = Session(Scorer.of(policy, head_chunk_rows), objective.build(), Loaded(built, torch.float32), ranks=ranks)
@@ -338,9 +346,13 @@ def main(argv: list[str] | None = None) -> None:
         "--reduce_dtype", default="float32", choices=("float32", "bfloat16"), help="parallel.reduce_dtype"
     )
     options.add_argument("--profile", type=Path, help="write where the device time of three more steps goes")
+    options.add_argument(
+        "--reshard_after_forward", default=True, action=BooleanOptionalAction, help="parallel.reshard_after_forward"
+    )
     settings = vars(options.parse_args(argv))
     out = settings.pop("out")
-    parallel = ParallelConfig(**{name: settings.pop(name) for name in ("replicate", "shard", "tensor", "reduce_dtype")})
+    names = ("replicate", "shard", "tensor", "reduce_dtype", "reshard_after_forward")
+    parallel = ParallelConfig(**{name: settings.pop(name) for name in names})
     if settings["sharded"] and not started_together():
         os.environ.update(ALONE)
     with world(parallel, device().type == "cuda", always=settings["sharded"]) as ranks:

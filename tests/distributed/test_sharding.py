@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.distributed.worlds import together
-from tests.tiny import HYBRIDS, limits_of, random_examples, scorer_of, tiny_model
+from tests.tiny import HYBRIDS, limits_of, one_pack, random_examples, scorer_of, tiny_model
 from tuningfork.data.packing.layout import lay
 from tuningfork.data.packing.pack import pack_of, portions_of
 from tuningfork.data.tokens.truncate import pieces_of
@@ -31,7 +32,12 @@ from tuningfork.train.optimizer import build_optimizer
 from tuningfork.train.step import train_step
 
 STEPS = 3
-LAYOUTS = {"FSDP": {"shard": None}, "HSDP": {"replicate": 2}, "DDP": {"shard": 1}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "FSDP": {"shard": None},
+    "HSDP": {"replicate": 2},
+    "DDP": {"shard": 1},
+    "kept": {"reshard_after_forward": False},
+}
 
 
 def steps_of(
@@ -45,9 +51,11 @@ def steps_of(
 ) -> Any:
     """Some steps of a tiny model, in packs of so many slots: what each found, and the weights in the end."""
     policy = Policy.plain(tiny_model(family, torch.float32), torch.float32)
-    layout = Layout.plan(ParallelConfig(**parallel), ranks)
+    config = ParallelConfig(**parallel)
+    layout = Layout.plan(config, ranks)
     ranks = replace(ranks, tensor=layout.tensor)
-    parallelize(policy, activations, compiled=False, layout=layout)
+    again = config.reshard_after_forward
+    parallelize(policy, activations, compiled=False, layout=layout, reshard_after_forward=again)
     scorer, limits = scorer_of(policy, 64), limits_of(slots, "tree")
     objective = ObjectiveConfig(**settings).build()
     reference = -torch.arange(sum(len(e.answers) for e in examples), dtype=torch.float64).numpy() / 7 - 20
@@ -72,7 +80,7 @@ def steps_of(
     return [(step.loss, step.grad_norm, step.logps) for step in found], weights
 
 
-@pytest.mark.parametrize(("layout", "size"), [("FSDP", 2), ("FSDP", 4), ("HSDP", 4), ("DDP", 4)])
+@pytest.mark.parametrize(("layout", "size"), [("FSDP", 2), ("FSDP", 4), ("HSDP", 4), ("DDP", 4), ("kept", 2)])
 @pytest.mark.parametrize("family", ["llama", "granite"])  # untied, tied
 def test_steps_are_those_of_one_process(size: int, layout: str, family: str) -> None:
     check_steps(size, family, LAYOUTS[layout], "none")
@@ -183,3 +191,25 @@ def test_blocks_are_compiled_as_on_one_process(monkeypatch: pytest.MonkeyPatch) 
     with world(ParallelConfig(), cuda=False, always=True):
         assert _graphs(monkeypatch, always=True) == alone
     assert len(alone) == 1
+
+
+def gathers(ranks: Ranks, again: bool) -> tuple[int, int]:
+    """All-gathers in a step of two packs, and how many blocks there are."""
+    policy = Policy.plain(tiny_model("llama", torch.float32), torch.float32)
+    layout = Layout.plan(ParallelConfig(), ranks)
+    parallelize(policy, "none", compiled=False, layout=layout, reshard_after_forward=again)
+    pack = one_pack(random_examples([(3, (5, 4))]), "prompt")
+    assert policy.spread is not None
+    for _ in range(2):  # the second step begins with what the first one leaves
+        with CommDebugMode() as seen:
+            for last in (False, True):
+                policy.hidden_rows(pack, last=last).square().sum().backward()
+            policy.spread.exchange()
+    counts = seen.get_comm_counts()
+    return sum(n for kind, n in counts.items() if "gather" in str(kind)), len(policy.blocks)
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_blocks_are_gathered_twice_a_pack_or_once_a_step(again: bool) -> None:
+    for found, blocks in together(2, gathers, again):
+        assert found == 1 + (2 * 2 * blocks if again else blocks)  # and the rest of the model once

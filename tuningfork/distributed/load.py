@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,7 @@ def load_spread(
     reduce_dtype: torch.dtype,
     progress: Callable[[int, int], None] = lambda done, total: None,
     product_dtype: torch.dtype = torch.float32,
+    reshard_after_forward: bool = True,
 ) -> tuple[Loaded, Sharding]:
     """Load a model folder as `models.hf.load.load` does, spread over the processes of a layout, all of which come here.
 
@@ -52,11 +54,12 @@ def load_spread(
 
     Args:
         progress: told the bytes that this process has read so far, and all that it will.
-        product_dtype: of matrix products, see Sharding.
+        product_dtype: of matrix products, see Sharding; so for `reshard_after_forward`.
 
     Raises as `models.hf.load.load`.
     """
     mesh = layout.mesh(device.type)
+    blockwise: dict[str, Any] = {"product_dtype": product_dtype, "reshard_after_forward": reshard_after_forward}
     with loading(path):
         draft, loaded = opened(path, progress)
         model = loaded.model
@@ -64,7 +67,7 @@ def load_spread(
             del draft
             loaded = load(path, device, dtype, progress)
             blocks = Policy.plain(loaded.model, torch.float32).blocks
-            sharding = Sharding(loaded.model, blocks, mesh, layout, reduce_dtype, product_dtype)
+            sharding = Sharding(loaded.model, blocks, mesh, layout, reduce_dtype, **blockwise)
             return replace(loaded, notes=(*loaded.notes, WHOLE)), sharding
         of = {id(weight): there for weight, there in draft.unread}
         stored = {name: of[id(weight)] for name, weight in all_tensors(model) if id(weight) in of}
@@ -77,7 +80,7 @@ def load_spread(
         for buffer in model.buffers():
             buffer.data = buffer.data.to(device)
         blocks = [model.get_submodule(name) for name in names]
-        sharding = Sharding(model, blocks, mesh, layout, reduce_dtype, product_dtype)
+        sharding = Sharding(model, blocks, mesh, layout, reduce_dtype, **blockwise)
         spread = [weight for weight in model.parameters() if isinstance(weight, DTensor)]
         if device.type == "cpu":
             checks.check_room(sum(weight.to_local().nbytes for weight in spread))

@@ -17,6 +17,7 @@ def parallelize(
     layout: Layout = ONE,
     reduce_dtype: torch.dtype = torch.float32,
     always: bool = False,
+    reshard_after_forward: bool = True,
 ) -> None:
     """Make a loaded policy ready to train.
 
@@ -31,6 +32,7 @@ def parallelize(
         layout: of the processes, all of which must come here.
         reduce_dtype: in what gradients are added up over them.
         always: shard also over one process, to see what that costs.
+        reshard_after_forward: see Sharding.
 
     Raises:
         ConfigError: the mode needs compiled blocks and they are not, or the model has no plan for `layout.tensor`,
@@ -42,4 +44,6 @@ def parallelize(
         policy.compile()
     policy.keep_activations(activation_memory)
     if mesh is not None:
-        policy.spread = Sharding(policy.model, policy.blocks, mesh, layout, reduce_dtype, policy.dtype, partly, always)
+        policy.spread = Sharding(
+            policy.model, policy.blocks, mesh, layout, reduce_dtype, policy.dtype, partly, always, reshard_after_forward
+        )

@@ -47,6 +47,8 @@ class Sharding:
         product_dtype: of matrix products, in which blocks are gathered that only have matrices for them (narrow.py).
         partly: weights that are whole and get a part of their gradient on each process of a tensor group.
         always: spread also over one process.
+        reshard_after_forward: whether blocks are gathered twice a pack and hold their weights only while they run, or
+            once a step and hold them till its last backward pass.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Sharding:
         product_dtype: torch.dtype = torch.float32,
         partly: Iterable[nn.Parameter] = (),
         always: bool = False,
+        reshard_after_forward: bool = True,
     ) -> None:
         """`model` may be one without memory as far as its matrices go, which then get some before it first runs."""
         self._layout = layout
@@ -78,9 +81,10 @@ class Sharding:
         self._gradients: tuple[_OfOutput, StepGradient | None] | None = None
         self._root: Any = model.base_model
         self._groups: list[Any] = []
+        self._kept: list[Any] = []
         self._narrow_blocks = [block for block in blocks if sharded and narrows(block, product_dtype)]
         if sharded:
-            self._shard(model, blocks, reduce_dtype, product_dtype, {*whole})
+            self._shard(model, blocks, reduce_dtype, product_dtype, {*whole}, reshard_after_forward)
 
     def _shard(
         self,
@@ -89,21 +93,24 @@ class Sharding:
         reduce_dtype: torch.dtype,
         product_dtype: torch.dtype,
         whole: set[nn.Parameter],
+        reshard_after_forward: bool,
     ) -> None:
         mesh = self._mesh
         over = mesh[REPLICATE, SHARD] if self._layout.replicate > 1 else mesh[SHARD]
         same: dict[str, Any] = {"mesh": over, "ignored_params": whole}
+        of_block = {**same, "reshard_after_forward": reshard_after_forward}
         wide = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         for block in blocks:
             if block in self._narrow_blocks:
-                fully_shard(block, mp_policy=replace(wide, param_dtype=product_dtype), **same)
+                fully_shard(block, mp_policy=replace(wide, param_dtype=product_dtype), **of_block)
                 block.register_forward_pre_hook(keep_gradients_wide)  # behind the hook that gathers
             else:
-                fully_shard(block, mp_policy=wide, **same)
+                fully_shard(block, mp_policy=wide, **of_block)
         backbone = model.base_model
         model.forward = lambda **inputs: backbone(**inputs)  # type: ignore[method-assign]
         self._root = fully_shard(model, reshard_after_forward=False, mp_policy=wide, **same)
         self._groups = [module for module in self._root.modules() if isinstance(module, FSDPModule)]
+        self._kept = [] if reshard_after_forward else [self._root]
         if self.copies == 1:
             return  # a sum of one is none; asked for a factor, FSDP would yet divide by it
         for module in self._groups:
@@ -117,6 +124,8 @@ class Sharding:
         self._whole.begin(last)
         if self._groups:
             self._root.set_requires_gradient_sync(last)
+        for root in self._kept:
+            root.set_reshard_after_backward(last)
 
     def run(self, **inputs: Any) -> Any:
         """The backbone's forward pass, from gathered weights."""

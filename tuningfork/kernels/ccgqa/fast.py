@@ -56,7 +56,8 @@ class TritonCcgqa(NamedTuple):
 
         # Only the first rows of a segment read what does not lie right before them, each so far back as it takes.
         start, end = layout.segments.long().unbind(1)[:2]
-        offset, back = (torch.tensor(part, device=device) for part in ((0, 0, 0, 1, 1, 2), (1, 2, 3, 2, 3, 3)))
+        offset, back = torch.triu_indices(WIDEST - 1, WIDEST - 1, device=device)
+        back = back + 1
         reader = start[:, None] + offset
         source = read[reader.clamp(max=rows - 1), back]
         counts = (reader < end[:, None]) & (source < rows) & (source != reader - back)

@@ -159,8 +159,8 @@ def nsa_block_gradients(
     lines = tl.arange(0, LINES)
     member = lines % GROUP
     heads = groups * GROUP
-    # Sums over readers are transposed, [width, KEYS]: what is transposed in a product is what was loaded. Of a product's
-    # result Hopper's compiler gets dot(trans(result), y) wrong.
+    # Sums over readers are transposed, [width, KEYS]: what is transposed in a product is what was loaded. Of the result
+    # of a product Hopper's compiler gets dot(trans(result), y) wrong.
     acc_k = tl.zeros([KEY_LANES, KEYS], tl.float32)
     acc_v = tl.zeros([VALUE_LANES, KEYS], tl.float32)
     full = lines < ROWS * GROUP

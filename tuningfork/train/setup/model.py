@@ -99,6 +99,7 @@ def start_model(config: RunConfig, device: torch.device, console: Console, ranks
         compiled,
         layout,
         DTYPES[config.parallel.reduce_dtype],
+        reshard_after_forward=config.parallel.reshard_after_forward,
     )
     if layout.shard > 1 and device.type == "cuda":
         _note_room(loaded, train, device, console)
@@ -199,8 +200,8 @@ def _load(
     spread: Spread | None = None
     with console.startup.time("weights"), console.bytes_phase("reading weights") as progress:
         if _read_by_rows(layout):
-            reduce_dtype = DTYPES[config.parallel.reduce_dtype]
-            loaded, spread = load_spread(path, device, held, layout, reduce_dtype, progress, dtype)
+            reduce_dtype, resharded = DTYPES[config.parallel.reduce_dtype], config.parallel.reshard_after_forward
+            loaded, spread = load_spread(path, device, held, layout, reduce_dtype, progress, dtype, resharded)
         else:
             loaded = load(path, device, held, progress)
     for note in loaded.notes:
