@@ -53,7 +53,7 @@ class _Work(NamedTuple):
     rows: int
     groups: int
     group: int  # query heads of one
-    count: int
+    listed: int  # blocks of a row
     pieces: int
     select: int
     keys: int
@@ -78,7 +78,7 @@ class _Work(NamedTuple):
     @property
     def room(self) -> tuple[int, ...]:
         """Of slots."""
-        return min(self.chunk, self.rows), self.group, self.count * self.slices
+        return min(self.chunk, self.rows), self.group, self.listed * self.slices
 
     def launches(self) -> Iterator[tuple[int, int, int, int]]:
         """Number, group, first row and end of each."""
@@ -88,13 +88,13 @@ class _Work(NamedTuple):
 
     def programs(self, rows: int) -> tuple[int, int]:
         """Of a launch of so many rows."""
-        return most_parts(self.pieces, 1, rows * self.count, _PART), self.slices
+        return most_parts(self.pieces, 1, rows * self.listed, _PART), self.slices
 
     def merging(self, rows: int) -> tuple[int]:
         return (triton.cdiv(rows * self.group, _MERGED),)
 
     def slots(self) -> dict[str, Any]:
-        return {"COUNT": self.count, "GROUP": self.group, "SLICES": self.slices}
+        return {"COUNT": self.listed, "GROUP": self.group, "SLICES": self.slices}
 
     def parts(self, lines: int, warps: int, stages: int) -> dict[str, Any]:
         return {
@@ -161,6 +161,7 @@ def _backward_op(
             q, k, v, grad, lse, delta, partial, *sums, by.parts, by.launches, by.order, of.position_of_row,
             pieces.table, pieces.rows, *strides(q, k, v), rows, work.groups, number, first, unit, scale,
             **work.parts(config.gradient_lines, config.gradient_warps, config.gradient_stages), **widths(q, v),
+            QUERIES=True,
         )  # fmt: skip
         kernels.nsa_block_merge_gradient[work.merging(end - first)](
             partial, lists, d_q, work.none, work.groups, group, first, end, scale,

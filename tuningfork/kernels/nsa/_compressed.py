@@ -21,13 +21,13 @@ TYPICALLY_SEEN = 512  # compressed blocks that a row sees
 _SCORES = 1 << 24  # scores of blocks that are held at once, twice
 
 
-def _of_entries(config: Config, step: int, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
+def _of_entries(config: Config, step: int, warps: int, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
     return {
         "GROUP": q.shape[1] // k.shape[1],
         "TILE": config.tile,
         "STEP": step,
         "TABLE_TILE": TABLE_TILE,
-        "num_warps": config.warps,
+        "num_warps": warps,
         "num_stages": config.stages,
         **widths(q, v),
     }
@@ -53,7 +53,7 @@ def attend_compressed(
     chosen = q.new_empty(rows, groups, count, dtype=torch.int32)
     parts = TABLE_TILE // config.tile
     where = entries.query_tiles, segments, entries.segments, entries.steps, entries.seams
-    constants = _of_entries(config, config.step, q, k, v)
+    constants = _of_entries(config, config.step, config.warps, q, k, v)
     kernels.nsa_compressed_forward[(heads, len(entries.query_tiles) * parts)](
         q, k, v, out, lse, *where, *strides(q, k, v), rows, unit, LENGTH=length, STRIDE=stride, **constants
     )
@@ -95,7 +95,7 @@ def _compressed_backward(
     parts = TABLE_TILE // config.tile
     delta = torch.empty_like(lse)
     d_q, d_k, d_v = empty_like(q, k, v)
-    constants = _of_entries(config, config.step, q, k, v)
+    constants = _of_entries(config, config.step, config.warps, q, k, v)
     kernels.nsa_compressed_query_gradient[(heads, len(entries.query_tiles) * parts)](
         q, k, v, out, grad, lse, delta, d_q, entries.query_tiles, segments, entries.segments, entries.steps,
         entries.seams, *strides(q, k, v), rows, unit, scale, LENGTH=length, STRIDE=stride, **constants,
@@ -104,7 +104,7 @@ def _compressed_backward(
     partial = [q.new_empty(*room, t.shape[2], dtype=torch.float32) for t in (k, v)]
     kernels.nsa_compressed_key_gradient[(groups, len(entries.parts) * parts)](
         q, k, v, grad, lse, delta, *partial, entries.parts, entries.rows, *strides(q, k, v), rows, unit, scale,
-        LENGTH=length, **_of_entries(config, config.readers, q, k, v),
+        LENGTH=length, **_of_entries(config, config.readers, config.reader_warps, q, k, v),
     )  # fmt: skip
     for parts_of, of in zip(partial, (d_k, d_v), strict=True):
         sum_parts(parts_of, of, entries.starts, entries.places, entries.part_starts, TABLE_TILE, False)

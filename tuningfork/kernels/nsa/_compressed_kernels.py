@@ -222,14 +222,14 @@ def _key_gradient_of_readers(
         d_out = load_rows(grad, rows, reads, stride_grad, values, VALUE)
         top = tl.load(lse + rows, mask=reads, other=0.0)
         weighted = tl.load(delta + rows, mask=reads, other=0.0)
-        products = tl.dot(key, tl.trans(query), input_precision=PRECISION)  # transposed, as all here
-        weights = tl.exp2(tl.fma(products, unit, -top[None, :]))
+        products = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+        weights = tl.exp2(tl.fma(products, unit, -top[:, None]))
         if MASKED:
-            weights = tl.where(rows[None, :] >= last_rows[:, None], weights, 0.0)
-        acc_v = tl.dot(weights.to(d_out.dtype), d_out, acc_v, input_precision=PRECISION)
-        d_weights = tl.dot(value, tl.trans(d_out), input_precision=PRECISION)
-        d_scores = weights * (d_weights - weighted[None, :])
-        acc_k = tl.dot(d_scores.to(query.dtype), query, acc_k, input_precision=PRECISION)
+            weights = tl.where(rows[:, None] >= last_rows[None, :], weights, 0.0)
+        acc_v = tl.dot(tl.trans(d_out), weights.to(d_out.dtype), acc_v, input_precision=PRECISION)
+        d_weights = tl.dot(d_out, tl.trans(value), input_precision=PRECISION)
+        d_scores = weights * (d_weights - weighted[:, None])
+        acc_k = tl.dot(tl.trans(query), d_scores.to(query.dtype), acc_k, input_precision=PRECISION)
     return acc_k, acc_v
 
 
@@ -262,7 +262,9 @@ def nsa_compressed_key_gradient(
     last_rows = tl.load(entry_rows + entries * LENGTH + (LENGTH - 1), mask=live, other=0)
     unseen = tl.maximum(tl.max(last_rows, 0) - begin, 0)  # rows that do not see all entries
     level = tl.minimum(begin + (unseen + STEP - 1) // STEP * STEP, end)
-    state = tl.zeros([TILE, KEY_LANES], tl.float32), tl.zeros([TILE, VALUE_LANES], tl.float32)
+    # Transposed, [width, TILE]: so only what was loaded is transposed in products, and a row has a line of them, where
+    # its numbers cost few registers.
+    state = tl.zeros([KEY_LANES, TILE], tl.float32), tl.zeros([VALUE_LANES, TILE], tl.float32)
     stride_grad = groups * GROUP * VALUE
     for member in range(GROUP):
         head = group * GROUP + member
@@ -279,6 +281,6 @@ def nsa_compressed_key_gradient(
             stride_grad, unit, keys, values, False, KEY, VALUE, STEP, PRECISION,
         )  # fmt: skip
     acc_k, acc_v = state
-    slots = (number.to(tl.int64) * groups + group) * TABLE_TILE + offset + tl.arange(0, TILE)
-    tl.store(partial_k + slots[:, None] * KEY + keys[None, :], acc_k * scale, mask=(keys < KEY)[None, :])
-    tl.store(partial_v + slots[:, None] * VALUE + values[None, :], acc_v, mask=(values < VALUE)[None, :])
+    slots = ((number.to(tl.int64) * groups + group) * TABLE_TILE + offset + tl.arange(0, TILE))[None, :]
+    tl.store(partial_k + slots * KEY + keys[:, None], acc_k * scale, mask=(keys < KEY)[:, None])
+    tl.store(partial_v + slots * VALUE + values[:, None], acc_v, mask=(values < VALUE)[:, None])
