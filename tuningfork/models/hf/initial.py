@@ -123,7 +123,7 @@ def _write(
         model = initial_model(config, seed)
         loaded = Loaded(model, torch.float32, origin=Origin(settings))
         export.write_weights(loaded, folder, {name: w.detach() for name, w in export.state_of(loaded).items()}, None)
-        (folder / CONFIG).write_bytes(to_json(export.exported_config(settings, model, torch.float32)))
+        export.write_config(loaded, folder, torch.float32)
     del model, loaded
     gc.collect()  # modules refer to each other, and the next thing that is done is to read the weights
 
