@@ -220,7 +220,7 @@ def _check_names(settings: Mapping[str, Any], kind: Any, whose: str) -> None:
     for key, part in kind.sub_configs.items():  # private: transformers.sub_configs
         given = settings.get(key)
         if isinstance(given, Mapping):
-            part = CONFIG_MAPPING.get(given.get("model_type")) if part is AutoConfig else part
+            part = CONFIG_MAPPING.get(str(given.get("model_type"))) if part is AutoConfig else part
             if part is not None:
                 _check_names(given, part, f"of the {key} {whose}")
     rotation = getattr(default, "rope_parameters", None) or {}
