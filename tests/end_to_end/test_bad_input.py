@@ -71,6 +71,14 @@ def test_no_settings_at_all() -> None:
     assert "model.path" in message and "data.train" in message
 
 
+@pytest.mark.parametrize(
+    "command", ["train", "data", "eval", "reference", "launch train", "launch eval", "check-cluster"]
+)
+def test_no_command_passes_over_a_setting_that_there_is_not(command: str) -> None:
+    outcome = call([*command.split(), "--data.max_lenth", "4"])
+    assert outcome.status and "--data.max_lenth is not a setting; did you mean --data.max_length?" in outcome.err
+
+
 def test_unknown_key_names_the_nearest(job: Job, tmp_path: Path) -> None:
     """In a recipe with its place, and as a flag."""
     recipe = tmp_path / "recipe.yaml"

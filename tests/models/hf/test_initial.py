@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny import FAMILIES, HYBRIDS, SHORT_CONVS
 from tuningfork.errors import ConfigError, ModelError, RunFolderError
-from tuningfork.models.hf import initial
+from tuningfork.models.hf import initial, own
 from tuningfork.models.hf.initial import initial_model, make
 from tuningfork.models.hf.load import load, load_tokenizer
 
@@ -79,6 +80,18 @@ def test_a_made_folder_is_a_model_folder_of_plain_transformers(tmp_path: Path) -
     for name, tensor in model.state_dict().items():
         assert torch.equal(ours[name], tensor) and torch.equal(stored[name], tensor), name
         assert torch.equal(theirs[name], tensor), name
+
+
+@pytest.mark.parametrize("kind", own.FAMILIES)
+def test_a_made_folder_of_our_own_class_has_its_code_as_an_export_has(tmp_path: Path, kind: str) -> None:
+    """tests/models/hf/test_nsa.py and test_ccgqa.py have plain transformers load such files."""
+    family, heads = own.FAMILIES[kind], {"head_dim": 8, "max_position_embeddings": 128}
+    make(tmp_path / "start", {**TINY, "model_type": kind} | heads, 0, "bytes")
+    config = json.loads((tmp_path / "start" / "config.json").read_text())
+    assert config["auto_map"] == family.auto_map
+    for file in family.files:
+        assert (tmp_path / "start" / file.name).read_bytes() == file.read_bytes()
+    assert load(str(tmp_path / "start")).notes == ()
 
 
 def test_another_seed_or_config_makes_the_folder_anew_and_weights_come_when_they_are_needed(tmp_path: Path) -> None:

@@ -54,6 +54,11 @@ def write_beside(loaded: Loaded, folder: Path, dtype: torch.dtype | None) -> Non
     for name, content in loaded.origin.files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
+    write_config(loaded, folder, dtype)
+
+
+def write_config(loaded: Loaded, folder: Path, dtype: torch.dtype | None) -> None:
+    """Write config.json, and of a class of ours the files that plain transformers loads it by. Raises OSError."""
     config = exported_config(loaded.origin.config, loaded.model, dtype or loaded.stored_dtype)
     if family := own.FAMILIES.get(config["model_type"]):
         config["auto_map"] = family.auto_map

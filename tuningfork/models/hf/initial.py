@@ -123,7 +123,7 @@ def _write(
         model = initial_model(config, seed)
         loaded = Loaded(model, torch.float32, origin=Origin(settings))
         export.write_weights(loaded, folder, {name: w.detach() for name, w in export.state_of(loaded).items()}, None)
-        (folder / CONFIG).write_bytes(to_json(export.exported_config(settings, model, torch.float32)))
+        export.write_config(loaded, folder, torch.float32)
     del model, loaded
     gc.collect()  # modules refer to each other, and the next thing that is done is to read the weights
 
@@ -220,7 +220,7 @@ def _check_names(settings: Mapping[str, Any], kind: Any, whose: str) -> None:
     for key, part in kind.sub_configs.items():  # private: transformers.sub_configs
         given = settings.get(key)
         if isinstance(given, Mapping):
-            part = CONFIG_MAPPING.get(given.get("model_type")) if part is AutoConfig else part
+            part = CONFIG_MAPPING.get(str(given.get("model_type"))) if part is AutoConfig else part
             if part is not None:
                 _check_names(given, part, f"of the {key} {whose}")
     rotation = getattr(default, "rope_parameters", None) or {}
