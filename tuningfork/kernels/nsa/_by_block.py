@@ -16,9 +16,9 @@ from tuningfork.kernels.nsa._launch import LOG2_E, empty_like, lanes_of, readabl
 from tuningfork.kernels.nsa._readers import Readers, chunks_of, most_parts
 from tuningfork.kernels.nsa._selected import SelectedTables, lists_of, selected_flops
 
-_HELD = 1 << 28  # bytes that the slots of a launch's rows take
+_HELD = 1 << 29  # bytes that the slots of a launch's rows take
 _PART = 512  # readers that a part of a piece's has at most
-_MERGED = 32  # lines of a program that joins slots
+_MERGED = 16  # lines of a program that joins slots
 
 
 class BlockConfig(NamedTuple):
@@ -44,7 +44,7 @@ def block_config_of(q: Tensor, v: Tensor) -> BlockConfig:
         return BlockConfig(16, 16, 4, 1, 16, 4, 1) if width > 128 else BlockConfig(32, 32, 4, 1, 32, 4, 1)
     if width > 128:
         return BlockConfig(32, 64, 4, 1, 32, 4, 1)
-    return BlockConfig(64, 64, 4, 2, 64, 8, 2) if width > 64 else BlockConfig(64, 64, 4, 3, 64, 4, 2)
+    return BlockConfig(64, 64, 4, 2, 64, 8, 2) if width > 64 else BlockConfig(64, 128, 4, 2, 64, 4, 1)
 
 
 class _Work(NamedTuple):
