@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from tests.distributed.worlds import environment, free_port
 from tests.end_to_end.workbench import make_model, make_pairs, write_rows
 from tests.tiny import random_examples, scorer_of, tiny_model
 from tuningfork.data.packing.loader import build_packs
@@ -59,21 +63,28 @@ def test_over_one_process_all_bits_are_those_of_the_plain_path(family, tokens, m
     assert [name for name, weight in weights.items() if not torch.equal(weight, spread_weights[name])] == []
 
 
-def _start(folder: Path, out: str, *launcher: str) -> subprocess.CompletedProcess[str]:
+def _command(out: str, *launcher: str) -> list[str]:
     settings = {
         "model.path": "model",
         "data.train": "pairs.jsonl",
         "pack.tokens": 2048,
         "data.max_length": 256,
-        "train.max_steps": 4,
+        "train.epochs": 2,
+        "train.max_steps": 8,
         "train.examples_per_step": 8,
         "train.learning_rate": 1e-3,
         "train.device": "cuda",
+        "output.save_every": 2,
+        "output.export_dtype": "float32",
         "reference.cache": f"cache-{out}",
         "output.dir": out,
     }
     flags = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
-    command = [sys.executable, *launcher, "-m", "tuningfork", "train", *flags]
+    return [sys.executable, *launcher, "-m", "tuningfork", "train", *flags]
+
+
+def _start(folder: Path, out: str, *launcher: str) -> subprocess.CompletedProcess[str]:
+    command = _command(out, *launcher)
     return subprocess.run(command, cwd=folder, env=dict(os.environ), capture_output=True, text=True, timeout=280)
 
 
@@ -111,3 +122,49 @@ def test_two_processes_train_as_one(folder):
     for ours, theirs in zip(one, two, strict=True):
         assert theirs["loss"] == pytest.approx(ours["loss"], rel=0.02)  # bfloat16 products: weights differ in last bits
         assert theirs["grad_norm"] == pytest.approx(ours["grad_norm"], rel=0.05)
+
+
+def _by_two(folder: Path, out: str, *flags: str) -> list[subprocess.Popen[bytes]]:
+    """The processes of a run on two GPUs."""
+    port, running = free_port(), []
+    for rank in range(2):
+        with open(folder / f"{out}-said-{rank}.txt", "ab") as said:
+            told = {"env": {**os.environ, **environment(rank, 2, port)}, "stdout": said, "stderr": subprocess.STDOUT}
+            running.append(subprocess.Popen([*_command(out), *flags], cwd=folder, **told))
+    return running
+
+
+def _lines(folder: Path, out: str) -> list[dict]:
+    path = folder / out / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _killed_in_the_middle(folder: Path, out: str) -> None:
+    """Train until some checkpoint is whole; then one process gets kill -9, and the other ends by itself."""
+    running, until = _by_two(folder, out), time.monotonic() + 200
+    while len(_lines(folder, out)) < 5:
+        assert time.monotonic() < until and all(process.poll() is None for process in running)
+        time.sleep(0.01)
+    running[1].kill()
+    assert all(process.wait(120) != 0 for process in running)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_run_that_is_killed_goes_on_to_the_same_bits_and_on_one_gpu_to_nearly_these(folder):
+    assert [process.wait(280) for process in _by_two(folder, "whole")] == [0, 0]
+    _killed_in_the_middle(folder, "killed")
+    shutil.copytree(folder / "killed", folder / "as-killed")
+    assert [process.wait(280) for process in _by_two(folder, "killed", "--resume")] == [0, 0]
+    (folder / "killed").rename(folder / "by-two")
+    (folder / "as-killed").rename(folder / "killed")
+    assert subprocess.run([*_command("killed"), "--resume"], cwd=folder, timeout=280).returncode == 0
+
+    runs = ("whole", "by-two", "killed")
+    whole, same, near = (load_file(folder / out / "model" / "model.safetensors") for out in runs)
+    assert [name for name in whole if not torch.equal(whole[name], same[name])] == []
+    for name, weight in whole.items():
+        assert (near[name] - weight).norm() < 0.02 * weight.norm(), name  # bfloat16 products: other last bits
+    for line, equal, other in zip(*(_lines(folder, out) for out in runs), strict=True):
+        assert (line["loss"], line["grad_norm"]) == (equal["loss"], equal["grad_norm"])
+        assert (line["step"], line["examples"], line["tokens"]) == (other["step"], other["examples"], other["tokens"])
+        assert other["loss"] == pytest.approx(line["loss"], rel=0.02)
