@@ -20,7 +20,7 @@ from tuningfork.models.mixers import attention, ccgqa, gated_delta, short_conv
 _MIXERS = {attention.KEYWORD, ccgqa.KEYWORD, gated_delta.KEYWORD, short_conv.KEYWORD}
 _CACHES = ("cache", "cache_params", "past_key_values")  # in one version of the library or another
 
-_theirs: dict[type, type] = {}  # of a class of ours, the one whose place it takes
+_theirs: dict[type, type[nn.Module]] = {}  # of a class of ours, the one whose place it takes
 
 
 def put(layer: Any, forward: Callable[..., Tensor]) -> None:
@@ -28,13 +28,13 @@ def put(layer: Any, forward: Callable[..., Tensor]) -> None:
     layer.__class__ = _kind(class_of(layer), forward)
 
 
-def class_of(layer: Any) -> type:
+def class_of(layer: nn.Module) -> type[nn.Module]:
     """A layer's class as the library has it."""
     return _theirs.get(type(layer), type(layer))
 
 
 @cache
-def _kind(theirs: type, forward: Callable[..., Tensor]) -> type:
+def _kind(theirs: Any, forward: Callable[..., Tensor]) -> type[nn.Module]:
     """A class like a library's, name and all, with another forward.
 
     The compiler takes layers of one class for alike, so that they share a graph. A function bound to one layer is to it
