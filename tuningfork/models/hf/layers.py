@@ -25,7 +25,8 @@ _theirs: dict[type, type[nn.Module]] = {}  # of a class of ours, the one whose p
 
 def put(layer: Any, forward: Callable[..., Tensor]) -> None:
     """Have a layer run `forward(layer, ...)`. It may be called again."""
-    layer.__class__ = _kind(class_of(layer), forward)
+    theirs: Any = class_of(layer)
+    layer.__class__ = _kind(theirs, forward)
 
 
 def class_of(layer: nn.Module) -> type[nn.Module]:
@@ -34,7 +35,7 @@ def class_of(layer: nn.Module) -> type[nn.Module]:
 
 
 @cache
-def _kind(theirs: Any, forward: Callable[..., Tensor]) -> type[nn.Module]:
+def _kind(theirs: type[nn.Module], forward: Callable[..., Tensor]) -> type[nn.Module]:
     """A class like a library's, name and all, with another forward.
 
     The compiler takes layers of one class for alike, so that they share a graph. A function bound to one layer is to it
