@@ -23,6 +23,7 @@ CPU cannot tell says so in its note.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ from tuningfork.records import LogitTransform
 
 NEEDS_GPU = "needs a GPU"
 SPREAD_OVER = (512, 8192)  # lengths between which the slowest and the fastest are compared
+SPREAD_MOST = 1.35  # times: beyond it tokens/s fall with the length
 
 COLUMNS = {name: name for name in ("row", "what", "model", "at", "ours", "unit", "report", "target", "note")}
 
@@ -57,7 +59,7 @@ class Claim(NamedTuple):
 
 
 CLAIMS = {
-    "spread": Claim("N3", "15", "<= 1.35", "x"),
+    "spread": Claim("N3", "15", f"<= {SPREAD_MOST}", "x"),
     "twin": Claim("N3", "-", "NSA >= 1.1 at 32k", "x"),
     "made": Claim("N7", "'dominates'", "<= 2 for m7c-125m", "s"),
     "moved": Claim("N7", "'dominates'", "<= 1 for m7c-125m", "s"),
@@ -78,7 +80,7 @@ CLAIMS = {
 }
 RATES = {
     "m7c-125m": Claim("N3", "260 at 512 and 17 at 2,048 of two models; 9,400 mended", ">= 100,000", "tokens/s"),
-    "nsa-tiny": Claim("N4", "260 to 410, one layer", ">= 10,000 on 2 CPU cores", "tokens/s"),
+    "nsa-toy": Claim("N4", "260 to 410", ">= 10,000 at 128 on 2 CPU cores", "tokens/s"),
     "hydra-100m": Claim("H17", "41,300 on an RTX 5090; readme 30,000", ">= 150,000", "tokens/s"),
     "hydra-220m": Claim("H17", "-", ">= 80,000", "tokens/s"),
 }
@@ -118,7 +120,8 @@ def lengths(options: Options) -> Iterator[dict[str, Any]]:
                 yield found
                 if found["ours"] is not None:
                     rates.setdefault(model, {})[found["at"]] = found["ours"]
-            yield line(CLAIMS["spread"], "max/min of tokens/s", model, _spread(rates.get(model, {})))
+            known = rates.get(model, {})
+            yield line(CLAIMS["spread"], "max/min of tokens/s", model, _spread(known), note=falls(known))
         for length in sorted(rates.get(name, {}).keys() & rates.get(beside or "", {}).keys()):
             ratio = round(rates[name][length] / rates[beside or ""][length], 3)
             yield line(CLAIMS["twin"], "tokens/s over the dense twin's", name, ratio, at=length)
@@ -143,6 +146,23 @@ def _spread(rates: dict[int, float]) -> float | None:
     among = [rate for length, rate in rates.items() if SPREAD_OVER[0] <= length <= SPREAD_OVER[1]]
     among = among if len(among) > 1 else list(rates.values())
     return round(max(among) / min(among), 3) if among else None
+
+
+def falls(rates: dict[int, float]) -> str:
+    """From which length on tokens/s are below the most of shorter ones by more than the target permits, and how the
+    time of a token grows to the longest: as S^0 where all work is linear, towards S^1 where some is quadratic. Empty
+    where they do not fall up to the longest."""
+    lengths = sorted(rates)
+    if not lengths or rates[lengths[-1]] * SPREAD_MOST >= max(rates.values()):
+        return ""
+    fastest = max(lengths, key=lambda length: rates[length])
+    first = next(n for n in lengths if n > fastest and rates[n] * SPREAD_MOST < rates[fastest])
+    before, last = lengths[lengths.index(first) - 1], lengths[-1]
+    power = math.log(rates[before] / rates[last]) / math.log(last / before)
+    return (
+        f"tokens/s fall with the length from {first:,} on: {rates[first]:,.0f} there, {rates[fastest]:,.0f} at "
+        f"{fastest:,}; from {before:,} to {last:,} a token's time grows as S^{power:.2f}"
+    )
 
 
 def start(options: Options) -> Iterator[dict[str, Any]]:

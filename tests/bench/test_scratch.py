@@ -52,6 +52,33 @@ def test_lengths_that_differ_by_much_show():
     assert scratch._spread({}) is None
 
 
+class Planted:
+    """Training steps of a made-up model: seconds of a token are 10 us, and `quadratic` of them for each it sees."""
+
+    def __init__(self, quadratic: float, tokens: int) -> None:
+        self.quadratic, self.tokens = quadratic, tokens
+
+    def steps(self, length: int, steps: int):
+        seconds = self.tokens * (1e-5 + self.quadratic * length)
+        return (replace(STEP, step=n, tokens=self.tokens, seconds=seconds) for n in range(1, steps + 1))
+
+
+def test_a_sweep_over_lengths_finds_quadratic_work_and_says_where(monkeypatch, tmp_path):
+    planted = {"nsa-tiny": 1e-8, "nsa-tiny-dense": 1e-11}
+    monkeypatch.setattr(scratch, "begin", lambda name, tokens, most: Planted(planted[name], tokens))
+    out = tmp_path / "lines.jsonl"
+    lengths = [str(2**n) for n in range(7, 14)]  # 128 to 8,192, the last of which takes 9 times as long as needed
+    scratch.main(["--parts", "lengths", "--models", "nsa-tiny", "--lengths", *lengths, "--out", str(out)])
+    lines = [json.loads(text) for text in out.read_text().splitlines()]
+    found = {line["model"]: line for line in lines if line["what"] == "max/min of tokens/s"}
+    slow, even = found["nsa-tiny"], found["nsa-tiny-dense"]
+    assert slow["ours"] == pytest.approx((1 + 8.192) / (1 + 0.512), abs=1e-3) > scratch.SPREAD_MOST
+    assert even["ours"] == pytest.approx(1, abs=0.01) and even["note"] == ""
+    assert "fall with the length from 1,024 on: 49,407 there, 88,652 at 128; from 512 to 8,192" in slow["note"]
+    assert "grows as S^0.65" in slow["note"]  # log((1 + 8.192) / (1 + 0.512)) / log(16)
+    assert scratch.falls({512: 50.0, 1024: 100.0, 2048: 98.0}) == scratch.falls({}) == ""
+
+
 def test_the_lines_say_what_is_measured_and_what_a_cpu_cannot_tell(capsys, tmp_path):
     sizes = ["--models", "ccgqa-tiny", "--lengths", "32", "64", "--tokens", "128", "--steps", "3"]
     scratch.main(["--parts", "lengths", "activations", "tf32", *sizes, "--out", str(tmp_path / "lines.jsonl")])

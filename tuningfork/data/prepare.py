@@ -52,8 +52,9 @@ def prepare_examples(
     Those to train on are mixed by the recipe's shares or counts. Rows that are not used are listed in the report;
     rows_read = used + dropped, where no row was cut into pieces, or joined. vocab_size is the number of rows of the
     model's embedding. With a `cache` folder, tokens of before are taken from there and new ones kept there, mapped, not
-    in memory. `group_by` says what examples keep of their rows for their order, see `with_group`. Raises DataError where
-    a source or the tokenizer are unfit, or where no row is left; ConfigError where no row has what they are grouped by.
+    in memory. `group_by` says what examples keep of their rows for their order, see `with_group`. Raises DataError
+    where a source or the tokenizer are unfit, or where no row is left; ConfigError where no row has what they are
+    grouped by.
     """
     check_vocabulary(tokenizer, vocab_size)
     names = [str(sources)] if isinstance(sources, str | Path) else list(sources)
