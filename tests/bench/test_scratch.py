@@ -72,7 +72,7 @@ def test_a_sweep_over_lengths_finds_quadratic_work_and_says_where(monkeypatch, t
     lines = [json.loads(text) for text in out.read_text().splitlines()]
     found = {line["model"]: line for line in lines if line["what"] == "max/min of tokens/s"}
     slow, even = found["nsa-tiny"], found["nsa-tiny-dense"]
-    assert slow["ours"] == pytest.approx((1 + 8.192) / (1 + 0.512), abs=1e-3) > scratch.SPREAD_MOST
+    assert slow["ours"] == pytest.approx((1 + 8.192) / (1 + 0.512), abs=1e-3)
     assert even["ours"] == pytest.approx(1, abs=0.01) and even["note"] == ""
     assert "fall with the length from 1,024 on: 49,407 there, 88,652 at 128; from 512 to 8,192" in slow["note"]
     assert "grows as S^0.65" in slow["note"]  # log((1 + 8.192) / (1 + 0.512)) / log(16)
