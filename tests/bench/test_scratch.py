@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import time
 from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from bench import nothing, scratch, scratch_runs
+from bench import nothing, scratch, scratch_forms, scratch_runs
+from tuningfork.data.packing.loader import build_packs
+from tuningfork.errors import ConfigError
 from tuningfork.models.head import _Projection
 from tuningfork.objective.lm import LM
 from tuningfork.report.run.metrics import StepResult
@@ -81,7 +85,19 @@ def test_a_sweep_over_lengths_finds_quadratic_work_and_says_where(monkeypatch, t
 
 def test_the_lines_say_what_is_measured_and_what_a_cpu_cannot_tell(capsys, tmp_path):
     sizes = ["--models", "ccgqa-tiny", "--lengths", "32", "64", "--tokens", "128", "--steps", "3"]
-    scratch.main(["--parts", "lengths", "activations", "tf32", *sizes, "--out", str(tmp_path / "lines.jsonl")])
+    scratch.main(
+        [
+            "--parts",
+            "lengths",
+            "activations",
+            "tf32",
+            "compile",
+            "graphs",
+            *sizes,
+            "--out",
+            str(tmp_path / "lines.jsonl"),
+        ]
+    )
     lines = [json.loads(text) for text in (tmp_path / "lines.jsonl").read_text().splitlines()]
     assert all({"row", "what", "model", "ours", "unit", "note", "device", "torch"} <= line.keys() for line in lines)
     rates = {(line["model"], line["at"]): line for line in lines if line["what"] == "tokens/s"}
@@ -96,6 +112,9 @@ def test_the_lines_say_what_is_measured_and_what_a_cpu_cannot_tell(capsys, tmp_p
     assert found["activations block: gradients equal to the bit"]["ours"] is True
     assert found["activations block: memory"]["ours"] is None
     assert {line["note"] for line in lines if line["row"] == "H1" or "memory" in line["what"]} == {scratch.NEEDS_GPU}
+    assert [(line["ours"], line["note"]) for line in lines if line["row"] in ("H8", "H12")] == [
+        (None, scratch.NEEDS_GPU)
+    ] * 2
     assert "max/min of tokens/s" in capsys.readouterr().out
 
 
@@ -110,3 +129,40 @@ def test_moments_in_float32_take_8_bytes_a_weight():
     work = scratch_runs.begin("ccgqa-tiny", 64, 32)
     found = scratch_runs.state_bytes(work, 32, 3)
     assert found["bytes_a_weight"] == 8.0 and 4 < found["loss"] < 7
+
+
+def test_a_pass_gives_the_gradients_of_a_pack_that_is_put_in_anothers_place():
+    work = scratch_runs.begin("ccgqa-tiny", 64, 32)
+    first, second = (build_packs(nothing.documents(2, 32, work.vocabulary, seed), work.limits)[0] for seed in (0, 1))
+    once, other = scratch_forms.Pass(work, first), scratch_forms.Pass(work, second)
+    truth = other.numbers(other())
+    assert not torch.equal(truth[0], once()[0])
+    once.load(second)
+    assert all(map(torch.equal, once.numbers(once()), truth)) and len(truth) > 10
+    [longer] = build_packs(nothing.documents(1, 64, work.vocabulary), work.limits)
+    with pytest.raises(ValueError, match="differ in their sizes"):
+        once.load(longer)
+
+
+def test_forms_are_the_classes_own_blocks_or_the_whole_backbone_compiled(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: compiled.append((self, how)))
+    work = scratch_runs.begin("ccgqa-tiny", 64, 32)
+    policy = work.session.policy
+    policy.blocks[0].forward = lambda *given, **named: None
+    scratch_forms.in_form(work, "ours")
+    assert "forward" in vars(policy.blocks[0])
+    scratch_forms.in_form(work, "eager")
+    assert policy.blocks[0].forward.__func__ is type(policy.blocks[0]).forward and not compiled
+    scratch_forms.in_form(work, scratch_forms.TUNED)
+    assert compiled == [(policy.model.base_model, {"mode": "max-autotune-no-cudagraphs", "dynamic": False})]
+
+
+def test_a_form_that_fails_or_takes_too_long_is_a_note():
+    assert scratch_forms.in_time(0.01, time.sleep, 60)["note"].startswith("ended after 0 s")
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    scratch_forms._answer(theirs, nothing.recipe, ("no such",))
+    assert ours.recv()["note"] == "nothing.py:31 recipe: failed: KeyError: 'no such'"
+    with pytest.raises(ConfigError) as refused:
+        scratch_runs.begin("ccgqa-tiny", 64, 32, activation_memory="budget:0.5")
+    assert scratch_forms.refusing(refused.value).startswith("tuningfork/models/activations.py:")
