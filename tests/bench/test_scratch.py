@@ -166,3 +166,30 @@ def test_a_form_that_fails_or_takes_too_long_is_a_note():
     with pytest.raises(ConfigError) as refused:
         scratch_runs.begin("ccgqa-tiny", 64, 32, activation_memory="budget:0.5")
     assert scratch_forms.refusing(refused.value).startswith("tuningfork/models/activations.py:")
+
+
+def test_lines_of_forms_and_graphs_are_ratios_or_say_what_went_wrong(monkeypatch, tmp_path):
+    answers = {
+        ("m", "eager"): {"note": "", "tokens_s": 50.0},
+        ("m", "ours"): {"note": "", "tokens_s": 100.0},
+        ("m", scratch_forms.TUNED): {"note": "ended after 300 s, with no result"},
+        ("m", 8192): {"note": "", "plain_tokens_s": 50.0, "graph_tokens_s": 60.0, "equal": True, "host_reads": ""},
+        ("m", 65536): {"note": "", "plain_tokens_s": 50.0, "host_reads": "models/policy.py:1 f"},
+    }
+    monkeypatch.setattr(scratch, "device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(scratch_forms, "in_time", lambda seconds, measure, *given: dict(answers[given[:2]]))
+    options = scratch.Options(["m"], [512], 65536, 12, 500, 16, 300, None)
+    found = {line["what"]: (line["ours"], line["note"]) for line in scratch.forms(options)}
+    assert found == {
+        "steps, eager: tokens/s": (50.0, ""),
+        "steps, ours: tokens/s": (100.0, ""),
+        f"steps, {scratch_forms.TUNED}: tokens/s": (None, "ended after 300 s, with no result"),
+        "ours over eager": (2.0, ""),
+    }
+    lines = list(scratch.graphs(options))
+    assert [(line["ours"], line["note"]) for line in lines] == [
+        (1.2, ""),
+        (True, ""),
+        (None, "host read: models/policy.py:1 f"),
+        (None, ""),
+    ]
