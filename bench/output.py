@@ -72,7 +72,7 @@ def rounded(value: float | None, digits: int = 2) -> float | None:
     return None if value is None else round(value, digits)
 
 
-def failure(error: Exception) -> str:
+def failure(error: BaseException) -> str:
     """An exception in one short line."""
     return f"failed: {type(error).__name__}: {str(error).strip()[:160]}".replace("\n", " ")
 

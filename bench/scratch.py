@@ -12,6 +12,8 @@ and `target` what we ask of ourselves, if anything. docs/from_scratch.md says wh
     layer         one CCGQA layer beside multi-head attention
     moments       moments in 8 bits: bytes a weight, and the loss behind as many steps
     tf32          float32 runs with and without TF32 products
+    compile       steps with blocks eager, as ours, and with the whole model compiled by max-autotune
+    graphs        one pack's forward and backward pass replayed as a CUDA graph: speed, bits, or what cannot be captured
 
 Models are those of recipes/scratch, by name, of random ids. On a CPU sizes are small, to see that it works, and what a
 CPU cannot tell says so in its note.
@@ -23,16 +25,18 @@ CPU cannot tell says so in its note.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from bench import ccgqa, elementwise, head, nothing, scratch_runs
+from bench import ccgqa, elementwise, head, nothing, scratch_forms, scratch_runs
 from bench.output import device, emit, environment, failure, parser, table
+from bench.scratch_claims import CLAIMS, NO_CLAIM, RATES, SPREAD_MOST, line
 from bench.scratch_runs import begin
 from tuningfork.data.packing.layout import build_pack
 from tuningfork.kernels.select import select
@@ -47,45 +51,6 @@ SPREAD_OVER = (512, 8192)  # lengths between which the slowest and the fastest a
 COLUMNS = {name: name for name in ("row", "what", "model", "at", "ours", "unit", "report", "target", "note")}
 
 
-class Claim(NamedTuple):
-    """A row of a report: what it says, what we ask of ourselves, and the unit of what is measured here."""
-
-    row: str
-    report: str
-    target: str
-    unit: str
-
-
-CLAIMS = {
-    "spread": Claim("N3", "15", "<= 1.35", "x"),
-    "twin": Claim("N3", "-", "NSA >= 1.1 at 32k", "x"),
-    "made": Claim("N7", "'dominates'", "<= 2 for m7c-125m", "s"),
-    "moved": Claim("N7", "'dominates'", "<= 1 for m7c-125m", "s"),
-    "start": Claim("N7", "'dominates'", "first step <= 90 in all", "s"),
-    "memory": Claim("H5", "0.07 of a micro model", "block <= 0.15", "of none"),
-    "speed": Claim("H5", "0.7", "block >= 0.75", "of none"),
-    "bits": Claim("H5", "difference 0", "block, on a CPU", ""),
-    "loss error": Claim("H3", "1.9e-6", "<= 1e-6", "relative"),
-    "gradient error": Claim("H3", "7.5e-9 absolute", "<= 1e-6", "relative"),
-    "logits": Claim("H3", "4 to 8", ">= 8", "x"),
-    "head time": Claim("H9", "-", ">= 1", "x"),
-    "elementwise": Claim("H2", "1.3 to 2", ">= 2", "x"),
-    "layer": Claim("H18", "1.3 to 1.7", ">= 1.5", "x"),
-    "moments": Claim("H10", "-50 %", "2.03 beside 8", "bytes a weight"),
-    "learning": Claim("H10", "-", "as of adamw", "nats"),
-    "tf32": Claim("H1", "1.1 to 1.3", "-", "x"),
-    "tf32 loss": Claim("H1", "-", "beside that without", "nats"),
-}
-RATES = {
-    "m7c-125m": Claim("N3", "260 at 512 and 17 at 2,048 of two models; 9,400 mended", ">= 100,000", "tokens/s"),
-    "nsa-tiny": Claim("N4", "260 to 410, one layer", ">= 10,000 on 2 CPU cores", "tokens/s"),
-    "hydra-100m": Claim("H17", "41,300 on an RTX 5090; readme 30,000", ">= 150,000", "tokens/s"),
-    "hydra-220m": Claim("H17", "-", ">= 80,000", "tokens/s"),
-}
-"""Of models by the names of their recipes."""
-NO_CLAIM = Claim("-", "-", "-", "tokens/s")
-
-
 @dataclass(frozen=True)
 class Options:
     """What is measured, and how long."""
@@ -96,16 +61,13 @@ class Options:
     steps: int
     learning_steps: int
     repeats: int
+    limit: int
     out: Path | None
 
     @property
     def length(self) -> int:
         """That of what is measured at one length."""
         return min(self.tokens, self.lengths[0])
-
-
-def line(claim: Claim, what: str, model: str, ours: Any, **rest: Any) -> dict[str, Any]:
-    return {"bench": "scratch", "what": what, "model": model, "ours": ours, **claim._asdict(), "note": "", **rest}
 
 
 def lengths(options: Options) -> Iterator[dict[str, Any]]:
@@ -118,7 +80,8 @@ def lengths(options: Options) -> Iterator[dict[str, Any]]:
                 yield found
                 if found["ours"] is not None:
                     rates.setdefault(model, {})[found["at"]] = found["ours"]
-            yield line(CLAIMS["spread"], "max/min of tokens/s", model, _spread(rates.get(model, {})))
+            known = rates.get(model, {})
+            yield line(CLAIMS["spread"], "max/min of tokens/s", model, _spread(known), note=falls(known))
         for length in sorted(rates.get(name, {}).keys() & rates.get(beside or "", {}).keys()):
             ratio = round(rates[name][length] / rates[beside or ""][length], 3)
             yield line(CLAIMS["twin"], "tokens/s over the dense twin's", name, ratio, at=length)
@@ -143,6 +106,23 @@ def _spread(rates: dict[int, float]) -> float | None:
     among = [rate for length, rate in rates.items() if SPREAD_OVER[0] <= length <= SPREAD_OVER[1]]
     among = among if len(among) > 1 else list(rates.values())
     return round(max(among) / min(among), 3) if among else None
+
+
+def falls(rates: dict[int, float]) -> str:
+    """From which length on tokens/s are below the most of shorter ones by more than the target permits, and how the
+    time of a token grows to the longest: as S^0 where all work is linear, towards S^1 where some is quadratic. Empty
+    where they do not fall up to the longest."""
+    lengths = sorted(rates)
+    if not lengths or rates[lengths[-1]] * SPREAD_MOST >= max(rates.values()):
+        return ""
+    fastest = max(lengths, key=lambda length: rates[length])
+    first = next(n for n in lengths if n > fastest and rates[n] * SPREAD_MOST < rates[fastest])
+    before, last = lengths[lengths.index(first) - 1], lengths[-1]
+    power = math.log(rates[before] / rates[last]) / math.log(last / before)
+    return (
+        f"tokens/s fall with the length from {first:,} on: {rates[first]:,.0f} there, {rates[fastest]:,.0f} at "
+        f"{fastest:,}; from {before:,} to {last:,} a token's time grows as S^{power:.2f}"
+    )
 
 
 def start(options: Options) -> Iterator[dict[str, Any]]:
@@ -294,6 +274,45 @@ def tf32(options: Options) -> Iterator[dict[str, Any]]:
             yield line(CLAIMS["tf32 loss"], f"loss of {products} products", name, loss, at=options.steps)
 
 
+def forms(options: Options) -> Iterator[dict[str, Any]]:
+    """Tokens/s of whole steps in each form, and of ours over the others'. The last is what bits that repeat cost."""
+    for name in options.models:
+        if device().type == "cpu":
+            yield line(CLAIMS["compiled"], "steps: tokens/s", name, None, note=NEEDS_GPU)
+            continue
+        rates: dict[str, float | None] = {}
+        for form in scratch_forms.FORMS:
+            given = (name, form, options.tokens, options.length, options.steps)
+            found = scratch_forms.in_time(options.limit, scratch_forms.rate, *given)
+            rates[form] = found.get("tokens_s")
+            yield line(CLAIMS["compiled"], f"steps, {form}: tokens/s", name, rates[form], at=options.length, **found)
+        ours = rates["ours"]
+        for form, other in rates.items():
+            if form != "ours" and ours and other:
+                ratio = round(ours / other, 3)
+                yield line(CLAIMS["tuned"], f"ours over {form}", name, ratio, at=options.length)
+
+
+def graphs(options: Options) -> Iterator[dict[str, Any]]:
+    """Of packs of 8,192 tokens and of `options.tokens`: a replay's tokens/s over the plain pass's, and its bits."""
+    for name in options.models:
+        for tokens in sorted({min(8192, options.tokens), options.tokens}):
+            what = f"CUDA graph of {tokens:,} rows"
+            if device().type == "cpu":
+                yield line(CLAIMS["graph"], what, name, None, note=NEEDS_GPU)
+                continue
+            length = min(options.length, tokens)
+            found = scratch_forms.in_time(options.limit, scratch_forms.graph, name, tokens, length, options.repeats)
+            note = found.pop("note") or (f"host read: {found['host_reads']}" if found["host_reads"] else "")
+            plain, replayed = found.get("plain_tokens_s"), found.get("graph_tokens_s")
+            speed = round(replayed / plain, 3) if plain and replayed else None
+            yield line(
+                CLAIMS["graph"], f"{what}: tokens/s over those without", name, speed, at=length, note=note, **found
+            )
+            equal = found.get("equal")
+            yield line(CLAIMS["graph bits"], f"{what}: equal to the bit", name, equal, at=length)
+
+
 PARTS: dict[str, Callable[[Options], Iterator[dict[str, Any]]]] = {
     "lengths": lengths,
     "start": start,
@@ -303,6 +322,8 @@ PARTS: dict[str, Callable[[Options], Iterator[dict[str, Any]]]] = {
     "layer": layer,
     "moments": moments,
     "tf32": tf32,
+    "compile": forms,
+    "graphs": graphs,
 }
 
 
@@ -321,6 +342,7 @@ def main(argv: list[str] | None = None) -> None:
         "--learning_steps", type=_positive, default=20 if small else 500, help="to compare losses behind"
     )
     asked.add_argument("--repeats", type=_positive, default=1 if small else 16)
+    asked.add_argument("--limit", type=_positive, default=300, help="seconds that a form of compile or graphs may take")
     given = vars(asked.parse_args(argv))
     chosen = given.pop("parts")
     options = Options(**given)

@@ -594,6 +594,24 @@ MUTATIONS = (
         ("test_pieces_predict_each_token_of_a_document_once_and_in_order",),
     ),
     Mutation(
+        "a-stream-that-drops-its-last-piece",
+        "if len(held[0]) > 1:",
+        "if len(held[0]) >= max_length:",
+        ("test_a_stream_has_every_token_of_its_documents_once",),
+    ),
+    Mutation(
+        "a-stream-that-counts-bytes-twice",
+        "int(widths[1:].sum())",
+        "int(widths.sum())",
+        ("test_a_stream_has_every_token_of_its_documents_once",),
+    ),
+    Mutation(
+        "a-stream-cut-anew-in-each-batch",
+        "made += len(starts)",
+        "made += 1",
+        ("test_a_stream_does_not_depend_on_batches_and_the_cache_keeps_it",),
+    ),
+    Mutation(
         "steps-of-one-example-too-many",
         'stop = int(np.searchsorted(ends, before + left, side="right"))',
         'stop = int(np.searchsorted(ends, before + left, side="right")) + 1',

@@ -13,7 +13,7 @@ from tuningfork.recipe.load import load_run_config
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes" / "scratch").glob("*.yaml"))
 MILLIONS = {"hydra-100m": 84.1, "hydra-100m-dense": 100.0, "hydra-220m": 214.3, "hydra-220m-dense": 258.3}
-MILLIONS |= {"m7c-125m": 78.7, "m7c-125m-dense": 73.6, "nsa-tiny": 1.1}
+MILLIONS |= {"m7c-125m": 78.7, "m7c-125m-dense": 73.6, "nsa-tiny": 1.1, "nsa-toy": 0.3}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

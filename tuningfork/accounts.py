@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from tuningfork.records import Source
+from tuningfork.wording import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +32,11 @@ class Size:
 
 @dataclass(slots=True)
 class DataReport:
-    """What became of every row of a file set: rows_read - cut + pieces = used + the sum of dropped."""
+    """What became of every row of a file set: rows_read - cut - joined + pieces = used + the sum of dropped."""
 
     rows_read: int = 0
     cut: int = 0  # rows that were cut into pieces
+    joined: int = 0  # rows that were joined into streams, which were cut into pieces
     pieces: int = 0  # that came of these, each an example
     used: int = 0  # examples
     dropped_rows: list[DroppedRow] = field(default_factory=list)
@@ -49,3 +52,24 @@ class DataReport:
     def dropped(self) -> dict[str, int]:
         """reason -> count, the most frequent first."""
         return dict(Counter(row.reason for row in self.dropped_rows).most_common())
+
+
+class Pieces(Protocol):
+    """What an account says of rows in pieces; see DataReport."""
+
+    @property
+    def cut(self) -> int: ...
+
+    @property
+    def joined(self) -> int: ...
+
+    @property
+    def pieces(self) -> int: ...
+
+
+def in_pieces(account: Pieces) -> str:
+    """What became of rows that are in pieces, as a part of a sentence; empty where none are."""
+    pieces = counted(account.pieces, "piece")
+    if account.joined:
+        return f"{account.joined:,} of them joined into a stream of {pieces}, "
+    return f"{account.cut:,} of them cut into {pieces}, " if account.pieces else ""

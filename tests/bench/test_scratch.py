@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import time
 from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from bench import nothing, scratch, scratch_runs
+from bench import nothing, scratch, scratch_forms, scratch_runs
+from tuningfork.data.packing.loader import build_packs
+from tuningfork.errors import ConfigError
 from tuningfork.models.head import _Projection
 from tuningfork.objective.lm import LM
 from tuningfork.report.run.metrics import StepResult
@@ -52,9 +56,48 @@ def test_lengths_that_differ_by_much_show():
     assert scratch._spread({}) is None
 
 
+class Planted:
+    """Training steps of a made-up model: seconds of a token are 10 us, and `quadratic` of them for each it sees."""
+
+    def __init__(self, quadratic: float, tokens: int) -> None:
+        self.quadratic, self.tokens = quadratic, tokens
+
+    def steps(self, length: int, steps: int):
+        seconds = self.tokens * (1e-5 + self.quadratic * length)
+        return (replace(STEP, step=n, tokens=self.tokens, seconds=seconds) for n in range(1, steps + 1))
+
+
+def test_a_sweep_over_lengths_finds_quadratic_work_and_says_where(monkeypatch, tmp_path):
+    planted = {"nsa-tiny": 1e-8, "nsa-tiny-dense": 1e-11}
+    monkeypatch.setattr(scratch, "begin", lambda name, tokens, most: Planted(planted[name], tokens))
+    out = tmp_path / "lines.jsonl"
+    lengths = [str(2**n) for n in range(7, 14)]  # 128 to 8,192, the last of which takes 9 times as long as needed
+    scratch.main(["--parts", "lengths", "--models", "nsa-tiny", "--lengths", *lengths, "--out", str(out)])
+    lines = [json.loads(text) for text in out.read_text().splitlines()]
+    found = {line["model"]: line for line in lines if line["what"] == "max/min of tokens/s"}
+    slow, even = found["nsa-tiny"], found["nsa-tiny-dense"]
+    assert slow["ours"] == pytest.approx((1 + 8.192) / (1 + 0.512), abs=1e-3)
+    assert even["ours"] == pytest.approx(1, abs=0.01) and even["note"] == ""
+    assert "fall with the length from 1,024 on: 49,407 there, 88,652 at 128; from 512 to 8,192" in slow["note"]
+    assert "grows as S^0.65" in slow["note"]  # log((1 + 8.192) / (1 + 0.512)) / log(16)
+    assert scratch.falls({512: 50.0, 1024: 100.0, 2048: 98.0}) == scratch.falls({}) == ""
+
+
 def test_the_lines_say_what_is_measured_and_what_a_cpu_cannot_tell(capsys, tmp_path):
     sizes = ["--models", "ccgqa-tiny", "--lengths", "32", "64", "--tokens", "128", "--steps", "3"]
-    scratch.main(["--parts", "lengths", "activations", "tf32", *sizes, "--out", str(tmp_path / "lines.jsonl")])
+    scratch.main(
+        [
+            "--parts",
+            "lengths",
+            "activations",
+            "tf32",
+            "compile",
+            "graphs",
+            *sizes,
+            "--out",
+            str(tmp_path / "lines.jsonl"),
+        ]
+    )
     lines = [json.loads(text) for text in (tmp_path / "lines.jsonl").read_text().splitlines()]
     assert all({"row", "what", "model", "ours", "unit", "note", "device", "torch"} <= line.keys() for line in lines)
     rates = {(line["model"], line["at"]): line for line in lines if line["what"] == "tokens/s"}
@@ -69,6 +112,9 @@ def test_the_lines_say_what_is_measured_and_what_a_cpu_cannot_tell(capsys, tmp_p
     assert found["activations block: gradients equal to the bit"]["ours"] is True
     assert found["activations block: memory"]["ours"] is None
     assert {line["note"] for line in lines if line["row"] == "H1" or "memory" in line["what"]} == {scratch.NEEDS_GPU}
+    assert [(line["ours"], line["note"]) for line in lines if line["row"] in ("H8", "H12")] == [
+        (None, scratch.NEEDS_GPU)
+    ] * 2
     assert "max/min of tokens/s" in capsys.readouterr().out
 
 
@@ -83,3 +129,67 @@ def test_moments_in_float32_take_8_bytes_a_weight():
     work = scratch_runs.begin("ccgqa-tiny", 64, 32)
     found = scratch_runs.state_bytes(work, 32, 3)
     assert found["bytes_a_weight"] == 8.0 and 4 < found["loss"] < 7
+
+
+def test_a_pass_gives_the_gradients_of_a_pack_that_is_put_in_anothers_place():
+    work = scratch_runs.begin("ccgqa-tiny", 64, 32)
+    first, second = (build_packs(nothing.documents(2, 32, work.vocabulary, seed), work.limits)[0] for seed in (0, 1))
+    once, other = scratch_forms.Pass(work, first), scratch_forms.Pass(work, second)
+    truth = other.numbers(other())
+    assert not torch.equal(truth[0], once()[0])
+    once.load(second)
+    assert all(map(torch.equal, once.numbers(once()), truth)) and len(truth) > 10
+    [longer] = build_packs(nothing.documents(1, 64, work.vocabulary), work.limits)
+    with pytest.raises(ValueError, match="differ in their sizes"):
+        once.load(longer)
+
+
+def test_forms_are_the_classes_own_blocks_or_the_whole_backbone_compiled(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: compiled.append((self, how)))
+    work = scratch_runs.begin("ccgqa-tiny", 64, 32)
+    policy = work.session.policy
+    policy.blocks[0].forward = lambda *given, **named: None
+    scratch_forms.in_form(work, "ours")
+    assert "forward" in vars(policy.blocks[0])
+    scratch_forms.in_form(work, "eager")
+    assert policy.blocks[0].forward.__func__ is type(policy.blocks[0]).forward and not compiled
+    scratch_forms.in_form(work, scratch_forms.TUNED)
+    assert compiled == [(policy.model.base_model, {"mode": "max-autotune-no-cudagraphs", "dynamic": False})]
+
+
+def test_a_form_that_fails_or_takes_too_long_is_a_note():
+    assert scratch_forms.in_time(0.01, time.sleep, 60)["note"].startswith("ended after 0 s")
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    scratch_forms._answer(theirs, nothing.recipe, ("no such",))
+    assert ours.recv()["note"] == "nothing.py:31 recipe: failed: KeyError: 'no such'"
+    with pytest.raises(ConfigError) as refused:
+        scratch_runs.begin("ccgqa-tiny", 64, 32, activation_memory="budget:0.5")
+    assert scratch_forms.refusing(refused.value).startswith("tuningfork/models/activations.py:")
+
+
+def test_lines_of_forms_and_graphs_are_ratios_or_say_what_went_wrong(monkeypatch, tmp_path):
+    answers = {
+        ("m", "eager"): {"note": "", "tokens_s": 50.0},
+        ("m", "ours"): {"note": "", "tokens_s": 100.0},
+        ("m", scratch_forms.TUNED): {"note": "ended after 300 s, with no result"},
+        ("m", 8192): {"note": "", "plain_tokens_s": 50.0, "graph_tokens_s": 60.0, "equal": True, "host_reads": ""},
+        ("m", 65536): {"note": "", "plain_tokens_s": 50.0, "host_reads": "models/policy.py:1 f"},
+    }
+    monkeypatch.setattr(scratch, "device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(scratch_forms, "in_time", lambda seconds, measure, *given: dict(answers[given[:2]]))
+    options = scratch.Options(["m"], [512], 65536, 12, 500, 16, 300, None)
+    found = {line["what"]: (line["ours"], line["note"]) for line in scratch.forms(options)}
+    assert found == {
+        "steps, eager: tokens/s": (50.0, ""),
+        "steps, ours: tokens/s": (100.0, ""),
+        f"steps, {scratch_forms.TUNED}: tokens/s": (None, "ended after 300 s, with no result"),
+        "ours over eager": (2.0, ""),
+    }
+    lines = list(scratch.graphs(options))
+    assert [(line["ours"], line["note"]) for line in lines] == [
+        (1.2, ""),
+        (True, ""),
+        (None, "host read: models/policy.py:1 f"),
+        (None, ""),
+    ]

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.data.tiny_tokenizers import byte_bpe
 from tuningfork.accounts import DataReport
 from tuningfork.data.config import DataConfig
-from tuningfork.data.prepare import LEFT_OUT, account_line, prepare_examples, report_dict
+from tuningfork.data.prepare import LEFT_OUT, account_line, prepare_examples, report_dict, stream_line
+from tuningfork.data.tokens import workers
+from tuningfork.data.tokens.stream import JOINED, NO_DOCUMENT
 from tuningfork.data.tokens.truncate import CUT_PIECES
+from tuningfork.errors import DataError
+from tuningfork.objective.lm import LM
 from tuningfork.records import Source, TokenExample
 
 TEXTS = [
@@ -40,7 +46,7 @@ def test_rows_are_cut_and_the_account_says_so(tmp_path: Path) -> None:
     assert (report.used, report.dropped) == (len(examples), {})
     path = str(tmp_path / "docs.jsonl")
     assert report.notes == {CUT_PIECES: [Source(path, 1), Source(path, 3)]}
-    assert report_dict(report)["pieces"] == {"rows": 2, "pieces": len(examples) - 1}
+    assert report_dict(report)["pieces"] == {"rows": 2, "joined": 0, "pieces": len(examples) - 1}
     said = f"docs: 3 rows read, 2 of them cut into {len(examples) - 1} pieces, {len(examples)} used"
     assert account_line("docs", report) == said
 
@@ -81,3 +87,49 @@ def test_what_is_cut_off_is_not_counted_and_the_cache_keeps_what_is(tmp_path: Pa
     pieces, _ = read(tmp_path, tmp_path / "cache")
     again, _ = read(tmp_path, tmp_path / "cache")
     assert [(e.source, e.answers[0].text_bytes) for e in again] == [(e.source, e.answers[0].text_bytes) for e in pieces]
+
+
+@pytest.mark.parametrize("bos", [False, True])
+@pytest.mark.parametrize("limit", [2, 3, 8, 200])
+def test_a_stream_has_every_token_of_its_documents_once(tmp_path: Path, limit: int, bos: bool) -> None:
+    """Joined by hand: the tokens of all documents, ends and BOS among them, of which all but the first are targets."""
+    documents, _ = read(tmp_path, bos=bos, over_length="drop", max_length=500)
+    whole = np.concatenate([np.concatenate([e.prompt_ids, e.answers[0].ids]) for e in documents])
+    pieces, report = read(tmp_path, bos=bos, over_length="stream", max_length=limit)
+    assert [piece.longest for piece in pieces[:-1]] == [limit] * (len(pieces) - 1) and 2 <= pieces[-1].longest <= limit
+    laid = [piece.answers[0].ids for piece in pieces]
+    assert np.array_equal(np.concatenate([laid[0][:1], *(ids[1:] for ids in laid)]), whole)
+    assert all(one[-1] == other[0] for one, other in pairwise(laid))
+    assert sum(LM().totals([piece]).tokens for piece in pieces) == len(whole) - 1
+    first = 0 if bos else 3  # "one", which nothing predicts
+    assert sum(piece.answers[0].text_bytes for piece in pieces) == sum(BYTES) - first
+    assert [piece.source.piece for piece in pieces] == [*range(1, len(pieces) + 1)]
+    rows = np.repeat([1, 2, 3], [document.longest for document in documents])
+    assert [piece.source.row for piece in pieces] == rows[1 :: limit - 1].tolist()
+    assert (report.rows_read, report.cut, report.joined, report.pieces) == (3, 0, 3, len(pieces))
+    assert report.used == len(pieces) and len(report.notes[JOINED]) == 3
+    assert report_dict(report)["pieces"] == {"rows": 0, "joined": 3, "pieces": len(pieces)}
+    assert f"3 of them joined into a stream of {len(pieces)} piece" in account_line("docs", report)
+    assert "leaks across documents by design" in stream_line("docs", report)
+
+
+def test_a_stream_does_not_depend_on_batches_and_the_cache_keeps_it(tmp_path: Path, monkeypatch) -> None:
+    made, _ = read(tmp_path, over_length="stream")
+    monkeypatch.setattr(workers, "BATCH", 1)
+    apart, _ = read(tmp_path, tmp_path / "cache", over_length="stream")
+    kept, report = read(tmp_path, tmp_path / "cache", over_length="stream")
+    for one, *others in zip(made, apart, kept, strict=True):
+        assert all((other.source, other.content) == (one.source, one.content) for other in others)
+        assert {other.answers[0].text_bytes for other in others} == {one.answers[0].text_bytes}
+    assert report.joined == 3 and len(list((tmp_path / "cache").glob("*/account.json"))) == 1
+
+
+def test_a_stream_takes_texts_that_all_count_alike(tmp_path: Path) -> None:
+    path, config = tmp_path / "docs.jsonl", DataConfig(template="none", max_length=8, over_length="stream")
+    path.write_text('{"text": "one"}\n{"text": "two", "weight": 2}\n')
+    _, report = prepare_examples(path, byte_bpe(MERGES), config, 270)
+    assert [(row.row, row.reason) for row in report.dropped_rows] == [(2, NO_DOCUMENT)]
+    assert (report.rows_read, report.joined, report.pieces, report.used) == (2, 1, 1, 1)
+    path.write_text('{"prompt": "a question", "completion": "an answer"}\n')
+    with pytest.raises(DataError, match=r"its only row cannot be used: 1 x no document.* it has a prompt"):
+        prepare_examples(path, byte_bpe(MERGES), config, 270)

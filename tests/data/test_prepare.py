@@ -187,7 +187,7 @@ def test_the_report_is_plain_data(tmp_path: Path) -> None:
         "passed_over": [],
         "formats": {str(path): "pairs"},
         "rows_read": 2,
-        "pieces": {"rows": 0, "pieces": 0},
+        "pieces": {"rows": 0, "joined": 0, "pieces": 0},
         "used": 1,
         "dropped": {"empty answer": 1},
         "notes": {},

@@ -146,6 +146,25 @@ def test_pieces_grow_by_step_and_a_run_killed_among_short_ones_goes_on_to_the_bi
     assert "the run is extended from 8 to 9 steps" in longer and lm.metrics()[:8] != []
 
 
+def test_a_stream_says_that_it_leaks_and_a_run_on_it_goes_on_among_short_pieces_to_the_bit(lm: Job) -> None:
+    lm = lm.but(data={"over_length": "stream"}, train={"length_steps": [[3, 12]], "max_steps": 5})
+    whole = lm.elsewhere("whole")
+    out = " ".join(whole.done().out.split())
+    assert "16 of them joined into a stream of" in out and "! docs.jsonl: data.over_length is stream" in out
+    assert "leaks across documents by design" in (whole.run / "log.txt").read_text()
+    lm.but({"train.max_steps": 4, "output.save_every": 2}).done()
+    shutil.rmtree(lm.run / "checkpoints" / "step-4")
+    assert "continuing from" in lm.but({"output.save_every": 2}).done("train", "--resume").out
+    assert numbers_of(lm) == numbers_of(whole)
+    tokens = sum(len(text.encode()) + 2 for text in texts(16, 0))
+    pieces = -(-(tokens - 1) // 31)
+    report = lm.report()
+    assert report["pieces"] == {"rows": 0, "joined": 16, "pieces": pieces} and report["used"] == pieces
+    lines = lm.metrics()
+    assert all(200 - 32 < line["tokens"] <= 200 and line["tokens"] % 32 == 0 for line in lines[3:])
+    assert "joined into a stream" in " ".join(lm.done("data").out.split())
+
+
 def numbers_of(job: Job) -> list[dict[str, float]]:
     """The lines of training steps, without what depends on the clock."""
     return [{k: v for k, v in line.items() if not k.endswith("_s") and k != "mfu"} for line in job.metrics()]

@@ -103,6 +103,10 @@ def test_pieces_are_of_documents() -> None:
     message = error(None, "--data.over_length", "pieces")
     assert "objective.name dpo compares two answers" in message and "objective.name: lm" in message
     load(None, "--data.over_length", "pieces", "--objective.name", "lm")
+    assert "data.over_length is stream, which cuts documents" in error(None, "--data.over_length", "stream")
+    stream = ["--data.over_length", "stream", "--objective.name", "lm"]
+    load(None, *stream)
+    assert "Set train.order: shuffled" in error(None, *stream, "--train.order", "grouped")
 
 
 @pytest.mark.parametrize(("name", "value"), [("group_by", "conversation"), ("group_most", "8")])

@@ -56,11 +56,12 @@ class DataConfig:
     """Which assistant turns of an answer count, where it has several: all of them, or the last."""
     max_length: Annotated[int, Field(ge=2)] = 2048
     """Tokens of the longest sequence (prompt + one answer)."""
-    over_length: Literal["drop", "truncate_answers", "truncate_prompt_left", "pieces"] = "drop"
+    over_length: Literal["drop", "truncate_answers", "truncate_prompt_left", "pieces", "stream"] = "drop"
     """What becomes of a longer example: listed and left out; every answer cut at the same length; its prompt cut at the
     front, by no more than is needed and never its first BOS; or, of documents, pieces of max_length one behind the
     other, each an example, of which nothing is lost: a piece begins with the last token of the one before, which
-    predicts its first."""
+    predicts its first. stream: as others do it, documents of a file, short ones too, are joined behind their end tokens
+    and the whole is cut so; within a piece documents see one another, which leaks from one into the next by design."""
     cache: Annotated[str, Field(min_length=1)] | None = "./token-cache"
     """Folder that keeps tokens between runs, by content, so never stale; null keeps them in memory only."""
     workers: Annotated[int, Field(ge=1)] | None = None

@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from tuningfork.accounts import DataReport, DroppedRow
+from tuningfork.accounts import DataReport, DroppedRow, in_pieces
 from tuningfork.data.config import DataConfig
 from tuningfork.data.examples.field_names import check_renames_used
 from tuningfork.data.examples.groups import check_group_found
@@ -50,10 +50,11 @@ def prepare_examples(
     """Read, render, encode and, where asked, truncate the examples of all sources, in their order.
 
     Those to train on are mixed by the recipe's shares or counts. Rows that are not used are listed in the report;
-    rows_read = used + dropped, where no row was cut into pieces. vocab_size is the number of rows of the model's
-    embedding. With a `cache` folder, tokens of before are taken from there and new ones kept there, mapped, not in
-    memory. `group_by` says what examples keep of their rows for their order, see `with_group`. Raises DataError where a
-    source or the tokenizer are unfit, or where no row is left; ConfigError where no row has what they are grouped by.
+    rows_read = used + dropped, where no row was cut into pieces, or joined. vocab_size is the number of rows of the
+    model's embedding. With a `cache` folder, tokens of before are taken from there and new ones kept there, mapped, not
+    in memory. `group_by` says what examples keep of their rows for their order, see `with_group`. Raises DataError
+    where a source or the tokenizer are unfit, or where no row is left; ConfigError where no row has what they are
+    grouped by.
     """
     check_vocabulary(tokenizer, vocab_size)
     names = [str(sources)] if isinstance(sources, str | Path) else list(sources)
@@ -76,7 +77,7 @@ def prepare_examples(
     unused = {Source(row.file, row.row) for row in report.dropped_rows if not row.piece}
     noted = {note: [place for place in found if place not in unused] for note, found in report.notes.items()}
     report.notes = {note: found for note, found in noted.items() if found}
-    examples_read = report.rows_read - report.cut + report.pieces
+    examples_read = report.rows_read - report.cut - report.joined + report.pieces
     assert examples_read == report.used + sum(report.dropped.values()), "a row was lost"
     if not used:
         raise DataError(_unusable(report, names))
@@ -110,7 +111,8 @@ def _enter(table: str, account: TableAccount, piece: np.ndarray, report: DataRep
     """Put what became of a table's rows into the report. `piece` says of each example which of its row it is."""
     report.rows_read += account.rows_read
     report.rows_of[table] = account.rows_read
-    report.cut += int((piece == 1).sum())
+    report.cut += 0 if account.joined else int((piece == 1).sum())
+    report.joined += account.joined
     report.pieces += int((piece > 0).sum())
     report.formats[table] = account.format
     report.fields |= dict.fromkeys(account.fields)
@@ -154,7 +156,7 @@ def report_dict(report: DataReport) -> dict[str, Any]:
         "passed_over": report.passed_over,
         "formats": report.formats,
         "rows_read": report.rows_read,
-        "pieces": {"rows": report.cut, "pieces": report.pieces},
+        "pieces": {"rows": report.cut, "joined": report.joined, "pieces": report.pieces},
         "used": report.used,
         "dropped": report.dropped,
         "notes": notes,
@@ -164,13 +166,22 @@ def report_dict(report: DataReport) -> dict[str, Any]:
 
 def account_line(name: str, report: DataReport) -> str:
     """Such as ``pairs.jsonl: 348 rows read, 48 used, 300 dropped (300 empty answer)``, with the commonest reasons."""
-    cut = f"{report.cut:,} of them cut into {counted(report.pieces, 'piece')}, " if report.cut else ""
-    said = f"{name}: {counted(report.rows_read, 'row')} read, {cut}{report.used:,} used"
+    said = f"{name}: {counted(report.rows_read, 'row')} read, {in_pieces(report)}{report.used:,} used"
     if not report.dropped_rows:
         return said
     reasons = [f"{n:,} {reason}" for reason, n in report.dropped.items()]
     more = ["..."] if len(reasons) > REASONS else []
     return f"{said}, {len(report.dropped_rows):,} dropped ({', '.join(reasons[:REASONS] + more)})"
+
+
+def stream_line(name: str, report: DataReport) -> str:
+    """That documents see one another, where they do; empty where not."""
+    if not report.joined:
+        return ""
+    return (
+        f"{name}: data.over_length is stream, so documents within a piece see one another. It leaks across documents "
+        "by design, for comparison with trainers that do so; pieces keeps documents apart"
+    )
 
 
 def control_line(name: str, report: DataReport) -> str:

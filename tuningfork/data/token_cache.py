@@ -150,7 +150,8 @@ def _read(entry: Path) -> tuple[Columns, TableAccount] | None:
             TableAccount.from_json(read_plain(entry / ACCOUNT, _LARGEST_ACCOUNT).decode()),
         )
         token_table.check_consistent(columns)
-        if account.format not in FORMATS or account.rows_read != token_table.rows_in(columns) + len(account.dropped):
+        rows = account.joined or token_table.rows_in(columns)
+        if account.format not in FORMATS or account.rows_read != rows + len(account.dropped):
             raise ValueError(f"{ACCOUNT} is damaged")
         return columns, account
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, TypeError, RecursionError):

@@ -3,7 +3,8 @@
 The columns of a table with N examples, A answers and L tokens, each of them one file of plain numbers:
 
     row      int64 [N]    where the example stands in its file, from 1
-    piece    int32 [N]    which piece of its row it is, from 1; 0 where it is the whole row
+    piece    int32 [N]    which piece of its row it is, from 1; 0 where it is the whole row; of a stream of rows, which
+                          begins at `row`
     answers  int32 [N]    how many answers it has
     prompt   int32 [N]    tokens of its prompt
     label    int8 [N]     of a row without a partner: 1 wanted, 0 not; -1 where there is no label

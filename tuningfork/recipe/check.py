@@ -47,6 +47,9 @@ READ = ("model.path", "model.init", "model.tokenizer", "data.train", "data.eval"
 WRITTEN = ("output.dir", "data.cache", "reference.cache")
 """Settings that name folders to which a command writes."""
 
+IN_PIECES = ("pieces", "stream")
+"""What data.over_length is where documents come in pieces."""
+
 _NO_PATHS = {("data.template", CHAT), ("data.template", NO_TEMPLATE), ("model.tokenizer", "bytes")}
 _PERHAPS_OF_HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # owner/name
 
@@ -109,6 +112,7 @@ def check_run_config(config: RunConfig, required: Mapping[str, str] = REQUIRED) 
     _check_order(config.train)
     _check_step(config.train)
     _check_lengths(config.train, config.data)
+    _check_stream(config)
     _check_schedule(config.train)
     _check_answers(config)
     sinks.check_names(config.output.sinks)
@@ -152,6 +156,15 @@ def _check_order(train: TrainConfig) -> None:
             )
 
 
+def _check_stream(config: RunConfig) -> None:
+    """Raises ConfigError where rows are joined and are to be grouped."""
+    if config.data.over_length == "stream" and config.train.order == "grouped":
+        raise ConfigError(
+            "data.over_length is stream, whose pieces are of several rows, and train.order is grouped, which puts rows "
+            "together. Set train.order: shuffled, or data.over_length: pieces."
+        )
+
+
 def _check_step(train: TrainConfig) -> None:
     """Raises ConfigError where a step has two sizes."""
     if train.tokens_per_step is not None and train.examples_per_step != TrainConfig().examples_per_step:
@@ -172,7 +185,7 @@ def _check_lengths(train: TrainConfig, data: DataConfig) -> None:
     if not train.length_steps:
         raise ConfigError(f"{said}, which has no line. Give it lines of [steps, tokens], or remove it.")
     lengths = [tokens for _, tokens in train.length_steps]
-    if data.over_length != "pieces":
+    if data.over_length not in IN_PIECES:
         raise ConfigError(
             f"{said}, but data.over_length is {data.over_length}, which makes no pieces. Set data.over_length: pieces, "
             "or remove it."
@@ -220,10 +233,10 @@ def _check_answers(config: RunConfig) -> None:
     """Raises ConfigError where rows are to be cut, or left with a single answer each, and the objective compares
     answers."""
     objective = config.objective.build()
-    if config.data.over_length == "pieces" and objective.answers > 1:
+    if config.data.over_length in IN_PIECES and objective.answers > 1:
         raise ConfigError(
-            f"data.over_length is pieces, which cuts documents, but objective.name {objective.name} compares two "
-            "answers. Set objective.name: lm to train on documents, or data.over_length: drop."
+            f"data.over_length is {config.data.over_length}, which cuts documents, but objective.name {objective.name} "
+            "compares two answers. Set objective.name: lm to train on documents, or data.over_length: drop."
         )
     if config.data.answers == "best" and objective.answers > 1:
         raise ConfigError(

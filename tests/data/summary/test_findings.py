@@ -11,6 +11,8 @@ from tests.data.summary.workbench import pair, summary_of
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
 from tuningfork.data.examples.unpack import JSON_AS_TEXT, SOME_AS_JSON
 from tuningfork.data.summary.records import Finding
+from tuningfork.data.tokens.stream import JOINED
+from tuningfork.report.dataset.wording import account, headline
 
 GOOD = [pair("one", "ab", "cde"), pair("two", "fgh", "ij")]
 
@@ -171,6 +173,20 @@ def test_pieces_that_go_on_need_no_end_of_their_own(tmp_path: Path) -> None:
     assert (train.rows_used, train.used, train.cut, train.pieces) == (3, 5, 1, 3)
     assert (facts.sequences, facts.end_with_eos, facts.cut_before_eos) == (5, 3, 2)
     assert "no_eos" not in [finding.kind for finding in summary.findings]
+
+
+def test_a_stream_is_told_by_its_rows_and_its_pieces_go_on(tmp_path: Path) -> None:
+    """8 + 4 tokens, and a row without a text."""
+    rows = [{"text": "abcdef"}, {"text": "ab"}, {"text": ""}]
+    summary = summary_of(tmp_path, rows, tokenizer=byte_bpe(adds_bos=True), max_length=5, over_length="stream")
+    facts, train = summary.tokenizer, summary.train
+    assert (train.rows_read, train.rows_used, train.joined, train.pieces, train.used) == (3, 2, 2, 3, 3)
+    assert [note.count for text, note in train.notes.items() if text == JOINED] == [2]
+    assert train.lengths["sequence"].total == 5 + 5 + 4 and train.tables[0].tokens == 14
+    assert (facts.sequences, facts.end_with_eos, facts.cut_before_eos) == (3, 1, 2)
+    assert "no_eos" not in [finding.kind for finding in summary.findings]
+    said = "3 rows read, 2 of them joined into a stream of 3 pieces, 3 used, 1 dropped"
+    assert account(train) == said and headline(summary).startswith("2 of 3 examples can be trained on")
 
 
 def test_the_tree_is_plain_data(tmp_path: Path) -> None:

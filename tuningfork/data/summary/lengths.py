@@ -78,7 +78,7 @@ def _can_be_cut(sizes: Sizes, limit: int, policy: OverLength) -> np.ndarray:
         return sizes.prompt < limit
     if policy == "truncate_prompt_left":
         return sizes.prompt - (sizes.longest - limit) > sizes.opening
-    if policy == "pieces":
+    if policy in ("pieces", "stream"):
         return (sizes.prompt <= 1) & (sizes.answers == 1)
     return np.zeros(len(sizes.prompt), dtype=bool)
 
@@ -87,7 +87,7 @@ def _cut_off(sizes: Sizes, limit: int, policy: OverLength) -> np.ndarray:
     """[M], tokens that cutting takes from each sequence of an example that is longer than the limit."""
     if policy == "truncate_answers":
         return np.maximum(0, sizes.sequence - limit)
-    if policy == "pieces":
+    if policy in ("pieces", "stream"):
         return np.zeros_like(sizes.sequence)
     return (sizes.longest - limit)[sizes.owner]  # the prompt, by as much as the longest answer needs
 

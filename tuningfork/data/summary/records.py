@@ -172,7 +172,8 @@ class SetSummary:
     repeats: Repeats
     rows_used: int  # each once, however many examples came of it
     cut: int  # of these, those that are shorter than their file has them, or in pieces, by data.over_length
-    pieces: int  # that came of rows which were cut into some
+    joined: int  # of these, those that were joined into streams, which are in pieces
+    pieces: int  # that came of rows which were cut into some, or joined
     lengths: dict[str, Lengths]  # of prompt, chosen, rejected, answer and sequence, as there are
     length_bias: LengthBias | None  # of examples with several answers
     truncation: list[Truncation]

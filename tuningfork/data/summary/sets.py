@@ -48,7 +48,7 @@ class SetData:
 def summarize_set(purpose: str, data: SetData, config: DataConfig, positions: int | None) -> SetSummary:
     """Count one data set. `purpose` says what it is for; `positions` are those that the model knows, if it says so."""
     examples, report = data.examples, data.report
-    used = {example.source.whole for example in examples}
+    used = _used(data)
     before = [report.sizes.get(source, size) for source, size in _rows(data)]
     unused = [size for source, size in report.sizes.items() if source not in used]
     whole = Sizes.of(before)
@@ -70,6 +70,7 @@ def summarize_set(purpose: str, data: SetData, config: DataConfig, positions: in
         repeats=find_repeats(examples),
         rows_used=len(used),
         cut=len(used & report.sizes.keys()),
+        joined=report.joined,
         pieces=report.pieces,
         lengths=lengths(whole),
         length_bias=length_bias(whole),
@@ -80,12 +81,21 @@ def summarize_set(purpose: str, data: SetData, config: DataConfig, positions: in
     )
 
 
+def _used(data: SetData) -> set[Source]:
+    """The rows in use; of files whose rows are joined, all that were not dropped."""
+    report = data.report
+    if not report.joined:
+        return {example.source.whole for example in data.examples}
+    every = {Source(file, row) for file, rows in report.rows_of.items() for row in range(1, rows + 1)}
+    return every - {Source(row.file, row.row) for row in report.dropped_rows if not row.piece}
+
+
 def _rows(data: SetData) -> Iterator[tuple[Source, Size]]:
-    """The row of each example with a size of it, that of pieces once."""
+    """The row of each example with a size of it, that of pieces once; of rows that are joined, each piece's."""
     seen: set[Source] = set()
     for example, size in zip(data.examples, data.sizes, strict=True):
         row = example.source.whole
-        if not example.source.piece or row not in seen:
+        if data.report.joined or not example.source.piece or row not in seen:
             yield row, size
         seen.add(row)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -23,9 +23,10 @@ def tokenizer_facts(
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     begin = [_first_two(example, place) for example in examples for place in range(len(example.answers))]
     end = [answer.ids[-1] for example in examples for answer in example.answers]
-    last_piece: dict[Source, int] = {}
+    last_piece: dict[Source | str, int] = {}
+    owner: Callable[[Source], Source | str] = _file if data.over_length == "stream" else _row
     for source in (example.source for example in examples):
-        last_piece[source.whole] = max(source.piece, last_piece.get(source.whole, 0))
+        last_piece[owner(source)] = max(source.piece, last_piece.get(owner(source), 0))
     return TokenizerFacts(
         name=str(tokenizer.name_or_path),
         kind=type(tokenizer).__name__,
@@ -42,13 +43,19 @@ def tokenizer_facts(
         begin_with_bos=sum(ids[:1] == [bos] for ids in begin),
         begin_with_two_bos=sum(ids == [bos, bos] for ids in begin),
         end_with_eos=sum(int(last) == eos for last in end),
-        cut_before_eos=sum(_goes_on(e, last_piece) and int(e.answers[0].ids[-1]) != eos for e in examples),
+        cut_before_eos=sum(
+            0 < e.source.piece < last_piece[owner(e.source)] and int(e.answers[0].ids[-1]) != eos for e in examples
+        ),
     )
 
 
-def _goes_on(example: TokenExample, last_piece: Mapping[Source, int]) -> bool:
-    """Whether it is a piece of a document that another one follows."""
-    return 0 < example.source.piece < last_piece[example.source.whole]
+def _row(source: Source) -> Source:
+    return source.whole
+
+
+def _file(source: Source) -> str:
+    """What is in pieces where rows are joined."""
+    return source.file
 
 
 def _first_two(example: TokenExample, place: int) -> list[int]:

@@ -21,6 +21,7 @@ from tuningfork.data.tokens.as_text import AsText
 from tuningfork.data.tokens.bounded import OutOfTime, bounded
 from tuningfork.data.tokens.control_tokens import AS_TEXT, KEPT, RENDERED, WRITTEN, ControlTokens, is_document
 from tuningfork.data.tokens.printing import Printer, at_work, message_fields
+from tuningfork.data.tokens.stream import JOINED, check_can_be_joined
 from tuningfork.data.tokens.template import RenderedExample, render
 from tuningfork.data.tokens.tokenize import Encoded, Encoder
 from tuningfork.data.tokens.truncate import CUT_PIECES, can_be_pieces, pieces_of, size_of, truncate
@@ -50,6 +51,7 @@ class EncodedBatch:
     notes: list[tuple[str, int]]  # what is worth knowing of a row in use, and which
     not_read: list[tuple[str, int]]  # a filled field that nothing reads, and in which row
     sizes: dict[int, Size]  # row -> of an example over max_length, cut or left out
+    widths: np.ndarray  # int64 [L] of each token its bytes of text, where it is to be joined into a stream; else empty
 
 
 class RowEncoder:
@@ -72,27 +74,33 @@ class RowEncoder:
 
     def __call__(self, rows: RowBatch, reader: RowReader) -> EncodedBatch:
         """What becomes of the rows. Raises DataError where none of the table can be used."""
-        batch = EncodedBatch(len(rows), {}, [], [], [], {})
+        batch = EncodedBatch(len(rows), {}, [], [], [], {}, np.zeros(0, np.int64))
         used: list[TokenExample] = []
-        bos = self.tokenizer.bos_token_id
+        widths: list[np.ndarray] = [batch.widths]
+        bos, joins = self.tokenizer.bos_token_id, self.config.over_length == "stream"
         for names, encoded in self._encode(rows, reader, batch):
             row = encoded.example.source.row
-            if encoded.example.longest > self.config.max_length:
+            if encoded.example.longest > self.config.max_length and not joins:
                 batch.sizes[row] = size_of(encoded.example, bos)
             try:
                 examples, cuts = self._cut(encoded.example, names)
                 for example in examples:
                     _check(example, names)
+                if joins:
+                    check_can_be_joined(encoded.example)
+                    widths += [np.zeros(len(encoded.example.prompt_ids), np.int64), encoded.widths[0]]
             except Unusable as unusable:
                 batch.dropped.append((row, unusable.reason, unusable.detail))
                 continue
             used += _measured(examples, encoded.widths)
             batch.notes.extend((note, row) for note in (*encoded.notes, *cuts))
-        return replace(batch, columns=columns_of(used))
+        return replace(batch, columns=columns_of(used), widths=np.concatenate(widths))
 
     def _cut(self, example: TokenExample, names: list[str]) -> tuple[list[TokenExample], tuple[str, ...]]:
         """What an example comes to within max_length, and what was done to it. Raises Unusable."""
         config = self.config
+        if config.over_length == "stream":
+            return [example], (JOINED,)
         if config.over_length == "pieces" and example.longest > config.max_length and can_be_pieces(example):
             return pieces_of(example, config.max_length), (CUT_PIECES,)
         cut, notes = truncate(example, config.max_length, config.over_length, self.tokenizer.bos_token_id, names)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
 from pydantic import TypeAdapter
 from transformers import PreTrainedTokenizerBase
 
@@ -16,6 +17,7 @@ from tuningfork.data.examples.row_reader import fields_not_read
 from tuningfork.data.token_table import Columns, rows_in
 from tuningfork.data.tokens.encode_rows import RowEncoder
 from tuningfork.data.tokens.printing import Printer, at_work
+from tuningfork.data.tokens.stream import pieces_of_stream
 from tuningfork.data.tokens.template import check_size
 from tuningfork.data.tokens.template_date import with_fixed_date
 from tuningfork.data.tokens.workers import Workers, check_started
@@ -34,13 +36,15 @@ _ACCOUNT = TypeAdapter(
         list[tuple[int, str, str]],
         dict[str, list[int]],
         list[tuple[int, int, list[int], int]],
+        int,
     ]
 )
 
 
 @dataclass(slots=True)
 class TableAccount:
-    """What became of a table's rows: each is dropped, or an example, or pieces. They are named by their numbers."""
+    """What became of a table's rows: each is dropped, or an example, or pieces, its own or of all rows joined. They are
+    named by their numbers."""
 
     format: str
     rows_read: int
@@ -48,17 +52,18 @@ class TableAccount:
     dropped: list[tuple[int, str, str]] = field(default_factory=list)  # row, reason, detail; in the order of the rows
     notes: dict[str, list[int]] = field(default_factory=dict)  # what is worth knowing of rows that are used
     sizes: dict[int, Size] = field(default_factory=dict)  # of examples over max_length, cut or left out
+    joined: int = 0  # rows that became one stream, in pieces
 
     def as_json(self) -> str:
         sizes = [[row, size.prompt, size.answers, size.opening] for row, size in self.sizes.items()]
-        return json.dumps([self.format, self.rows_read, self.fields, self.dropped, self.notes, sizes])
+        return json.dumps([self.format, self.rows_read, self.fields, self.dropped, self.notes, sizes, self.joined])
 
     @classmethod
     def from_json(cls, text: str) -> TableAccount:
         """What `as_json` wrote. Raises ValueError."""
-        format, rows_read, fields, dropped, notes, sizes = _ACCOUNT.validate_json(text)
+        format, rows_read, fields, dropped, notes, sizes, joined = _ACCOUNT.validate_json(text)
         known = {row: Size(prompt, tuple(answers), opening) for row, prompt, answers, opening in sizes}
-        return cls(format, rows_read, fields, dropped, notes, known)
+        return cls(format, rows_read, fields, dropped, notes, known, joined)
 
 
 class TableEncoder:
@@ -88,16 +93,17 @@ class TableEncoder:
             DataError: it cannot be read, here or as the columns are drawn, or changes meanwhile.
         """
         config = self.config
+        joins = config.over_length == "stream"
         as_text, names = config.template == "none", self.workers.encoder.names
         rows, found, reader = open_table(table, as_text, config.format, config.columns or {}, names)
         count = found.rows
         account = TableAccount(reader.format, count, found.fields)
 
-        def columns() -> Iterator[Columns]:
+        def batches() -> Iterator[tuple[Columns, np.ndarray]]:
             done = kept = 0
             not_read: dict[str, list[int]] = {}
             for batch in self.workers.encode(rows, count, reader):
-                yield batch.columns
+                yield batch.columns, batch.widths
                 kept += rows_in(batch.columns)
                 account.dropped += batch.dropped
                 account.sizes.update(batch.sizes)
@@ -113,5 +119,8 @@ class TableEncoder:
                 account.notes[fields_not_read(list(not_read))] = sorted(set().union(*not_read.values()))
             if kept + len(account.dropped) != count:  # the rows are gone through more than once
                 raise DataError(CHANGED.format(table=table))
+            account.joined = kept if joins else 0
 
-        return account, columns()
+        if joins:
+            return account, pieces_of_stream(batches(), config.max_length)
+        return account, (columns for columns, _ in batches())

@@ -13,7 +13,7 @@ from tuningfork.accounts import Size
 from tuningfork.data.examples.values import Unusable
 from tuningfork.records import TokenAnswer, TokenExample
 
-OverLength = Literal["drop", "truncate_answers", "truncate_prompt_left", "pieces"]
+OverLength = Literal["drop", "truncate_answers", "truncate_prompt_left", "pieces", "stream"]
 
 CUT_ANSWERS = "answers cut at max_length"
 CUT_ONE_SIDE = "some of its answers cut, and without their end, others not"

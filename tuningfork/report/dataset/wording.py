@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Protocol
 
-from tuningfork.accounts import DroppedRow
+from tuningfork.accounts import DroppedRow, in_pieces
 from tuningfork.data.summary.layouts import Layout
 from tuningfork.data.summary.records import DataSummary, Mix, Numbers, SetSummary, Truncation
 from tuningfork.wording import counted
@@ -28,6 +28,7 @@ CUTS = {
     "truncate_answers": "answers are cut at their end",
     "truncate_prompt_left": "prompts are cut at their front",
     "pieces": "documents are cut into pieces",
+    "stream": "documents are joined and cut into pieces",
 }
 """What data.over_length does to a row that is too long, where it does not drop it."""
 
@@ -45,7 +46,7 @@ def headline(summary: DataSummary) -> str:
     taken = f"; {train.used:,} {'is' if train.used == 1 else 'are'} used" if left_out else ""
     refused = any(data.refused for data in (train, summary.eval) if data is not None)
     can = "can be read, but not trained on as they are" if refused else "can be trained on"
-    usable = train.used + left_out - (train.pieces - train.cut if train.pieces else 0)
+    usable = train.used + left_out - (train.pieces - train.cut - train.joined if train.pieces else 0)
     if usable == train.rows_read:
         return f"{'All ' if train.rows_read > 1 else ''}{counted(train.rows_read, unit)} {can}{taken}"
     return f"{usable:,} of {counted(train.rows_read, unit)} {can}{taken}"
@@ -54,8 +55,7 @@ def headline(summary: DataSummary) -> str:
 def account(data: SetSummary) -> str:
     """What became of a data set's rows."""
     dropped, left_out = sum(data.dropped.values()), sum(data.left_out.values())
-    cut = f"{data.cut:,} of them cut into {counted(data.pieces, 'piece')}, " if data.pieces else ""
-    words = f"{counted(data.rows_read, 'row')} read, {cut}{data.used:,} used, {dropped:,} dropped"
+    words = f"{counted(data.rows_read, 'row')} read, {in_pieces(data)}{data.used:,} used, {dropped:,} dropped"
     return words + (f", {left_out:,} left out on purpose" if left_out else "")
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from tuningfork.accounts import DataReport
 from tuningfork.data.config import DataConfig, PackConfig
 from tuningfork.data.packing.pack import PackLimits, split_fitting
-from tuningfork.data.prepare import account_line, check_names_used, control_line, prepare_examples
+from tuningfork.data.prepare import account_line, check_names_used, control_line, prepare_examples, stream_line
 from tuningfork.data.sources.expand import Use, check_sources
 from tuningfork.data.summary.overlap import overlap
 from tuningfork.data.token_table import Subset
@@ -123,6 +123,8 @@ def read_sources(
             f"{', '.join(report.sources)}: no example fits a pack of {pack.tokens} tokens. Raise pack.tokens."
         )
     console.print(account_line(name, report))
+    if leaks := stream_line(name, report):
+        console.print(f"! {leaks}")
     if data.control_tokens is None and (spelt := control_line(name, report)):
         console.print(f"! {spelt}")
     return examples, report
