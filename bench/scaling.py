@@ -6,7 +6,8 @@ The planner is the real one (tuningfork/distributed/plan.py), the lengths are th
     seconds = --overhead_ms + flops of its content and of its padding / --tflops
 
 which are stated, not measured; every line has them. What it says of ranks hardly depends on the rate. What it says of
-the host is measured, on one processor.
+the host is measured, on one processor. Steps of real processes, how often they gather weights and how long they take to
+start: torchrun ... -m bench.step.
 
     ranks, pairs_per_rank   a step has ranks x pairs_per_rank pairs
     slowest     seconds of the slowest rank's packs / the mean of all ranks, mean over the steps

@@ -4,6 +4,7 @@ Runs the trainer's own steps: packing, cached reference, step-0 check, AdamW wit
 Rates divide the work of all steps after the first epoch, which compiles everything, by their wall time.
 
     python -m bench.step --model olmo2_1b --examples_per_step 16
+    torchrun --nproc-per-node 2 -m bench.step --model olmo2_1b
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import sys
 import tempfile
 import time
 from argparse import BooleanOptionalAction
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +26,7 @@ from transformers import PreTrainedModel
 
 from bench import shapes
 from bench.device_time import DeviceProfile
+from bench.gathers import gathers_of
 from bench.output import device, emit, environment, parser, peak, rounded, table
 from bench.timing import free_memory
 from tuningfork.data.packing.loader import EpochOrder, PackLoader, build_packs
@@ -97,7 +100,7 @@ def measure(
 ) -> dict[str, Any]:
     """Train a random model of a named shape (shapes.py) on the yardstick, and return the result line.
 
-    model_build_s       seconds to make the random weights on the device
+    model_build_s       seconds to make the random weights on the device, and to spread them
     reference_s         to score all pairs with the starting model; compiles the forward pass
     check_s             to see that the first step's log-probs equal the cached ones to the bit (else it raises)
     first_epoch_s       of the first epoch's steps; compiles the rest
@@ -115,6 +118,12 @@ def measure(
     warmup_steps_left_out       timed steps that met a new pack shape, and are in no rate
     first_loss, last_loss       mean loss of the first and the last step, nats
     epoch_losses        mean loss of each epoch's steps, nats
+    startup             seconds of each phase of the start, of the process for which it took longest: to make the model
+                        whole on each device, to split, spread and set it up, to score and check as above, and the first
+                        step, which compiles backward passes. `main` adds how long the processes took to meet
+    gathers             of spread weights, in one more step behind those that are timed: how often each block was
+                        gathered (`per_block`) and all else together (`of_the_rest`), and in how many packs each process
+                        had its examples. Twice a pack is usual, or once a step without `reshard_after_forward`
     profile             where asked for: device and wall milliseconds of a step; the tables are in that file
 
     Each call compiles anew and leaves nothing behind, so several may follow each other in one process.
@@ -148,14 +157,21 @@ def measure(
     limits = PackLimits.plan(pack_tokens, share, compiled=device().type == "cuda")
     longest = max(example.longest for example in examples)
     over = None if not sharded and ranks.size == 1 else Layout.plan(parallel, ranks)
-    session = start(model, layers, longest, train, head_chunk_rows, limits, DTYPES[weights], ranks, over)
+    built = shapes.build(model, device(), seed, longest, layers)
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+    made_s = time.perf_counter() - begun
+    processes: dict[str, Any] = {"ranks": ranks, "over": over, "parallel": parallel}
+    session = ready(built, ObjectiveConfig(), train, head_chunk_rows, limits, DTYPES[weights], **processes)
     build_s = time.perf_counter() - begun
     print(f"{model}: weights made in {build_s:.1f} s; scoring the reference", file=sys.stderr, flush=True)
 
     order = EpochOrder.plan(pairs, examples_per_step, seed, epochs, None)
     last = order.total_steps
-    if profile is not None:
-        order = EpochOrder.plan(pairs, examples_per_step, seed, epochs, last + PROFILED)
+    spread = session.policy.spread
+    behind = (PROFILED if profile is not None else 0) + (1 if spread is not None else 0)
+    if behind:
+        order = EpochOrder.plan(pairs, examples_per_step, seed, epochs, last + behind)
     loader = PackLoader(examples, order, limits, pin_memory=session.compiled)
 
     begun = time.perf_counter()
@@ -165,8 +181,8 @@ def measure(
     reference_s = time.perf_counter() - begun
     begun = time.perf_counter()
     checked = check_start(session, loader.step(0), store)
-    if session.policy.spread is not None:
-        session.policy.spread.release()
+    if spread is not None:
+        spread.release()
     check_s = time.perf_counter() - begun
     print(f"scored in {reference_s:.1f} s, checked in {check_s:.1f} s; training", file=sys.stderr, flush=True)
 
@@ -175,6 +191,13 @@ def measure(
     peak_of_all = None if card is None else card * ranks.size
     timed = _Timed(RunTotals(peak_of_all), last_warmup=pairs // examples_per_step, last=last, epochs=epochs)
     timed.run(steps, DeviceProfile() if profile is not None else None)
+    phases = {
+        "model_build_s": made_s,
+        "spread_s": build_s - made_s,
+        "reference_s": reference_s,
+        "check_s": check_s,
+        "first_step_s": timed.first_s,
+    }
     line = {
         "trainer": "tuningfork",
         "model": model,
@@ -186,16 +209,25 @@ def measure(
         "model_build_s": round(build_s, 1),
         "reference_s": round(reference_s, 1),
         "check_s": round(check_s, 1),
+        "startup": slowest(phases, ranks),
         "step0_pairs_exact": checked,
         "activation_memory": session.policy.activation_memory,
         **timed.summary(recomputed_share(session.policy.activation_memory, session.policy.flops(), examples)),
     }
+    if spread is not None:
+        line["gathers"] = gathers_of(steps, session.policy)
     if profile is not None and timed.profile is not None:
         line["profile"] = timed.profile.summary(PROFILED, timed.profiled_s)
         profile = profile if ranks.first else profile.with_stem(f"{profile.stem}-rank{ranks.rank}")
         profile.parent.mkdir(parents=True, exist_ok=True)
         profile.write_text(timed.profile.report(PROFILED, timed.profiled_s, environment()))
     return line
+
+
+def slowest(phases: Mapping[str, float], ranks: Ranks) -> dict[str, float]:
+    """Of each phase, the seconds of the process for which it took longest; all processes must come here."""
+    of_all = ranks.all(dict(phases))
+    return {name: round(max(found[name] for found in of_all), 3) for name in phases}
 
 
 def recomputed_share(activation_memory: str, flops: FlopCounter, examples: list[TokenExample]) -> float | None:
@@ -220,6 +252,7 @@ class _Timed:
     last_warmup: int
     last: int
     epochs: int
+    first_s: float = 0.0
     warmup_s: float = 0.0
     profiled_s: float = 0.0
     recompiles: int = 0
@@ -228,22 +261,22 @@ class _Timed:
     profile: DeviceProfile | None = None
 
     def run(self, steps: Iterator[StepResult], profile: DeviceProfile | None) -> None:
-        for step in steps:
+        """Those that the numbers are of, and those that are profiled; what is behind them is left."""
+        for step in islice(steps, self.last):
+            self.losses.append(step.loss)
+            if step.step == 1:
+                self.first_s = step.seconds
             if step.step <= self.last_warmup:
                 self.warmup_s += step.seconds
                 if step.step == 1 or step.step == self.last_warmup:
                     print(f"step {step.step}: {self.warmup_s:.1f} s of training", file=sys.stderr, flush=True)
-            elif step.step <= self.last:
+            else:
                 self.totals.add(step)
                 self.seconds.append(step.seconds)
                 self.recompiles += step.compilations
-            else:
-                self.profiled_s += step.seconds
-            if step.step <= self.last:
-                self.losses.append(step.loss)
-            if profile is not None and step.step == self.last:
-                profile.start()
         if profile is not None:
+            profile.start()
+            self.profiled_s = sum(step.seconds for step in islice(steps, PROFILED))
             profile.stop()
             self.profile = profile
 
@@ -355,8 +388,11 @@ def main(argv: list[str] | None = None) -> None:
     parallel = ParallelConfig(**{name: settings.pop(name) for name in names})
     if settings["sharded"] and not started_together():
         os.environ.update(ALONE)
+    begun = time.perf_counter()
     with world(parallel, device().type == "cuda", always=settings["sharded"]) as ranks:
+        met_s = time.perf_counter() - begun
         line = measure(**settings, parallel=parallel, ranks=ranks)
+        line["startup"] = {**slowest({"process_group_s": met_s}, ranks), **line["startup"]}
         if ranks.first:
             emit(line, out)
             print(table([line], COLUMNS))

@@ -34,7 +34,10 @@ from bench import (
 )
 from bench.device_time import DeviceProfile, category
 from bench.output import table
+from tests.distributed.worlds import together
 from tuningfork.data.packing import layout
+from tuningfork.distributed.config import ParallelConfig
+from tuningfork.distributed.ranks import Ranks
 from tuningfork.kernels.attention.plain import PlainAttention
 from tuningfork.models.flops import FlopCounter
 from tuningfork.models.policy import Policy
@@ -75,6 +78,25 @@ def test_measure_returns_a_full_line(tmp_path):
     assert sum(profiled["by_category_ms"].values()) == pytest.approx(profiled["device_ms"], abs=0.01)
     assert "aten::mm" in (tmp_path / "profile.txt").read_text()
     assert "tiny" in table([line], step.COLUMNS)
+
+
+def measured(ranks: Ranks) -> list[dict]:
+    """Lines of two processes that share steps of two packs each, with weights gathered anew for each pack, or kept."""
+    ways = [ParallelConfig(reshard_after_forward=again) for again in (True, False)]
+    sizes = {"pairs": 4, "pack_tokens": 1408, "examples_per_step": 4, "epochs": 2}
+    return [step.measure("tiny", **sizes, parallel=way, ranks=ranks) for way in ways]
+
+
+def test_several_processes_say_how_often_they_gather_weights_and_what_their_start_took():
+    here, there = together(2, measured)
+    assert [line["gathers"] for line in here] == [
+        {"per_block": 4, "of_the_rest": 2, "packs": 2},
+        {"per_block": 1, "of_the_rest": 1, "packs": 2},
+    ]
+    for ours, theirs in zip(here, there, strict=True):
+        assert ours["gathers"] == theirs["gathers"] and ours["startup"] == theirs["startup"]
+        assert list(ours["startup"]) == ["model_build_s", "spread_s", "reference_s", "check_s", "first_step_s"]
+        assert ours["first_epoch_s"] >= round(ours["startup"]["first_step_s"], 1) > 0 and ours["steps"] == 1
 
 
 def test_measure_refuses_what_has_no_steady_step():

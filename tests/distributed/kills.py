@@ -113,11 +113,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if not key.endswith(TIMED)} for line in found]
 
 
-def _train(folder: Path, out: str, resume: bool, surroundings: dict[str, str]) -> None:
-    os.chdir(folder)
-    os.environ.update(surroundings)
-    torch.set_num_threads(1)
-    sys.stdout = sys.stderr = open(folder / f"{out}-said-{surroundings['RANK']}.txt", "a")  # noqa: SIM115
+def _arguments(out: str) -> list[str]:
+    """Of the command line, in the folder that is `prepared`."""
     settings = {
         "model.path": "model",
         "data.train": "pairs.jsonl",
@@ -136,9 +133,22 @@ def _train(folder: Path, out: str, resume: bool, surroundings: dict[str, str]) -
         "parallel.timeout_minutes": 0.5,
     }
     flags = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
-    code = cli.main(["train", *flags, *(["--resume"] if resume else [])])
+    return ["train", *flags]
+
+
+def train(folder: Path, out: str, resume: bool = False) -> int:
+    """What a process does that has been told which one it is: its exit status."""
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    sys.stdout = sys.stderr = open(folder / f"{out}-said-{os.environ['RANK']}.txt", "a")  # noqa: SIM115
+    code = cli.main([*_arguments(out), *(["--resume"] if resume else [])])
     sys.stdout.flush()
-    os._exit(code)  # as a process of its own ends, without what this one has still to do
+    return code
+
+
+def _train(folder: Path, out: str, resume: bool, surroundings: dict[str, str]) -> None:
+    os.environ.update(surroundings)
+    os._exit(train(folder, out, resume))  # as a process of its own ends, without what this one has still to do
 
 
 def main() -> None:

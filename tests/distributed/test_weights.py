@@ -293,6 +293,26 @@ def test_weights_of_another_folder_take_their_place(tmp_path, family, pickled) -
     assert together(3, replaced, path, other) == [starting_weights(alone, Console())] * 3
 
 
+def replaced_in_parts(ranks: Ranks, path: Path, other: Path) -> str:
+    """The same of a model whose products several processes compute together."""
+    policy = spread(ranks, load(str(path)).model, {"tensor": 2})
+    assert policy.spread is not None
+    policy.spread.release()
+    replace_spread(policy.model, str(other))
+    return starting_weights(policy, Console(), ranks)
+
+
+@pytest.mark.parametrize(("family", "size"), [("llama", 2), ("granite", 4)])  # 4: parts of rows, of which each has some
+@pytest.mark.parametrize("pickled", [False, True])
+def test_weights_of_another_folder_take_their_place_in_parts_of_rows(tmp_path, family, size, pickled) -> None:
+    path, other = folder_of(tmp_path / "original", family), folder_of(tmp_path / "other", family)
+    rewrite(other, lambda tensors: [tensor.mul_(1.25) for tensor in tensors.values()])
+    alone = Policy.plain(load(str(other)).model, torch.float32)
+    if pickled:
+        as_pickle(other)
+    assert together(size, replaced_in_parts, path, other) == [starting_weights(alone, Console())] * size
+
+
 def as_pickle(folder: Path) -> None:
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()

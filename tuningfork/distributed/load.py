@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from tuningfork.distributed.layout import Layout
 from tuningfork.distributed.narrow import is_matrix
-from tuningfork.distributed.rows import own_rows
+from tuningfork.distributed.rows import own_part
 from tuningfork.distributed.sharding import Sharding
 from tuningfork.errors import ModelError
 from tuningfork.models.hf import checks
@@ -95,7 +95,7 @@ def load_spread(
 
 def replace_spread(model: PreTrainedModel, path: str) -> tuple[str, ...]:
     """Read the weights of another folder into a spread model, see `models.hf.load.replace_weights`; each process reads
-    its own rows."""
+    its own part."""
     with loading(path):
         draft, loaded = opened(path)
         notes = loaded.notes
@@ -106,26 +106,29 @@ def replace_spread(model: PreTrainedModel, path: str) -> tuple[str, ...]:
             return notes
         other = loaded.model.state_dict()
         for name, tensor in model.state_dict().items():
-            local, start = _rows(tensor)
-            local.copy_(other[name][start : start + len(local)] if local.ndim else other[name])
+            local, parts = own_part(tensor) if isinstance(tensor, DTensor) else (tensor, [])
+            local.copy_(other[name][tuple(parts)])
     return (*notes, WHOLE)
 
 
 def _own(model: PreTrainedModel, stored: dict[str, Lying], draft: Draft) -> Draft:
-    """What this process has to read, each tensor once: its rows of those that are spread, and the others whole."""
+    """What this process has to read, each tensor once: its part of those that are spread, and the others whole. Of a
+    part of the columns, which tensor parallelism makes, it reads the rows whole."""
     unread: dict[int, tuple[Tensor, Lying]] = {}
     for name, tensor in all_tensors(model):
         if name in stored and id(tensor) not in unread:
-            there = stored[name]
-            local, start = _rows(tensor.detach())
-            unread[id(tensor)] = local, there.rows(start, len(local)) if isinstance(tensor, DTensor) else there
+            unread[id(tensor)] = _part_of(tensor.detach(), stored[name])
     return replace(draft, model=model, unread=list(unread.values()))
 
 
-def _rows(tensor: Tensor) -> tuple[Tensor, int]:
-    found = own_rows(tensor)
-    assert found is not None, "spread by rows"
-    return found
+def _part_of(tensor: Tensor, there: Lying) -> tuple[Tensor, Lying]:
+    if not isinstance(tensor, DTensor):
+        return tensor, there
+    local, (rows, *others) = own_part(tensor)
+    there = there.rows(rows.start, len(local))
+    if others and local.shape[1] < tensor.shape[1]:
+        there = there.columns(others[0].start, local.shape[1])
+    return local, there
 
 
 def _put(model: nn.Module, old: nn.Parameter, new: Tensor) -> None:

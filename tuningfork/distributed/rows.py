@@ -26,6 +26,22 @@ def own_rows(tensor: Tensor) -> tuple[Tensor, int] | None:
     return local, min(place * -(-len(tensor) // parts), len(tensor)) if parts > 1 else 0
 
 
+def own_part(tensor: DTensor) -> tuple[Tensor, list[slice]]:
+    """This process's part of a tensor, as it lies there, and which part it is in each dimension."""
+    mesh = tensor.device_mesh
+    parts = [slice(0, size) for size in tensor.shape]
+    for number in reversed(range(mesh.ndim)):  # tensor parallelism, the last of a mesh, has cut first
+        how = tensor.placements[number]
+        if how == Replicate():
+            continue
+        dimension = how.dim  # type: ignore[attr-defined]
+        whole = parts[dimension]
+        each = -(-(whole.stop - whole.start) // mesh.size(number))
+        first = min(whole.start + mesh.get_local_rank(number) * each, whole.stop)
+        parts[dimension] = slice(first, min(first + each, whole.stop))
+    return tensor.to_local(), parts
+
+
 def rows_to_count(tensor: Tensor) -> tuple[Tensor, int] | None:
     """Rows of a tensor and the number of the first of them, such that all processes together have each row once; None
     for none. All processes must ask together: what lies on them in parts of rows is gathered for the first of them."""

@@ -118,4 +118,8 @@ def _unviewed(value: Any) -> Any:
     """The shard of a moment that was read from a checkpoint."""
     own = _local(value)
     # private: torch.Tensor.__tensor_flatten__
-    return own.clone() if hasattr(own, "__tensor_flatten__") else own
+    if not hasattr(own, "__tensor_flatten__"):
+        return own
+    parts, rest = own.__tensor_flatten__()  # for torchao's moments in 8 bits cannot be cloned
+    copies = {part: getattr(own, part).clone() for part in parts}
+    return type(own).__tensor_unflatten__(copies, rest, own.shape, own.stride())

@@ -66,6 +66,19 @@ def test_what_is_read_straight_is_what_the_library_loads(tmp_path, monkeypatch, 
     assert [done for done, _ in told] == sorted({done for done, _ in told})
 
 
+@pytest.mark.parametrize("piece", [16, 200, 1 << 20])  # bytes, where a row has 40
+def test_some_columns_of_a_matrix_that_lies_in_two_are_read(tmp_path, monkeypatch, piece):
+    monkeypatch.setattr("tuningfork.models.hf.safetensors_reader._PIECE", piece)
+    above, below = torch.arange(130.0).view(13, 10), -torch.arange(70.0).view(7, 10)
+    save_file({"a": above, "b": below}, tmp_path / "model.safetensors")
+    found = safetensors_reader.stored_tensors(tmp_path).tensors
+    target, done = torch.zeros(11, 3, dtype=torch.bfloat16), []
+    some = safetensors_reader.Stack.of([found["a"], found["b"]]).rows(4, 11).columns(6, 3)
+    safetensors_reader.read_weights([(target, some)], lambda *told: done.append(told))
+    assert torch.equal(target, torch.cat([above, below])[4:15, 6:9].bfloat16())
+    assert done[-1] == (11 * 40, 11 * 40)  # rows are read whole
+
+
 def test_what_an_optimizer_of_8_bits_would_not_keep_in_8_bits_is_not_held_in_bfloat16():
     """Such as an embedding with an added token: its moments would be bfloat16, where small gradients are lost."""
     model = torch.nn.ModuleList([torch.nn.Embedding(4097, 576), torch.nn.Linear(64, 128), torch.nn.Linear(8, 32)])

@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from queue import SimpleQueue
@@ -50,6 +50,7 @@ class Stored:
     offset: int  # of its first byte in the file
     dtype: torch.dtype
     shape: torch.Size
+    wanted: slice | None = None  # of each row, these columns alone
 
     @property
     def bytes(self) -> int:
@@ -59,7 +60,11 @@ class Stored:
         """Some of its rows, which lie together."""
         shape = torch.Size((count, *self.shape[1:]))
         width = shape[1:].numel() * self.dtype.itemsize
-        return Stored(self.path, self.offset + start * width, self.dtype, shape)
+        return replace(self, offset=self.offset + start * width, shape=shape)
+
+    def columns(self, start: int, count: int) -> Stored:
+        """Some columns of a matrix; its rows are yet read whole."""
+        return replace(self, wanted=slice(start, start + count))
 
     @property
     def parts(self) -> tuple[Stored, ...]:
@@ -102,6 +107,10 @@ class Stack:
                 found.append(part.rows(first, last - first))
             start, end = start - part.shape[0], end - part.shape[0]
         return Stack(tuple(found) or (self.parts[0].rows(0, 0),))
+
+    def columns(self, start: int, count: int) -> Stack:
+        """Some columns of a matrix, see Stored."""
+        return Stack(tuple(part.columns(start, count) for part in self.parts))
 
 
 Lying = Stored | Stack
@@ -293,7 +302,8 @@ def _first(things: list[str]) -> str:
 def read_weights(
     tensors: Iterable[tuple[Tensor, Lying]], progress: Callable[[int, int], None] = lambda done, total: None
 ) -> None:
-    """Fill contiguous tensors, on any device, with what lies on the disk, cast to their dtype there.
+    """Fill contiguous tensors, on any device, with what lies on the disk, or the columns wanted of it, cast to their
+    dtype there.
 
     The files are read once and in order, by several threads; a piece that goes to a GPU is read into pinned memory, so
     that the host neither holds the model nor casts it.
@@ -325,17 +335,19 @@ class _Piece:
     bytes: int
     dtype: torch.dtype
     target: Tensor
+    wanted: slice | None = None  # of each row of the stretch, which has those of the target
 
     def read(self, buffers: SimpleQueue[Tensor]) -> int:
         """Fill the target by way of a free buffer; the bytes read."""
         device = self.target.device
         buffer = buffers.get()
         try:
-            host = buffer[: self.bytes]
+            host = buffer[: self.bytes] if self.bytes <= len(buffer) else buffer.new_empty(self.bytes)  # for a long row
             with self.path.open("rb", buffering=0) as file:  # its own, so that the kernel reads ahead in each
                 file.seek(self.offset)
                 _fill(host.numpy().data, file, self.path)
-            self.target.copy_(host.view(self.dtype).to(device, non_blocking=True))
+            there = host.view(self.dtype).to(device, non_blocking=True)
+            self.target.copy_(there if self.wanted is None else there.view(len(self.target), -1)[:, self.wanted])
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()  # the other threads read meanwhile
         finally:
@@ -345,6 +357,9 @@ class _Piece:
 
 def _pieces(tensors: Iterable[tuple[Tensor, Lying]]) -> Iterator[_Piece]:
     for tensor, stored in tensors:
+        if stored.parts[0].wanted is not None:
+            yield from _pieces_of_rows(tensor, stored)
+            continue
         flat, first = tensor.view(-1), 0
         for part in stored.parts:
             size = part.dtype.itemsize
@@ -353,6 +368,18 @@ def _pieces(tensors: Iterable[tuple[Tensor, Lying]]) -> Iterator[_Piece]:
                 target = flat[first + start // size : first + (start + count) // size]
                 yield _Piece(part.path, part.offset + start, count, part.dtype, target)
             first += part.shape.numel()
+
+
+def _pieces_of_rows(tensor: Tensor, stored: Lying) -> Iterator[_Piece]:
+    """Stretches of whole rows, of which some columns are wanted."""
+    row = 0
+    for part in stored.parts:
+        at_once = max(1, _PIECE // max(1, part.shape[1:].numel() * part.dtype.itemsize))
+        for start in range(0, part.shape[0], at_once):
+            some = part.rows(start, min(at_once, part.shape[0] - start))
+            target = tensor[row + start : row + start + some.shape[0]]
+            yield _Piece(some.path, some.offset, some.bytes, some.dtype, target, some.wanted)
+        row += part.shape[0]
 
 
 def _fill(buffer: memoryview, file: BinaryIO, path: Path) -> None:
