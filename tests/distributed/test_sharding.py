@@ -221,8 +221,4 @@ def gathers(ranks: Ranks, again: bool) -> tuple[int, int]:
 @pytest.mark.parametrize("again", [True, False])
 def test_blocks_are_gathered_twice_a_pack_or_once_a_step(again: bool) -> None:
     for found, blocks in together(2, gathers, again):
-<<<<<<< HEAD
-        assert found == (2 * (2 * blocks + 1) if again else blocks + 1)  # and the rest of the model
-=======
         assert found == (2 * (2 * blocks + 1) if again else blocks + 1)  # the rest of the model once, or once a pack
->>>>>>> dist
