@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,21 +93,26 @@ def command(job: Job, processes: int, pairs: int, out: Path, profile: Path | Non
 def run(commands: Sequence[list[str]], each_its_own: bool, limit: float) -> str:
     """Start programs at once and wait for all; what went wrong, or nothing."""
     running = []
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     for number, line in enumerate(commands):
-        own = {"CUDA_VISIBLE_DEVICES": str(number)} if each_its_own and not SMALL else {}
+        gpu = gpus[number] if number < len(gpus) and gpus[number] else str(number)
+        own = {"CUDA_VISIBLE_DEVICES": gpu} if each_its_own and not SMALL else {}
         told = {**os.environ, **own}
         pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
         running.append(subprocess.Popen(line, env=told, start_new_session=True, **pipes))
     until, notes = time.monotonic() + limit, []
-    for program in running:
-        try:
+    try:
+        for program in running:
             _, errors = program.communicate(timeout=max(1.0, until - time.monotonic()))
             if program.returncode:
                 notes.append(_cause(errors))
-        except subprocess.TimeoutExpired:
-            os.killpg(program.pid, signal.SIGKILL)  # the processes that it has started, too
+    except subprocess.TimeoutExpired:
+        notes.append(f"not done in {limit:.0f} s")
+    finally:  # Ctrl-C, too
+        for program in running:
+            with suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)  # and the processes that it has started
             program.communicate()
-            notes.append(f"not done in {limit:.0f} s")
     return "; ".join(notes)
 
 

@@ -178,7 +178,8 @@ def _twin(config: RunConfig, name: str, changes: Mapping[str, Any]) -> RunConfig
     """The recipe with a twin's model, in a folder of its own."""
     assert isinstance(config.model.init, dict)
     model = replace(config.model, init={**config.model.init, **changes})
-    data = replace(config.data, cache=str(FOLDER / f"{name}-tokens"))  # twins write at the same time
+    cache = config.data.cache and f"{config.data.cache}-{name}"  # twins write at the same time
+    data = replace(config.data, cache=cache)
     twin = replace(config, model=model, data=data, output=replace(config.output, dir=str(_folder(name))))
     check_run_config(twin)
     return twin

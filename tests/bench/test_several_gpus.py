@@ -20,7 +20,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     def measured(**settings: Any) -> dict[str, Any]:
         seen.append(settings)
-        return {"pairs_s": 10.0, "tokens_s": 500.0, "median_step_s": 0.1, "step0_pairs_exact": 8}
+        return {"pairs_s": 10.0, "tokens_s": 500.0, "median_step_s": 0.1, "step0_pairs_exact": 8, "startup": {}}
 
     def run(commands: list[list[str]], each_its_own: bool, limit: float) -> str:
         for line in commands:

@@ -45,7 +45,7 @@ def fast() -> type:
 @pytest.fixture(params=["by row", "by block"])
 def form(request, monkeypatch) -> str:
     """Selected attention takes this form, whatever the sizes."""
-    monkeypatch.setattr("tuningfork.kernels.nsa.fast.HEADS_BY_ROW", 0 if request.param == "by row" else 1000)
+    monkeypatch.setattr("tuningfork.kernels.nsa.fast.LEAST_HEADS_BY_ROW", 0 if request.param == "by row" else 1000)
     monkeypatch.setattr("tuningfork.kernels.nsa.fast.WIDEST_BY_BLOCK", 1000)
     return request.param
 
@@ -69,7 +69,7 @@ def test_selected_attention_has_its_error_in_both_forms(dtype, sizes, form, fast
 @sizes
 @dtypes
 def test_launches_and_parts_do_not_touch_what_a_row_has(dtype, sizes, fast, monkeypatch):
-    monkeypatch.setattr("tuningfork.kernels.nsa.fast.HEADS_BY_ROW", 1000)
+    monkeypatch.setattr("tuningfork.kernels.nsa.fast.LEAST_HEADS_BY_ROW", 1000)
     monkeypatch.setattr("tuningfork.kernels.nsa.fast.WIDEST_BY_BLOCK", 1000)
     batch = laid(random_forest(3, depth=6), "tree").to(DEVICE)
     whole = check_selected(fast, batch, sizes, dtype)

@@ -64,7 +64,7 @@ def fast() -> Iterator[type]:
 @pytest.fixture(params=["by row", "by block"])
 def form(request, monkeypatch) -> str:
     """Selected attention takes this form, whatever the sizes."""
-    monkeypatch.setattr("tuningfork.kernels.nsa.fast.HEADS_BY_ROW", 0 if request.param == "by row" else 1000)
+    monkeypatch.setattr("tuningfork.kernels.nsa.fast.LEAST_HEADS_BY_ROW", 0 if request.param == "by row" else 1000)
     monkeypatch.setattr("tuningfork.kernels.nsa.fast.WIDEST_BY_BLOCK", 1000)
     return request.param
 

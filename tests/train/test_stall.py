@@ -53,3 +53,31 @@ def test_a_folder_that_takes_no_file_is_said_and_nothing_more(tmp_path: Path) ->
         watch.beat("step 1")
         assert "where its threads stand cannot be written" in said.get(timeout=30)
     assert (tmp_path / "elsewhere").read_text() == ""
+
+
+def test_a_line_that_cannot_be_written_holds_up_no_run(tmp_path: Path) -> None:
+    """A disk that hangs is what a run may be waiting for; the next step must not wait for the line about it."""
+    said, free = threading.Event(), threading.Event()
+
+    def say(line: str) -> None:
+        if line.startswith("!"):
+            said.set()
+            assert free.wait(30)
+
+    with StallWatch(0.01, tmp_path / "stalls.txt", say) as watch:
+        watch.beat("step 1")
+        assert said.wait(30)
+        beat = threading.Thread(target=watch.beat, args=("step 2",))
+        beat.start()
+        beat.join(10)
+        held = beat.is_alive()
+        free.set()
+        beat.join()
+    assert not held
+
+
+def test_any_number_of_seconds_can_be_waited(tmp_path: Path) -> None:
+    with StallWatch(1e12, tmp_path / "stalls.txt", lambda line: None) as watch:
+        watch.beat("step 1")
+        watch._thread.join(0.2)
+        assert watch._thread.is_alive()

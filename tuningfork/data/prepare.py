@@ -20,7 +20,7 @@ from tuningfork.data.sources.expand import Use, expand_sources
 from tuningfork.data.sources.mix import mixed_indices
 from tuningfork.data.token_cache import Notice, TokenTables
 from tuningfork.data.token_table import Subset
-from tuningfork.data.tokens.control_tokens import RENDERED, WRITTEN
+from tuningfork.data.tokens.control_tokens import CUT, RENDERED, WRITTEN
 from tuningfork.data.tokens.encode_table import Progress, TableAccount
 from tuningfork.data.tokens.tokenize import check_ids, check_vocabulary
 from tuningfork.data.tokens.truncate import size_of
@@ -186,8 +186,10 @@ def stream_line(name: str, report: DataReport) -> str:
 
 def control_line(name: str, report: DataReport) -> str:
     """That rows spell control tokens, which, where, and what has become of them; empty where none do."""
-    noted = {note: rows for note, rows in report.notes.items() if note.startswith(WRITTEN) and note != RENDERED}
-    rows = list(dict.fromkeys(row for found in noted.values() for row in found))
+    spelt = [n for n in report.notes if n.startswith(WRITTEN) and n != RENDERED and not n.startswith(CUT)]
+    noted = {note: report.notes[note] for note in spelt}
+    tables = {file: i for i, file in enumerate(file for files in report.sources.values() for file in files)}
+    rows = sorted({row for found in noted.values() for row in found}, key=lambda row: (tables[row.file], row.row))
     if not rows:
         return ""
     first = next(note for note, found in noted.items() if rows[0] in found)

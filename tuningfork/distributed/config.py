@@ -26,7 +26,8 @@ class ParallelConfig:
     """In what gradients are added up over processes. bfloat16 halves what travels, and rounds each sum."""
     reshard_after_forward: bool = True
     """Whether a block's gathered weights are let go of behind its forward pass, and gathered anew for the backward one.
-    false: they are gathered once a step, and kept, which takes the bytes of all matrices in model.dtype on each GPU."""
+    false: they are gathered once a step, and kept, which takes the bytes of all matrices on each GPU: in model.dtype,
+    or in model.weights where a block has others than those of linear layers."""
     timeout_minutes: Annotated[float, Field(gt=0)] = 10.0
     """A process that has not answered the others for so long ends the run, which continues with --resume. Longer than
     the longest thing that one does while the others wait, such as reading data for the first time."""

@@ -95,7 +95,7 @@ class TrainingLoop:
                         self._save()
                 if stopping:
                     break
-                self._stall.beat(f"step {step.step + 1}")
+                self._stall.beat("the last checkpoint" if ending else f"step {step.step + 1}")
         return not stop_asked()  # it may have been asked while the last checkpoint was written
 
     def _enter(self, step: StepResult) -> None:

@@ -63,16 +63,21 @@ class StallWatch:
             while not self._ended:
                 left = self._since + self.seconds - self.clock()
                 if self._stalled or not self._what or left > 0:
-                    self._changed.wait(None if self._stalled or not self._what else left)
+                    waits = self._stalled or not self._what
+                    self._changed.wait(None if waits else min(left, threading.TIMEOUT_MAX))
                     continue
-                self._stalled = True
-                self.say(f"! nothing is heard of {self._what} for {self.seconds:,g} s; {self._stacks()}")
+                self._stalled, what = True, self._what
+                self._changed.release()  # a disk that hangs must not hold up a run that goes on
+                try:
+                    self.say(f"! nothing is heard of {what} for {self.seconds:,g} s; {self._stacks(what)}")
+                finally:
+                    self._changed.acquire()
 
-    def _stacks(self) -> str:
+    def _stacks(self, what: str) -> str:
         """Write what every thread is doing; where that is written."""
         try:
             with append_plain(self.file) as file:
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}: nothing is heard of {self._what}\n")
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}: nothing is heard of {what}\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
                 file.write("\n")

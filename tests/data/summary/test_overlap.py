@@ -69,3 +69,11 @@ def test_one_file_for_both_under_two_names(tmp_path: Path) -> None:
     (train, report), (held, other) = (prepare_examples(name, byte_bpe(), NONE, 260) for name in (path, link))
     found = overlap(train, report, held, other, None)
     assert found == f"data.eval and data.train name the same file, {link}: its rows are no held-out ones"
+
+
+def test_joined_documents_are_not_looked_for_and_that_is_said(tmp_path: Path) -> None:
+    (tmp_path / "held_out").mkdir()
+    paths = write(tmp_path, [{"text": "abc" * 9}]), write(tmp_path / "held_out", [{"text": "abc" * 9}])
+    stream = replace(NONE, over_length="stream")
+    (train, report), (held, other) = (prepare_examples(path, byte_tokenizer(), stream, 260) for path in paths)
+    assert "were not looked for" in overlap(train, report, held, other, None)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.tiny import one_pack, random_examples, scorer_of, tiny_model, tiny_policy
+from tuningfork.api import build_scorer
 from tuningfork.kernels.causal_conv.plain import Heads
 from tuningfork.kernels.ccgqa.plain import Filters, QueryHeads
 from tuningfork.models.hf import layers
@@ -86,3 +87,10 @@ def test_a_layer_keeps_its_class_in_name_and_kind(family):
     assert all(kind is not layers.class_of(layer) for kind, layer in zip(kinds, own, strict=True))
     layers.put(own[0], kinds[0].forward)  # again: the same class
     assert type(own[0]) is kinds[0] and type(copy.deepcopy(own[0])) is kinds[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_in_memory_may_be_made_ready_again(family):
+    model = tiny_model(family, torch.float32)
+    for _ in range(2):
+        build_scorer(model)

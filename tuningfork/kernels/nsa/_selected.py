@@ -141,7 +141,7 @@ def _selected_backward(
         "LINES": max(config.readers, triton.next_power_of_2(constants["GROUP"])),
         "num_warps": config.reader_warps,
     }
-    for group in range(groups):
+    for group in range(groups):  # without QUERIES the kernel writes no queries' parts: `delta` stands where they go
         block_kernels.nsa_block_gradients[(parts, slices)](
             q, k, v, grad, lse, delta, delta, *sums, readers.parts, readers.launches, readers.order, *where,
             *strides(q, k, v), rows, groups, group, 0, unit, scale, QUERIES=False, **reading,

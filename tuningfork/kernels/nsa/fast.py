@@ -12,9 +12,10 @@ What the kernels know of a pack are tables (`_tables.py`). Of compressed attenti
 Of selected attention row by row (`_selected_kernels.py`):
 
 - forward, and the gradient of the queries: a row's heads of one group read the pieces of its list together;
-- the gradient of keys and values: a piece, for one group, reads the rows that list it, in their order.
+- the gradient of keys and values: a piece, for one group, reads the rows that list it, in their order; with the kernel
+  of `_block_kernels.py`.
 
-Of selected attention by blocks (`_block_kernels.py`), where few heads share keys (`HEADS_BY_ROW`):
+Of selected attention by blocks (`_block_kernels.py`), where few heads share keys (`LEAST_HEADS_BY_ROW`):
 
 - forward: a piece, for one group, reads the rows that list it, and writes what each gets of it; then the parts of a row
   are joined in the order of its list;
@@ -48,7 +49,7 @@ WIDEST_HEAD = 256
 # heads leave most empty. By blocks each head's parts, float32, go to memory and back, 8 n dv bytes in the forward pass:
 # by these numbers less up to some 16 heads, but matrix units and caches do their own work meanwhile. In between nothing
 # has been measured.
-HEADS_BY_ROW = 8
+LEAST_HEADS_BY_ROW = 8
 WIDEST_BY_BLOCK = 128  # a piece of wider heads goes in slices, each of which would write a part for every head
 
 
@@ -105,4 +106,4 @@ class TritonNsa(NamedTuple):
 def _reads_by_block(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether selected attention goes by blocks, not row by row: a model's sizes alone decide."""
     fits = max(query.shape[2], value.shape[2]) <= WIDEST_BY_BLOCK
-    return fits and query.shape[1] // key.shape[1] < HEADS_BY_ROW
+    return fits and query.shape[1] // key.shape[1] < LEAST_HEADS_BY_ROW

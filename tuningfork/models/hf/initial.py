@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,8 @@ def make(
                 f"than these: {FACTS} there has its own. Give model.init, model.init_seed and model.tokenizer as they "
                 "are there, or choose another output.dir."
             )
-        remove(folder)
+        with suppress(FileNotFoundError):  # a process of another machine has, on a disk that both have
+            remove(folder)
     try:
         with whole_folder(folder) as aside:
             _write(aside, settings, seed, words, weights, max_length)
@@ -233,7 +235,7 @@ def _check_names(settings: Mapping[str, Any], kind: Any, whose: str) -> None:
 def _has(config: Any, key: str) -> bool:
     """Whether a config has a setting, also one that it has for each layer and will not tell for all."""
     try:
-        return hasattr(config, key)
+        return hasattr(config, key) and not callable(getattr(type(config), key, None))
     except Exception:  # that it differs from layer to layer
         return True
 
@@ -304,6 +306,10 @@ def _is_made_from(folder: Path, facts: Mapping[str, Any]) -> bool:
         return False
     try:
         found = read_object(folder / FACTS)
+    except FileNotFoundError as error:
+        if not folder.exists():  # any more: a process of another machine has removed it
+            return False
+        raise RunFolderError(f"{folder} is no model that was made here: it has no {FACTS}. Move it away.") from error
     except (OSError, ValueError) as error:
         raise RunFolderError(
             f"{folder} is no model that was made here: {FACTS} cannot be read. Move it away."

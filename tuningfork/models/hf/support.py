@@ -17,6 +17,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 from tuningfork.errors import ModelError
 from tuningfork.models.hf import gated_delta, own, short_conv
 from tuningfork.models.hf.attention import AHEAD
+from tuningfork.models.hf.layers import class_of
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 _OUR_LAYERS = {
@@ -247,7 +248,7 @@ def _chance_in_config(model: PreTrainedModel) -> dict[str, Any]:
     Configs also set rates of parts that a language model has not, such as a classifier's; no class of it reads those.
     """
     config = model.config
-    kinds = {type(module) for module in model.modules()}
+    kinds = {class_of(module) for module in model.modules()}
     ours = (kind for kind in kinds if not kind.__module__.startswith("torch."))
     read = frozenset().union(*map(_names_read, ours))  # type: ignore[arg-type]  # classes are hashable
     spellings: dict[str, set[str]] = {}
