@@ -123,7 +123,7 @@ def recall(policy: Policy, examples: list[TokenExample], tokens: int) -> float:
 def trained(size: Size, longest: int, tokens: int, steps: int, rate: float, seed: int, windows: bool) -> Any:
     """A policy behind so many steps of `tokens` tokens; and the mean loss of the last tenth of them."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(size.config(longest)).to(device()).train()
+    model = AutoModelForCausalLM.from_config(size.config(longest), trust_remote_code=False).to(device()).train()
     if windows:
         window_alone(model)
     train = TrainConfig(
