@@ -56,7 +56,7 @@ def slow_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = byte_bpe(chat_template=CHATML)
     tokenizer.name_or_path = "./model"
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex("(?:a|a){17}[0-9]"), "isolated"), tokenizer.backend_tokenizer.pre_tokenizer]
+        [pre_tokenizers.Split(Regex("(?:a|a){19}[0-9]"), "isolated"), tokenizer.backend_tokenizer.pre_tokenizer]
     )
     return tokenizer
 
