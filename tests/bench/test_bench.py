@@ -96,7 +96,8 @@ def test_several_processes_say_how_often_they_gather_weights_and_what_their_star
     for ours, theirs in zip(here, there, strict=True):
         assert ours["gathers"] == theirs["gathers"] and ours["startup"] == theirs["startup"]
         assert list(ours["startup"]) == ["model_build_s", "spread_s", "reference_s", "check_s", "first_step_s"]
-        assert ours["first_epoch_s"] >= round(ours["startup"]["first_step_s"], 1) > 0 and ours["steps"] == 1
+        assert all(seconds >= 0 for seconds in ours["startup"].values()) and ours["startup"]["first_step_s"] > 0
+        assert ours["steps"] == 1
 
 
 def test_measure_refuses_what_has_no_steady_step():
