@@ -32,7 +32,6 @@ from bench.step import start
 from bench.timing import free_memory
 from tuningfork.data.packing.loader import EpochOrder, PackLoader
 from tuningfork.data.packing.pack import SMALLEST_COMPILED, PackLimits
-from tuningfork.distributed.ranks import ONE_PROCESS
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.records import TokenExample
 from tuningfork.report.run.metrics import StepResult
@@ -123,7 +122,7 @@ def measure(
     compiled = device().type == "cuda"
     limits = PackLimits.plan(pack_tokens, "tree", compiled)
     train = TrainConfig(learning_rate=1e-6, optimizer=optimizer, examples_per_step=PAIRS, schedule="constant")
-    session = start(model, layers, pack_tokens, train, 8192, limits, DTYPES[weights], ONE_PROCESS, None)
+    session = start(model, layers, pack_tokens, train, 8192, limits, DTYPES[weights])
     session = replace(session, objective=ObjectiveConfig("simpo").build())
     shortest = min(SMALLEST_COMPILED, pack_tokens // 4)
     steps = random_steps(packs, shortest, pack_tokens, shapes.config(model).vocab_size, seed)

@@ -45,7 +45,6 @@ from bench.step import start
 from bench.timing import free_memory
 from tuningfork.data.packing.loader import build_packs
 from tuningfork.data.packing.pack import PackLimits
-from tuningfork.distributed.ranks import ONE_PROCESS
 from tuningfork.models.scorer import Scorer
 from tuningfork.records import TokenExample
 from tuningfork.train.batch import StepBatch
@@ -307,7 +306,7 @@ def measure(
 
     limits = PackLimits.plan(pack_tokens, "tree", compiled=where.type == "cuda")
     train = TrainConfig(learning_rate=1e-7, examples_per_step=len(steps[0]), schedule="constant")
-    session = start(model, layers, longest, train, 8192, limits, torch.float32, ONE_PROCESS, None)
+    session = start(model, layers, longest, train, 8192, limits, torch.float32)
     found = ours(session.scorer, scored, limits)
     sums = [part.sum()[None] for part in truth]
     lines.append({"way": "tuningfork", **compared(found, ours_alone(session.scorer, scored, limits))})

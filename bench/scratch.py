@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +43,7 @@ from tuningfork.models.head import Head
 from tuningfork.objective.base import Answers
 from tuningfork.objective.lm import LM
 from tuningfork.records import LogitTransform
+from tuningfork.train.setup.device import tf32_products
 
 NEEDS_GPU = "needs a GPU"
 SPREAD_OVER = (512, 8192)  # lengths between which the slowest and the fastest are compared
@@ -242,16 +242,6 @@ def moments(options: Options) -> Iterator[dict[str, Any]]:
             yield line(CLAIMS["moments"], f"{optimizer}: moments", name, round(found["bytes_a_weight"], 3))
             yield line(CLAIMS["learning"], f"{optimizer}: loss behind steps", name, round(found["loss"], 4), at=steps)
             del work
-
-
-@contextmanager
-def tf32_products(on: bool) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if on else "highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def tf32(options: Options) -> Iterator[dict[str, Any]]:

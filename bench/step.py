@@ -313,14 +313,10 @@ def start(
     head_chunk_rows: int,
     limits: PackLimits,
     weights: torch.dtype,
-    ranks: Ranks,
-    over: Layout | None,
-    parallel: ParallelConfig = DEFAULTS,
 ) -> Session:
-    """A starting model of a named shape, as a run has it; see `ready`."""
+    """A starting model of a named shape in one process, as a run has it; see `ready`."""
     built = shapes.build(model, device(), train.seed, positions, layers)
-    processes: dict[str, Any] = {"ranks": ranks, "over": over, "parallel": parallel}
-    return ready(built, ObjectiveConfig(), train, head_chunk_rows, limits, weights, **processes)
+    return ready(built, ObjectiveConfig(), train, head_chunk_rows, limits, weights)
 
 
 def ready(

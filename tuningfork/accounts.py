@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -52,6 +53,16 @@ class DataReport:
     def dropped(self) -> dict[str, int]:
         """reason -> count, the most frequent first."""
         return dict(Counter(row.reason for row in self.dropped_rows).most_common())
+
+    @property
+    def files(self) -> list[str]:
+        """Of all sources, in their order."""
+        return [file for files in self.sources.values() for file in files]
+
+    def in_order(self, rows: Iterable[Source]) -> list[Source]:
+        """Rows, each once, as the files and they in these lie."""
+        place = {file: i for i, file in enumerate(self.files)}
+        return sorted({*rows}, key=lambda row: (place[row.file], row.row))
 
 
 class Pieces(Protocol):

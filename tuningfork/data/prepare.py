@@ -188,8 +188,7 @@ def control_line(name: str, report: DataReport) -> str:
     """That rows spell control tokens, which, where, and what has become of them; empty where none do."""
     spelt = [n for n in report.notes if n.startswith(WRITTEN) and n != RENDERED and not n.startswith(CUT)]
     noted = {note: report.notes[note] for note in spelt}
-    tables = {file: i for i, file in enumerate(file for files in report.sources.values() for file in files)}
-    rows = sorted({row for found in noted.values() for row in found}, key=lambda row: (tables[row.file], row.row))
+    rows = report.in_order(row for found in noted.values() for row in found)
     if not rows:
         return ""
     first = next(note for note, found in noted.items() if rows[0] in found)

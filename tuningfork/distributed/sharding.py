@@ -81,10 +81,10 @@ class Sharding:
         self._gradients: tuple[_OfOutput, StepGradient | None] | None = None
         self._root: Any = model.base_model
         self._groups: list[Any] = []
-        self._kept: list[Any] = []
+        self._reshard_after_forward = reshard_after_forward
         self._narrow_blocks = [block for block in blocks if sharded and narrows(block, product_dtype)]
         if sharded:
-            self._shard(model, blocks, reduce_dtype, product_dtype, {*whole}, reshard_after_forward)
+            self._shard(model, blocks, reduce_dtype, product_dtype, {*whole})
 
     def _shard(
         self,
@@ -93,12 +93,11 @@ class Sharding:
         reduce_dtype: torch.dtype,
         product_dtype: torch.dtype,
         whole: set[nn.Parameter],
-        reshard_after_forward: bool,
     ) -> None:
         mesh = self._mesh
         over = mesh[REPLICATE, SHARD] if self._layout.replicate > 1 else mesh[SHARD]
         same: dict[str, Any] = {"mesh": over, "ignored_params": whole}
-        of_block = {**same, "reshard_after_forward": reshard_after_forward}
+        of_block = {**same, "reshard_after_forward": self._reshard_after_forward}
         wide = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         for block in blocks:
             if block in self._narrow_blocks:
@@ -110,7 +109,6 @@ class Sharding:
         model.forward = lambda **inputs: backbone(**inputs)  # type: ignore[method-assign]
         self._root = fully_shard(model, reshard_after_forward=False, mp_policy=wide, **same)
         self._groups = [module for module in self._root.modules() if isinstance(module, FSDPModule)]
-        self._kept = [] if reshard_after_forward else [self._root]
         if self.copies == 1:
             return  # a sum of one is none; asked for a factor, FSDP would yet divide by it
         for module in self._groups:
@@ -124,8 +122,8 @@ class Sharding:
         self._whole.begin(last)
         if self._groups:
             self._root.set_requires_gradient_sync(last)
-        for root in self._kept:
-            root.set_reshard_after_backward(last)
+            if not self._reshard_after_forward:
+                self._root.set_reshard_after_backward(last)
 
     def run(self, **inputs: Any) -> Any:
         """The backbone's forward pass, from gathered weights."""

@@ -26,8 +26,8 @@ def overlap(
     """
     if train_report.joined or held_out_report.joined:
         return "documents are joined (data.over_length: stream), so held-out ones were not looked for among the others"
-    files = {os.path.realpath(file) for file in _files(train_report)}
-    if same := [file for file in _files(held_out_report) if os.path.realpath(file) in files]:
+    files = {os.path.realpath(file) for file in train_report.files}
+    if same := [file for file in held_out_report.files if os.path.realpath(file) in files]:
         more = f" and {counted(len(same) - 1, 'more')}" if len(same) > 1 else ""
         return f"data.eval and data.train name the same file, {same[0]}{more}: its rows are no held-out ones"
     none = [0] if bos is None else [0, prompt_hash(np.array([bos], np.int32))]
@@ -44,7 +44,3 @@ def overlap(
         for found, verbs, what in kinds
         if (n := int(found.sum()))
     )
-
-
-def _files(report: DataReport) -> list[str]:
-    return [file for files in report.sources.values() for file in files]

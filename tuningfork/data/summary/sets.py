@@ -138,8 +138,7 @@ def _control_words(report: DataReport, used: set[Source]) -> ControlWords | None
     if not notes:
         return None
     rendered = len(notes.pop(RENDERED, []))
-    tables = {file: i for i, file in enumerate(file for files in report.sources.values() for file in files)}
-    rows = sorted(set().union(*notes.values()), key=lambda row: (tables[row.file], row.row))
+    rows = report.in_order(row for places in notes.values() for row in places)
     written = {note.rpartition(": ")[2]: 0 for note in notes}
     for note, places in notes.items():
         written[note.rpartition(": ")[2]] += len(places)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -50,11 +50,16 @@ def set_tf32(on: bool) -> None:
     torch.set_float32_matmul_precision("high" if on else "highest")
 
 
-@contextmanager
-def real_float32() -> Iterator[None]:
+def real_float32() -> AbstractContextManager[None]:
     """Around what is checked: products without TF32, whatever they are outside."""
+    return tf32_products(False)
+
+
+@contextmanager
+def tf32_products(on: bool) -> Iterator[None]:
+    """`set_tf32` for a while."""
     before = torch.get_float32_matmul_precision()
-    set_tf32(False)
+    set_tf32(on)
     try:
         yield
     finally:
