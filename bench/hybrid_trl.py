@@ -29,7 +29,7 @@ from __future__ import annotations
 import importlib.util
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -271,8 +271,8 @@ def measure(
     at_once: int,
     pack_tokens: int,
     trainer: bool,
-) -> list[dict[str, Any]]:
-    """A line for each way; what one cannot do is a result, too."""
+) -> Iterator[dict[str, Any]]:
+    """A line for each way, as soon as it is known; what one cannot do is a result, too."""
     where = device()
     longest = max(example.longest for example in [*scored, *(example for step in steps for example in step)])
     state = next((name for name in ("fla", "kernels") if importlib.util.find_spec(name)), "plain PyTorch")
@@ -282,7 +282,6 @@ def measure(
         made.set_attn_implementation("sdpa")
         return made
 
-    lines: list[dict[str, Any]] = []
     plain = built()
     truth = of_all(alone, plain, scored, 1)
     for name, way in WAYS.items():
@@ -293,14 +292,14 @@ def measure(
         except Exception as error:
             line["note"] = failure(error)
         free_memory()
-        lines.append(line)
+        yield line
     if trainer:
         line = {"way": "TRL", "state": state}
         try:
             line |= trainer_speed(built(), steps, at_once)
         except Exception as error:
             line["note"] = failure(error)
-        lines.append(line)
+        yield line
     del plain
     free_memory()
 
@@ -309,11 +308,10 @@ def measure(
     session = start(model, layers, longest, train, 8192, limits, torch.float32)
     found = ours(session.scorer, scored, limits)
     sums = [part.sum()[None] for part in truth]
-    lines.append({"way": "tuningfork", **compared(found, ours_alone(session.scorer, scored, limits))})
-    lines[-1]["error_token"] = None  # it gives sums
-    lines[-1]["to_class"] = compared(found, sums)["error"]
-    lines[-1] |= our_speed(session, train, steps, limits)
-    return lines
+    line = {"way": "tuningfork", **compared(found, ours_alone(session.scorer, scored, limits))}
+    line["error_token"] = None  # it gives sums
+    line["to_class"] = compared(found, sums)["error"]
+    yield line | our_speed(session, train, steps, limits)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -337,12 +335,13 @@ def main(argv: list[str] | None = None) -> None:
         examples = shapes.yardstick(wanted, vocabulary)
     size = args.examples_per_step
     steps = [examples[first : first + size] for first in range(0, args.steps * size, size)]
-    lines = measure(
+    about = {"model": args.model, "layers": args.layers, **environment("trl", "fla-core", "accelerate")}
+    lines = []
+    for line in measure(
         args.model, args.layers, examples[: args.scored], steps, args.at_once, args.pack_tokens, args.trainer
-    )
-    about = {"model": args.model, **environment("trl", "fla-core", "accelerate")}
-    for line in lines:
+    ):
         emit({"bench": "hybrid_trl", **line, **about}, args.out)
+        lines.append(line)
     print(table(lines, COLUMNS))
 
 

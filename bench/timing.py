@@ -11,6 +11,7 @@ from statistics import median
 import torch
 
 CYCLES = 2e9  # of a GPU's clock in a second, at most
+AHEAD = 4  # calls that the host issues while a device waits: a stream holds about 1,000 launches, then the host waits
 
 
 def median_ms(
@@ -19,8 +20,8 @@ def median_ms(
     """Median milliseconds of `run`, after `warmup` calls that are not counted.
 
     On a GPU the time between two events in its stream: calls follow each other without a pause, so the host's time
-    shows only where the host cannot keep up. With `device_only` not even there: the device first waits for as long as
-    the host takes to issue all calls. On a CPU wall time.
+    shows only where the host cannot keep up. With `device_only` not even there: before every few calls the device waits
+    for as long as the host takes to issue them. On a CPU wall time.
     """
     for _ in range(warmup):
         run()
@@ -31,20 +32,27 @@ def median_ms(
             run()
             times.append(1e3 * (time.perf_counter() - begun))
         return median(times)
+    if not device_only:
+        return median(_between_marks(run, repeats))
+    begun = time.perf_counter()
+    run()
+    wait = int(min(2 * AHEAD * (time.perf_counter() - begun), 0.5) * CYCLES)
+    firsts = range(0, repeats, AHEAD)
+    return median(ms for first in firsts for ms in _between_marks(run, min(AHEAD, repeats - first), wait))
+
+
+def _between_marks(run: Callable[[], object], repeats: int, wait: int = 0) -> list[float]:
+    """Milliseconds of each call by a GPU's own clock, after so many cycles in which it waits for the host."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     torch.cuda.synchronize()
-    if device_only:
-        begun = time.perf_counter()
-        run()
-        ahead = min(2 * repeats * (time.perf_counter() - begun), 0.5)
-        torch.cuda.synchronize()
-        torch.cuda._sleep(int(ahead * CYCLES))
+    if wait:
+        torch.cuda._sleep(wait)
     marks[0].record()
     for mark in marks[1:]:
         run()
         mark.record()
     torch.cuda.synchronize()
-    return median(first.elapsed_time(second) for first, second in pairwise(marks))
+    return [first.elapsed_time(second) for first, second in pairwise(marks)]
 
 
 def transient_bytes(run: Callable[[], object], device: torch.device) -> int | None:

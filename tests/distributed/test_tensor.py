@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed.test_sharding import steps_of
 from tests.distributed.worlds import together
+from tests.graphs import graphs_of
 from tests.tiny import HYBRIDS, one_pack, random_examples, scorer_of, tiny_model
 from tuningfork.distributed.layout import Layout
 from tuningfork.distributed.parallelize import parallelize
@@ -105,6 +106,18 @@ def test_scores_have_the_same_bits_in_any_pack() -> None:
     for first, again, alone in together(4, scores_of, "olmo2", examples):
         assert torch.equal(first, again) and torch.equal(first, alone)
         torch.testing.assert_close(first, expected, rtol=1e-6, atol=0)
+
+
+def graphs_of_split(ranks: Ranks, family: str) -> tuple[int, int]:
+    """Blocks, and graphs that they are compiled to."""
+    policy = Policy.plain(tiny_model(family, torch.float32), torch.float32)
+    parallelize(policy, "none", compiled=False, layout=Layout(tensor=ranks.size))
+    return len(policy.blocks), len(graphs_of(policy))
+
+
+def test_blocks_share_a_graph() -> None:
+    for blocks, graphs in together(2, graphs_of_split, "olmo2"):
+        assert blocks > graphs == 1
 
 
 def state_of(ranks: Ranks, family: str, layout: Layout) -> dict[str, torch.Tensor]:

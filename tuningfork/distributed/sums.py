@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
 _GROUPS: dict[str, dist.ProcessGroup] = {}  # by name, for an operator that a compiler knows takes no such object
 
 
@@ -63,16 +64,17 @@ class Group:
 def _sum(part: Tensor, group: str, size: int) -> Tensor:
     """Each process adds up a piece of all parts, in float32 at least, and gives it to the others."""
     piece = -(-part.numel() // size)
-    own = part.new_zeros(size * piece)
-    own[: part.numel()] = part.reshape(-1)
+    fill = size * piece - part.numel()
+    own = torch.nn.functional.pad(part.reshape(-1), (0, fill)) if fill else part.reshape(-1)
     pieces = torch.empty_like(own)
     dist.all_to_all_single(pieces, own, group=_GROUPS[group])
     first, *rest = pieces.view(size, piece).to(torch.promote_types(part.dtype, torch.float32)).unbind()
     total = first.clone()
     for more in rest:
         total += more
-    dist.all_gather([*pieces.view(size, piece).unbind()], total.to(part.dtype), group=_GROUPS[group])
-    return pieces[: part.numel()].view(part.shape).clone()
+    whole = part.new_empty(own.shape if fill else part.shape)  # no view: a graph would hold for views alone
+    _gather(whole.view(-1), total.to(part.dtype), group=_GROUPS[group])
+    return whole[:-fill].view(part.shape).clone() if fill else whole
 
 
 @_sum.register_fake
@@ -83,7 +85,7 @@ def _(part: Tensor, group: str, size: int) -> Tensor:
 @torch.library.custom_op("tuningfork::all_in_order", mutates_args=())
 def _all(part: Tensor, group: str, size: int) -> Tensor:
     found = part.new_empty(size, *part.shape)
-    dist.all_gather([*found.unbind()], part.contiguous(), group=_GROUPS[group])
+    _gather(found.view(-1), part.reshape(-1), group=_GROUPS[group])
     return found
 
 

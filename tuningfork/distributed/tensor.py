@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,6 +24,7 @@ from torch.nn.functional import linear
 
 from tuningfork.distributed.sums import Group
 from tuningfork.errors import ConfigError
+from tuningfork.models.hf.kinds import with_forward
 from tuningfork.models.policy import Policy
 from tuningfork.models.sink import SharedVocabulary
 
@@ -59,7 +60,7 @@ def split_blocks(policy: Policy, mesh: DeviceMesh) -> list[nn.Parameter]:
         _check_divides(one, size)
     group = Group.of(mesh)
     for one in split:
-        _STYLES[one.style](one.module, mesh, group)
+        _split(one.module, _STYLES[one.style], mesh, group)
     split_vocabulary(policy, mesh)
     policy.check_runs()
     return [weight for one in planned if one.style == PARTLY for weight in one.module.parameters(recurse=False)]
@@ -131,45 +132,51 @@ class _Planned:
         return any(weight.ndim > 1 for weight in self.module.parameters(recurse=False))
 
 
-def _columns(module: Any, mesh: DeviceMesh, group: Group) -> None:
+def _by_columns(module: Any, rows: Tensor) -> Tensor:
     """Each process computes some of the outputs."""
-    _distribute(module, mesh, weight=Shard(0), bias=Shard(0))
-    module.forward = partial(_by_columns, module, group)
+    rows = module.tensor_group.copied(rows)
+    return linear(rows, local(module.weight), None if module.bias is None else local(module.bias))
 
 
-def _columns_gathered(module: Any, mesh: DeviceMesh, group: Group) -> None:
+def _by_columns_gathered(module: Any, rows: Tensor) -> Tensor:
     """Each process computes some of the outputs, and all get all of them."""
-    _distribute(module, mesh, weight=Shard(0), bias=Shard(0))
-    module.forward = lambda rows: group.gathered(_by_columns(module, group, rows))
+    gathered: Tensor = module.tensor_group.gathered(_by_columns(module, rows))
+    return gathered
 
 
-def _rows(module: Any, mesh: DeviceMesh, group: Group) -> None:
+def _by_rows(module: Any, rows: Tensor) -> Tensor:
     """Each process has some of the inputs."""
-    _distribute(module, mesh, weight=Shard(1), bias=Replicate())
-    module.forward = partial(_by_rows, module, group)
+    products: Tensor = module.tensor_group.summed(linear(rows, local(module.weight)))
+    return products if module.bias is None else products + local(module.bias).to(products.dtype)
 
 
-def _rows_divided(module: Any, mesh: DeviceMesh, group: Group) -> None:
+def _by_rows_divided(module: Any, rows: Tensor) -> Tensor:
     """Each process has all of the inputs, and takes some."""
-    _distribute(module, mesh, weight=Shard(1), bias=Replicate())
-    module.forward = lambda rows: _by_rows(module, group, group.divided(rows))
+    return _by_rows(module, module.tensor_group.divided(rows))
 
 
-_STYLES: Mapping[str, Callable[[Any, DeviceMesh, Group], None]] = {
-    "colwise": _columns,
-    "colwise_gather_output": _columns_gathered,
-    "rowwise": _rows,
-    "rowwise_split_input": _rows_divided,
+class _Style(NamedTuple):
+    """How a process computes its part of a linear layer, and where its parts of the weights lie."""
+
+    forward: Callable[..., Tensor]
+    weight: Placement
+    bias: Placement
+
+
+_OUTPUTS, _INPUTS = (Shard(0), Shard(0)), (Shard(1), Replicate())
+_STYLES: Mapping[str, _Style] = {
+    "colwise": _Style(_by_columns, *_OUTPUTS),
+    "colwise_gather_output": _Style(_by_columns_gathered, *_OUTPUTS),
+    "rowwise": _Style(_by_rows, *_INPUTS),
+    "rowwise_split_input": _Style(_by_rows_divided, *_INPUTS),
 }
 
 
-def _by_columns(module: Any, group: Group, rows: Tensor) -> Tensor:
-    return linear(group.copied(rows), local(module.weight), None if module.bias is None else local(module.bias))
-
-
-def _by_rows(module: Any, group: Group, rows: Tensor) -> Tensor:
-    products = group.summed(linear(rows, local(module.weight)))
-    return products if module.bias is None else products + local(module.bias).to(products.dtype)
+def _split(module: Any, style: _Style, mesh: DeviceMesh, group: Group) -> None:
+    """Leave a process its part of a linear layer."""
+    _distribute(module, mesh, weight=style.weight, bias=style.bias)
+    module.tensor_group = group
+    module.__class__ = with_forward(type(module), style.forward)
 
 
 def local(weight: Tensor) -> Tensor:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
 
 from tuningfork.errors import ModelError
 from tuningfork.models.hf.attention import HARMLESS
+from tuningfork.models.hf.kinds import with_forward
 from tuningfork.models.mixers import attention, ccgqa, gated_delta, short_conv
 
 _MIXERS = {attention.KEYWORD, ccgqa.KEYWORD, gated_delta.KEYWORD, short_conv.KEYWORD}
@@ -25,25 +25,14 @@ _theirs: dict[type, type[nn.Module]] = {}  # of a class of ours, the one whose p
 
 def put(layer: Any, forward: Callable[..., Tensor]) -> None:
     """Have a layer run `forward(layer, ...)`. It may be called again."""
-    theirs: Any = class_of(layer)
-    layer.__class__ = _kind(theirs, forward)
+    theirs = class_of(layer)
+    layer.__class__ = with_forward(theirs, forward)
+    _theirs[type(layer)] = theirs
 
 
 def class_of(layer: nn.Module) -> type[nn.Module]:
     """A layer's class as the library has it."""
     return _theirs.get(type(layer), type(layer))
-
-
-@cache
-def _kind(theirs: type[nn.Module], forward: Callable[..., Tensor]) -> type[nn.Module]:
-    """A class like a library's, name and all, with another forward.
-
-    The compiler takes layers of one class for alike, so that they share a graph. A function bound to one layer is to it
-    another function than that of the next: a graph for each of them.
-    """
-    ours = type(theirs.__name__, (theirs,), {"forward": forward})
-    _theirs[ours] = theirs
-    return ours
 
 
 @contextmanager
