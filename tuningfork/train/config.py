@@ -125,9 +125,9 @@ class OutputConfig:
     """Steps between lines in metrics.jsonl; a line covers all steps since the last one. A checkpoint writes one too,
     and so does an evaluation."""
     stall_s: Annotated[float, Field(ge=0)] = 300.0
-    """Seconds in which a step, the next pack of an evaluation between steps or a checkpoint has to come; then a line
-    says that the run stands still, once, and stalls.txt has what every thread of it is doing, stalls.3.txt that of
-    process 3. 0: no watch. Less than parallel.timeout_minutes."""
+    """Seconds in which a step, the next pack of an evaluation or a checkpoint has to come; then a line says that the run
+    stands still, once, and stalls.txt has what every thread of it is doing, stalls.3.txt that of process 3. 0: no
+    watch. Less than parallel.timeout_minutes."""
     sinks: list[SinkName] = field(default_factory=lambda: ["tensorboard"])
     """Where the numbers of metrics.jsonl go besides, or [] for nowhere."""
     export: Literal["last", "best"] = "last"

@@ -15,6 +15,7 @@ from tuningfork.train import checkpoint
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.evaluate import evaluate
 from tuningfork.train.session import Data, Session
+from tuningfork.train.stall import StallWatch
 
 _MEASURES = {"loss": ("loss", -1), "accuracy": ("rewards/accuracy", 1), "margin": ("rewards/margin", 1)}
 """train.best_by -> the number of an evaluation, and whether more of it is better."""
@@ -38,15 +39,18 @@ def score_held_out(
     reference: ReferenceStore | None,
     console: Console,
     name: str,
+    stall: StallWatch,
     stop_asked: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
     """The policy as it is on the held-out pairs, by the graph that trains it; a phase of this `name` shows how far it
-    is. None where there are no such pairs, or where the user asked to stop meanwhile."""
+    is, and each of its packs has to come in the time that `stall` gives it. None where there are no such pairs, or
+    where the user asked to stop meanwhile."""
     if not data.held_out:
         return None
-    with console.phase(name, len(data.held_out), session.objective.unit) as phase:
+    with stall.watching(name) as alive, console.phase(name, len(data.held_out), session.objective.unit) as phase:
 
         def scored(count: int) -> None:
+            alive()
             phase.advance(count)
             if phase.done < phase.total and stop_asked():
                 raise _Stopped

@@ -20,8 +20,9 @@ from tuningfork.train.exported import export_model
 from tuningfork.train.held_out import Best, HeldOut
 from tuningfork.train.loop import TrainingLoop
 from tuningfork.train.prepare import PreparedRun, prepare
-from tuningfork.train.run_folder import CONFIG, ROWS, to_go_on, with_checksum
+from tuningfork.train.run_folder import CONFIG, ROWS, stalls_of, to_go_on, with_checksum
 from tuningfork.train.session import Data, Session
+from tuningfork.train.stall import StallWatch
 
 
 @dataclass(frozen=True)
@@ -56,22 +57,28 @@ def run(
         NonFiniteError: a number is not finite; the last checkpoint is whole.
         RunFolderError: the disk refuses, or the checkpoint belongs to another run, or to a longer one.
     """
-    prepared = prepare(config, session, data, console, before)
-    folder, progress = prepared.folder, prepared.progress
-    if session.ranks.first:
-        write_text(folder / CONFIG, with_checksum(kept))
-        write_json(folder / ROWS, _accounts(data))
-    with _records(prepared) as writer:
-        if isinstance(writer, RunWriter):
-            _open_records(config.output, prepared, writer)
-        held_out = _open_held_out(config.train, prepared, writer)
-        checkpointer = Checkpointer(prepared.checkpoints, config.output, session, prepared.optimizer, held_out)
-        loop = TrainingLoop(config, prepared, held_out, checkpointer, writer)
-        if loop.train():
-            return _finish(config.output, prepared, loop)
-        step = loop.progress.step
-        console.print(f"stopped after step {step} as asked; continue with {to_go_on(folder, session.ranks)}")
-        return RunResult(folder, False, step, prepared.total_steps, prepared.checked, progress.before)
+    stalls = stalls_of(Path(config.output.dir), session.ranks.rank)
+    with StallWatch(config.output.stall_s, stalls, console.print) as stall:
+        prepared = prepare(config, session, data, console, before, stall)
+        if session.ranks.first:
+            write_text(prepared.folder / CONFIG, with_checksum(kept))
+            write_json(prepared.folder / ROWS, _accounts(data))
+        with _records(prepared) as writer:
+            return _run(config, prepared, writer)
+
+
+def _run(config: RunConfig, run: PreparedRun, writer: Records) -> RunResult:
+    """Train a run that is ready to its end, or until the user asks to stop."""
+    if isinstance(writer, RunWriter):
+        _open_records(config.output, run, writer)
+    held_out = _open_held_out(config.train, run, writer)
+    checkpointer = Checkpointer(run.checkpoints, config.output, run.session, run.optimizer, held_out)
+    loop = TrainingLoop(config, run, held_out, checkpointer, writer)
+    if loop.train():
+        return _finish(config.output, run, loop)
+    step = loop.progress.step
+    run.console.print(f"stopped after step {step} as asked; continue with {to_go_on(run.folder, run.session.ranks)}")
+    return RunResult(run.folder, False, step, run.total_steps, run.checked, run.progress.before)
 
 
 def _records(run: PreparedRun) -> Records:
