@@ -258,6 +258,16 @@ def _check_evaluation(config: RunConfig) -> None:
             f"train.best_by is {train.best_by}, but only with train.eval_every is there a best step. Set that, or "
             "remove it."
         )
+    if every is None and train.early_stopping_patience is not None:
+        raise ConfigError(
+            f"train.early_stopping_patience is {train.early_stopping_patience}, but only with train.eval_every are "
+            "there evaluations to stop by. Set that, or remove it."
+        )
+    if train.early_stopping_patience is None and train.early_stopping_threshold:
+        raise ConfigError(
+            f"train.early_stopping_threshold is {train.early_stopping_threshold:g}, but no run stops early without "
+            "train.early_stopping_patience. Set that, or remove it."
+        )
     objective = config.objective.build()
     if train.best_by not in ("loss", *objective.headline):
         raise ConfigError(

@@ -36,6 +36,13 @@ class TrainConfig:
     best_by: Literal["loss", "accuracy", "margin"] = "loss"
     """By which held-out number a step is the best: the lowest loss, or the highest accuracy or margin; the earliest of
     equals. Needs eval_every."""
+    early_stopping_patience: Annotated[int, Field(ge=1)] | None = None
+    """Stop behind so many evaluations in a row of which none is better, by best_by, than the best one before them, that
+    of the starting model aside. The schedule stays that of all steps. null: no such stop. May change on --resume: more,
+    or null, and a run that has stopped goes on as if it had not. Needs eval_every."""
+    early_stopping_threshold: Annotated[float, Field(ge=0)] = 0.0
+    """By how much an evaluation must be better to count as better; smaller gains count once they add up to more. May
+    change on --resume. Needs early_stopping_patience."""
     examples_per_step: Annotated[int, Field(ge=1)] = 32
     """Batch size in examples, exactly, also of a step that goes on into the next epoch; only the last step of a run by
     epochs may have fewer. How a batch is cut into packs changes nothing but speed, and how the gradients
@@ -125,8 +132,8 @@ class OutputConfig:
     """Steps between lines in metrics.jsonl; a line covers all steps since the last one. A checkpoint writes one too,
     and so does an evaluation."""
     stall_s: Annotated[float, Field(ge=0)] = 300.0
-    """Seconds in which a step, the next pack of an evaluation or a checkpoint has to come; then a line says that the run
-    stands still, once, and stalls.txt has what every thread of it is doing, stalls.3.txt that of process 3. 0: no
+    """Seconds in which a step, the next pack of an evaluation or a checkpoint has to come; then a line says that the
+    run stands still, once, and stalls.txt has what every thread of it is doing, stalls.3.txt that of process 3. 0: no
     watch. Less than parallel.timeout_minutes."""
     sinks: list[SinkName] = field(default_factory=lambda: ["tensorboard"])
     """Where the numbers of metrics.jsonl go besides, or [] for nowhere."""

@@ -13,12 +13,10 @@ from tuningfork.report.run.metrics import Evaluation
 from tuningfork.report.run.writer import Records, Scores
 from tuningfork.train import checkpoint
 from tuningfork.train.config import TrainConfig
+from tuningfork.train.early_stop import MEASURES, out_of_patience
 from tuningfork.train.evaluate import evaluate
 from tuningfork.train.session import Data, Session
 from tuningfork.train.stall import StallWatch
-
-_MEASURES = {"loss": ("loss", -1), "accuracy": ("rewards/accuracy", 1), "margin": ("rewards/margin", 1)}
-"""train.best_by -> the number of an evaluation, and whether more of it is better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +68,13 @@ class HeldOut:
     def __init__(
         self, config: TrainConfig, checkpoints: Path, writer: Records, console: Console, objective: Objective
     ) -> None:
-        self.objective = objective
+        self.config, self.objective = config, objective
+        self.checkpoints = checkpoints
         self.every, self.by = config.eval_every, config.best_by
         self.writer, self.console = writer, console
         self.best: Best | None = None
         self.seconds = 0.0  # that evaluations took in this process
+        self._newest: tuple[int, Evaluation] | None = None
         self._asked = False  # whether the answers are swapped
         for step, scores in sorted(writer.evaluations.items()):
             if checkpoint.at(checkpoints, step).exists():
@@ -90,6 +90,7 @@ class HeldOut:
         if step not in self.writer.evaluations:
             self.writer.evaluation(step, scores, evaluation.seconds)
         self.seconds += evaluation.seconds
+        self._newest = step, evaluation
         best = step > 0 and self._consider(step, scores)
         headline = {"loss": "loss", **self.objective.headline}
         shown = ((name, scores[key]) for name, key in headline.items())
@@ -102,9 +103,23 @@ class HeldOut:
         self._ask(step, scores)
         return best
 
+    def entered(self, step: int) -> Evaluation | None:
+        """The evaluation after `step` steps, if it is the last that this process has entered."""
+        return None if self._newest is None or self._newest[0] != step else self._newest[1]
+
+    def stops(self, step: int) -> bool:
+        """Whether the run stops early behind its evaluation after `step` steps; see early_stop.py."""
+        return out_of_patience(self.writer.evaluations, step, self.config) is not None
+
+    def say_stop(self, step: int) -> None:
+        """Say why it does, and which checkpoint is the best."""
+        why = out_of_patience(self.writer.evaluations, step, self.config)
+        best = "none" if self.best is None else checkpoint.at(self.checkpoints, self.best.step)
+        self.console.print(f"stopping early after step {step}: {why}; the best checkpoint: {best}")
+
     def no_gain(self, scores: Scores) -> bool:
         """Whether the best step is no better than the starting model; where no best is kept, that of these scores."""
-        key, sign = _MEASURES[self.by]
+        key, sign = MEASURES[self.by]
         start = self.writer.evaluations.get(0, {}).get(key)
         value = (scores if self.best is None else self.best.scores)[key]
         return value is not None and start is not None and sign * value <= sign * start
@@ -127,7 +142,7 @@ class HeldOut:
         """Whether this step is better than all before; without train.eval_every nobody asks which is the best."""
         if self.every is None:
             return False
-        key, sign = _MEASURES[self.by]
+        key, sign = MEASURES[self.by]
         value, other = scores[key], None if self.best is None else self.best.scores[key]
         if value is None or (other is not None and sign * value <= sign * other):
             return False

@@ -27,7 +27,8 @@ from tuningfork.train.stop import stop_when_asked
 
 
 class TrainingLoop:
-    """Trains a prepared run to its last step: lines of metrics, checkpoints and evaluations lie between the steps.
+    """Trains a prepared run to its last step, or until held-out numbers stop getting better: lines of metrics,
+    checkpoints and evaluations lie between the steps.
 
     Attributes:
         progress: where the run stands.
@@ -48,7 +49,7 @@ class TrainingLoop:
         self._stall = run.stall
 
     def train(self) -> bool:
-        """Train to the last step. False where the user asked to stop; the last step done is saved then."""
+        """Train to the end. False where the user asked to stop; the last step done is saved then."""
         run, total_steps = self.run, self.run.total_steps
         interval, apart = Interval(self.totals.peak_flops), 0.0
         with (
@@ -67,7 +68,8 @@ class TrainingLoop:
                 self.progress.loss_scale,
             )  # fmt: skip
             self._stall.beat(f"step {self.progress.step + 1}")
-            for step in () if stop_asked() else steps:
+            over = self.held_out.stops(self.progress.step)
+            for step in () if stop_asked() or over else steps:
                 step = self._late.step(replace(step, seconds=step.seconds - apart))
                 apart = 0.0
                 self._enter(step)
@@ -87,9 +89,10 @@ class TrainingLoop:
                 if evaluating:
                     apart = self._evaluate(phase, stop_asked)
                     stopping = stop_asked()
-                    if stopping:
+                    over = self.held_out.stops(step.step) and not stopping
+                    if stopping or over:
                         self._save()
-                if stopping:
+                if stopping or over:
                     break
                 self._stall.beat("the last checkpoint" if ending else f"step {step.step + 1}")
         self._stall.rest()
@@ -124,6 +127,8 @@ class TrainingLoop:
             found = self.run.score_held_out(f"evaluating after step {step}", stop_asked)
             if found is not None and self.held_out.enter(step, found):
                 self._save()
+            if found is not None and self.held_out.stops(step):
+                self.held_out.say_stop(step)
         return time.perf_counter() - begun
 
 

@@ -117,10 +117,12 @@ def _open_held_out(train: TrainConfig, run: PreparedRun, writer: Records) -> Hel
 def _finish(output: OutputConfig, run: PreparedRun, loop: TrainingLoop) -> RunResult:
     """What follows the last step: the last evaluation, eval.json, summary.json, the exported model."""
     held_out, before, step = loop.held_out, run.progress.before, loop.progress.step
-    after, no_gain = run.score_held_out("evaluating the trained model"), False
-    if after is not None and before is not None:
-        if held_out.enter(step, after):
+    after, no_gain = held_out.entered(step), False  # by it the run has stopped early
+    if after is None:
+        after = run.score_held_out("evaluating the trained model")
+        if after is not None and held_out.enter(step, after):
             loop.checkpointer.prune()
+    if after is not None and before is not None:
         if run.session.ranks.first:
             _write_scores(run.folder, before, after, held_out.best)
         no_gain = held_out.no_gain(after.as_dict())

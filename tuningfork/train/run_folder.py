@@ -35,11 +35,13 @@ _STALLS = re.compile(r"stalls(\.[0-9]+)?\.txt")
 FILES = (CONFIG, ROWS, "metrics.jsonl", LOG, STALLS, "eval.json", "summary.json", "export.json")
 FOLDERS = (CHECKPOINTS, START, "model", eval_files.FOLDER, *sinks.NAMES)
 
-# Settings that may change between a run and its continuation: they decide where, how often, and at most how gradients
-# are rounded. model.path and model.dtype may be spelt anew: a checkpoint knows which model and dtype they must name.
+# Settings that may change between a run and its continuation: they decide where, how often, whether it stops before its
+# last step, and at most how gradients are rounded. model.path and model.dtype may be spelt anew: a checkpoint knows
+# which model and dtype they must name.
 FREE_TO_CHANGE = (
     *("output.", "train.device", "train.activation_memory", "train.gradient_dtype"),
     *("reference.cache", "objective.head_chunk_rows", "train.eval_every"),
+    *("train.early_stopping_patience", "train.early_stopping_threshold"),
     *("data.cache", "data.workers", "parallel."),
     *("model.path", "model.dtype"),
 )

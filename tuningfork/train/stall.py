@@ -16,10 +16,10 @@ from tuningfork.files import append_plain
 class StallWatch:
     """Warns where nothing is heard of a run for some seconds, from a thread of its own; to be used as a context.
 
-    The run calls `beat` with what it begins, and is watched from then on until it calls `rest`. Where the next call does
-    not come in time, the stacks of all threads are written to a file, by Python's faulthandler, and a line says so; another one
-    when the run goes on. A warning is all: what is slow may be meant, and what hangs in a library, a driver or another
-    process nobody can free from here. A call that keeps Python's lock keeps this thread waiting, too.
+    The run calls `beat` with what it begins, and is watched from then on until it calls `rest`. Where the next call
+    does not come in time, the stacks of all threads are written to a file, by Python's faulthandler, and a line says
+    so; another one when the run goes on. A warning is all: what is slow may be meant, and what hangs in a library, a
+    driver or another process nobody can free from here. A call that keeps Python's lock keeps this thread waiting, too.
 
     Args:
         seconds: 0 for no watch.
