@@ -135,6 +135,11 @@ class OutputConfig:
     """Seconds in which a step, the next pack of an evaluation or a checkpoint has to come; then a line says that the
     run stands still, once, and stalls.txt has what every thread of it is doing, stalls.3.txt that of process 3. 0: no
     watch. Less than parallel.timeout_minutes."""
+    nvtx_ranges: bool = False
+    """Name the phases of training for a profiler: data, which is what a step waits for, step N with forward, head,
+    backward, gradient exchange (of weights on several processes: what has not travelled within the backward pass) and
+    optimizer in it, evaluation, checkpoint. nsys shows them as NVTX ranges, torch.profiler as annotations. No bit
+    depends on it."""
     sinks: list[SinkName] = field(default_factory=lambda: ["tensorboard"])
     """Where the numbers of metrics.jsonl go besides, or [] for nowhere."""
     export: Literal["last", "best"] = "last"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tuningfork.objective.base import Objective
+from tuningfork.ranges import phase
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.run.console import Console, score
 from tuningfork.report.run.metrics import Evaluation
@@ -45,12 +46,16 @@ def score_held_out(
     where the user asked to stop meanwhile."""
     if not data.held_out:
         return None
-    with stall.watching(name) as alive, console.phase(name, len(data.held_out), session.objective.unit) as phase:
+    with (
+        phase("evaluation"),
+        stall.watching(name) as alive,
+        console.phase(name, len(data.held_out), session.objective.unit) as shown,
+    ):
 
         def scored(count: int) -> None:
             alive()
-            phase.advance(count)
-            if phase.done < phase.total and stop_asked():
+            shown.advance(count)
+            if shown.done < shown.total and stop_asked():
                 raise _Stopped
 
         try:

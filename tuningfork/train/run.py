@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tuningfork.data.prepare import report_dict
+from tuningfork.ranges import ranges
 from tuningfork.recipe.run_config import RunConfig
 from tuningfork.report.files import write_json, write_text
 from tuningfork.report.run.console import Console
@@ -58,7 +59,7 @@ def run(
         RunFolderError: the disk refuses, or the checkpoint belongs to another run, or to a longer one.
     """
     stalls = stalls_of(Path(config.output.dir), session.ranks.rank)
-    with StallWatch(config.output.stall_s, stalls, console.print) as stall:
+    with ranges(config.output.nvtx_ranges), StallWatch(config.output.stall_s, stalls, console.print) as stall:
         prepared = prepare(config, session, data, console, before, stall)
         if session.ranks.first:
             write_text(prepared.folder / CONFIG, with_checksum(kept))
