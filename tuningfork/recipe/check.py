@@ -90,6 +90,11 @@ def check_run_config(config: RunConfig, required: Mapping[str, str] = REQUIRED) 
             "smaller than the spacing of bfloat16, most of them at usual learning rates, would be lost. Set "
             "train.optimizer: adamw_8bit, which rounds stochastically, or model.weights: float32."
         )
+    if config.model.weights == "bfloat16" and config.train.ema_decay is not None:
+        raise ConfigError(
+            f"train.ema_decay is {config.train.ema_decay:g}, but model.weights is bfloat16, in which most of what a "
+            "step adds to an average would be rounded away. Set model.weights: float32, or remove it."
+        )
     if config.model.weights == "float32" and config.train.gradient_dtype == "float32":
         raise ConfigError(
             "train.gradient_dtype is float32, but model.weights is float32, whose gradients are so anyway. Remove it, "

@@ -102,6 +102,10 @@ class TrainConfig:
     """AdamW's decay of the squared-gradient mean."""
     adam_eps: Annotated[float, Field(gt=0)] = 1e-8
     """AdamW's epsilon."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Keep a moving average of the weights: behind each step it is so much of itself, and the rest of the weights;
+    0.999 averages about the last 1,000 steps. Evaluations behind a step, the best of them and the exported model are
+    the average's; no step depends on it. 4 more bytes a weight. null: none is kept."""
     activation_memory: Annotated[str, Field(pattern=ACTIVATION_MEMORY, description=ACTIVATION_MEMORY_FORMS)] = "none"
     """What of a decoder block is kept for the backward pass. none: everything, the fastest. budget:0.5: half of it, the
     compiler recomputes the cheapest rest (needs model.compile). block: its input, the block is recomputed, about a

@@ -18,6 +18,7 @@ from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.run.console import Console
 from tuningfork.report.run.metrics import Evaluation
 from tuningfork.train import checkpoint
+from tuningfork.train.average import averaged
 from tuningfork.train.checkpoint import Progress
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.evaluate import check_start
@@ -59,8 +60,10 @@ class PreparedRun:
         return self.loader.order.total_steps
 
     def score_held_out(self, name: str, stop_asked: Callable[[], bool] = lambda: False) -> Evaluation | None:
-        """The policy as it is now on the held-out examples, see `held_out.score_held_out`."""
-        return score_held_out(self.session, self.data, self.reference, self.console, name, self.stall, stop_asked)
+        """The policy as it is now on the held-out examples, see `held_out.score_held_out`; of its weights the average,
+        where one is kept."""
+        with averaged(self.optimizer, self.session.policy.spread):
+            return score_held_out(self.session, self.data, self.reference, self.console, name, self.stall, stop_asked)
 
 
 def prepare(

@@ -134,7 +134,7 @@ def _finish(output: OutputConfig, run: PreparedRun, loop: TrainingLoop) -> RunRe
     wanted = loop.checkpointer.best if output.export == "best" else None
     exported = wanted or step
     other = None if exported == step else checkpoint.at(run.checkpoints, exported)
-    export_model(run.session, run.folder, output, exported, other, run.console)
+    export_model(run.session, run.optimizer, run.folder, output, exported, other, run.console)
     return RunResult(
         folder=run.folder,
         finished=True,
