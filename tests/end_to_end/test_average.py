@@ -11,7 +11,17 @@ import pytest
 import torch
 
 from tests.end_to_end.test_resume import die_in, in_child
-from tests.end_to_end.workbench import Child, Job, assert_same_state, job_in, state_of, unequal
+from tests.end_to_end.workbench import (
+    Child,
+    Job,
+    assert_same_state,
+    job_in,
+    make_pairs,
+    on_two,
+    state_of,
+    unequal,
+    write_rows,
+)
 
 STEPS = 6
 
@@ -65,11 +75,13 @@ def test_evaluations_are_of_the_average(averaged: Job, plain: Job) -> None:
 
 
 def test_the_best_step_is_exported_as_its_average(averaged: Job, tmp_path: Path) -> None:
-    """An accuracy and margins only rise here, so the best by loss is made another step than the last by its patience."""
-    best = averaged.elsewhere("best").but({"output.export": "best", "output.keep_last": 1})
-    best.done()
-    step = json.loads((best.run / "export.json").read_text())["step"]
-    assert unequal(best.exported(), of(state_of(best.run / "checkpoints" / f"step-{step}"), "average.")) == []
+    """Held-out pairs of the other mind, which every step makes worse."""
+    rows = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in make_pairs(11, seed=5)]
+    held_out = write_rows(tmp_path / "held_out.jsonl", rows)
+    best = averaged.elsewhere("best").but({"data.eval": held_out, "output.export": "best", "output.keep_last": 1})
+    out = best.done().out
+    assert "exporting the average of the weights in float32" in out and "exported model, step 2" in out
+    assert unequal(best.exported(), of(state_of(best.run / "checkpoints" / "step-2"), "average.")) == []
 
 
 def test_a_killed_run_has_the_average_of_an_unbroken_one(averaged: Job, tmp_path: Path) -> None:
@@ -78,3 +90,14 @@ def test_a_killed_run_has_the_average_of_an_unbroken_one(averaged: Job, tmp_path
     assert in_child(again, "--resume").status == 0
     assert_same_state(again, averaged, STEPS)
     assert again.evaluations() == averaged.evaluations()
+
+
+def test_two_processes_score_and_export_their_average(averaged: Job, tmp_path: Path) -> None:
+    """Of weights that are spread over them: the numbers of one process, up to rounding."""
+    again = Job(tmp_path, averaged.settings | {"output.dir": tmp_path / "run"})
+    on_two(again)
+    for ours, theirs in zip(again.evaluations(), averaged.evaluations(), strict=True):
+        assert ours["eval/loss"] == pytest.approx(theirs["eval/loss"], rel=1e-4)
+    last = state_of(again.run / "checkpoints" / f"step-{STEPS}")
+    assert unequal(again.exported(), of(last, "average.")) == []
+    assert unequal(of(last, "model."), of(last, "average.")) != []

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.worlds import environment, free_port
 from tests.end_to_end.test_resume import die_in, in_child
-from tests.end_to_end.workbench import Child, Job, assert_same_state, job_in, make_pairs, write_rows
+from tests.end_to_end.workbench import Child, Job, assert_same_state, job_in, make_pairs, on_two, write_rows
 from tuningfork.train import run as training
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.optimizer import learning_rate
@@ -114,19 +113,9 @@ def test_a_killed_run_stops_at_the_same_step(stopped: tuple[Job, str], again: Jo
     assert_same_end(again, stopped[0], 6)
 
 
-def be_rank(names: dict[str, str]) -> None:
-    os.environ.update(names)
-
-
 def test_two_processes_stop_together(stopped: tuple[Job, str], again: Job) -> None:
     """At the step at which one process does, and say so once."""
-    port, children = free_port(), []
-    for rank in range(2):
-        (again.folder / f"{rank}").mkdir()
-        before = partial(be_rank, environment(rank, 2, port))
-        children.append(Child(again.arguments("train"), again.folder / f"{rank}", before))
-    outcomes = [child.wait() for child in children]
-    assert [outcome.status for outcome in outcomes] == [0, 0], outcomes
+    outcomes = on_two(again)
     assert [outcome.out.count("stopping early after step 6") for outcome in outcomes] == [1, 0]
     assert again.checkpoints() == ["step-2", "step-6"] and len(again.metrics()) == 6
     for ours, theirs in zip(again.evaluations(), stopped[0].evaluations(), strict=True):

@@ -39,6 +39,11 @@ def keep_average(optimizer: Optimizer, decay: float) -> None:
     optimizer.register_step_post_hook(behind_a_step)
 
 
+def keeps_average(optimizer: Optimizer) -> bool:
+    """Whether there is an average: where one is kept, from the first step on."""
+    return any(AVERAGE in state for state in optimizer.state.values())
+
+
 @contextmanager
 def averaged(optimizer: Optimizer, spread: Spread | None) -> Iterator[None]:
     """Within it the weights are their averages, where these are kept; behind it they are themselves again, to the bit.
