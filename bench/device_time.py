@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from bench.output import table
 
 # The first pattern that a kernel's name matches decides. Flash attention names cutlass types, optimizers name copies
-# and fused blocks name whatever they fuse, so the order matters.
+# and fused blocks name whatever they fuse, so the order matters. The window of native sparse attention is attention.
 CATEGORIES: dict[str, str] = {
     "communication": r"^nccl|^gloo:",
     "copies": r"^Mem(cpy|set)|copy_kernel|CatArrayBatchedCopy|^aten::(copy_|cat|fill_|zero_)$",
@@ -24,8 +24,12 @@ CATEGORIES: dict[str, str] = {
         r"multi_tensor_apply|FusedOptimizer|lpnorm|LpNorm|NormTwoOps|_lerp_|_fused_adamw|aten::_foreach_"
     ),
     "scan": r"^delta_",
-    "convolution": r"^conv_(forward|gradient)",
-    "attention": r"^nsa_|flash|fmha|attention|attend|fork_|_(query|key|weighted)_gradient",
+    "convolution": r"^conv_(forward|gradient)|^(query_key|shift)_|^gradient_of_(matrices|first|latent)",
+    "compressed attention": r"^nsa_(mean|compressed)",
+    "scores and choice of blocks": r"^nsa_(scores|choose)",
+    "selected attention": r"^nsa_(lists|block|selected)",
+    "sums of gradients of compressed and selected keys": r"^nsa_sum_",
+    "attention or window": r"flash|fmha|attention|attend|^fork_|_(query|key|weighted)_gradient",
     "matrix products": r"nvjet|gemm|gemv|cutlass|cublas|splitK|triton_tem_fused|^aten::(mm|addmm|bmm|baddbmm)$",
     "gather/scatter": r"index|gather|scatter|compute_grad_weight|radix_sort|unique_by_key|embedding",
     "head rows": r"^_(forward|backward)(_|$)|row_logps|logits_gradient",

@@ -4,6 +4,7 @@ Runs the trainer's own steps: packing, cached reference, step-0 check, AdamW wit
 Rates divide the work of all steps after the first epoch, which compiles everything, by their wall time.
 
     python -m bench.step --model olmo2_1b --examples_per_step 16
+    python -m bench.step --model m7c-125m --profile profile.txt   # of a recipe from nothing, by its name
     torchrun --nproc-per-node 2 -m bench.step --model olmo2_1b
 """
 
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from bench import shapes
+from bench import nothing, shapes
 from bench.device_time import DeviceProfile
 from bench.gathers import gathers_of
 from bench.output import device, emit, environment, parser, peak, rounded, table
@@ -353,7 +354,7 @@ def ready(
 
 def main(argv: list[str] | None = None) -> None:
     options = parser(__doc__)
-    options.add_argument("--model", default="olmo2_1b", choices=shapes.SHAPES)
+    options.add_argument("--model", default="olmo2_1b", choices=(*shapes.SHAPES, *nothing.RECIPES))
     options.add_argument("--layers", type=int, help="blocks of the shape that the model has; all where it is not given")
     options.add_argument("--workload", default="short", choices=shapes.WORKLOADS, help="prompts of 120 or 6,000 tokens")
     options.add_argument("--pairs", type=int, default=512)

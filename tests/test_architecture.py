@@ -29,6 +29,7 @@ EVERYONE = {
     "json_files",
     "wording",
     "library_words",
+    "ranges",
 }  # may be imported by all, and import nothing of the house but each other
 SETTINGS = {"recipe.run_config"}  # those of all rooms in one record, which any room may read
 COMPOSERS = {"recipe", "cli", "commands", "api", "__main__"}  # may import all

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import transformers
 from torch.autograd import DeviceType
 from transformers import AutoModelForCausalLM
 
+import tuningfork.kernels
 from bench import (
     attention,
     causal_conv,
@@ -147,15 +149,18 @@ def test_ids_are_taken_modulo_a_smaller_vocabulary():
     assert max(example.prompt_ids.max() for example in whole) > 512
 
 
+WINDOW = "attention or window"
+
+
 @pytest.mark.parametrize(
     ("kernel", "kind"),
     [
         ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NTT", "matrix products"),
         ("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x32_8x5_nn_align1>(Params)", "matrix products"),
-        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<cutlass::bfloat16_t>", "attention"),
-        ("void pytorch_flash::flash_bwd_convert_dq_kernel<Flash_bwd_kernel_traits<128, 64>", "attention"),
-        ("triton_tem_fused_flex_attention_0", "attention"),
-        ("_query_gradient", "attention"),
+        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<cutlass::bfloat16_t>", WINDOW),
+        ("void pytorch_flash::flash_bwd_convert_dq_kernel<Flash_bwd_kernel_traits<128, 64>", WINDOW),
+        ("triton_tem_fused_flex_attention_0", WINDOW),
+        ("_query_gradient", WINDOW),
         ("conv_gradient_of_rows", "convolution"),
         ("delta_query_gradient", "scan"),
         ("void at::native::indexFuncLargeIndex<c10::BFloat16, long, unsigned int, ReduceAdd>", "gather/scatter"),
@@ -174,6 +179,33 @@ def test_ids_are_taken_modulo_a_smaller_vocabulary():
 )
 def test_kernels_are_sorted_by_name(kernel, kind):
     assert category(kernel) == kind
+
+
+def launched_kernels() -> set[str]:
+    """Triton's functions of ours that no other of them calls: they are launched, under these names."""
+    calls = {
+        node.name: {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+        for source in Path(tuningfork.kernels.__file__).parent.rglob("*.py")
+        for node in ast.parse(source.read_text()).body
+        if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(one) for one in node.decorator_list)
+    }
+    return calls.keys() - set().union(*calls.values())
+
+
+def test_every_kernel_of_ours_is_work_of_a_named_kind():
+    """None counts as the rest. Those of native sparse attention have a kind for each of its branches."""
+    kinds = {name: category(name) for name in launched_kernels()}
+    assert len(kinds) > 40 and [name for name, kind in kinds.items() if kind == "elementwise"] == []
+
+    def of(prefix: str) -> set[str]:
+        return {kind for name, kind in kinds.items() if name.startswith(prefix)}
+
+    assert of("nsa_mean") == of("nsa_compressed") == {"compressed attention"}
+    assert of("nsa_scores") == of("nsa_choose") == {"scores and choice of blocks"}
+    assert of("nsa_lists") == of("nsa_block") == of("nsa_selected") == {"selected attention"}
+    assert of("nsa_sum") == {"sums of gradients of compressed and selected keys"}
+    assert of("fork_") == {WINDOW} and of("_forward") == of("_backward") == {"head rows"} and of("delta_") == {"scan"}
+    assert of("conv_") == of("query_key") == of("gradient_of") == of("shift_") == {"convolution"}
 
 
 def test_annotations_and_the_host_count_for_nothing():

@@ -31,6 +31,7 @@ from tuningfork.files import DIGESTS, is_aside
 from tuningfork.models.policy import Policy
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.train import checkpoint, checkpoint_writer
+from tuningfork.train.average import averaged
 from tuningfork.train.batch import StepBatch
 from tuningfork.train.checkpoint import Progress
 from tuningfork.train.checkpointer import Checkpointer
@@ -52,7 +53,7 @@ class Job:
         self.layout = Layout.plan(ParallelConfig(**parallel), ranks)
         parallelize(self.policy, "none", compiled=False, layout=self.layout)
         self.scorer = scorer_of(self.policy, 64)
-        self.optimizer = build_optimizer(self.policy.model, TrainConfig(learning_rate=1e-3))
+        self.optimizer = build_optimizer(self.policy.model, TrainConfig(learning_rate=1e-3, ema_decay=0.5))
 
     def train(self, steps: int) -> list[tuple[float, float]]:
         """Loss and gradient norm of some steps."""
@@ -82,7 +83,7 @@ class Job:
         return checkpoint.restore(path, self.policy.model, self.optimizer, self.ranks)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Weights and moments, whole."""
+        """Weights, moments and averages, whole."""
         if self.policy.spread is not None:
             self.policy.spread.release()
         state = checkpoint._state(self.policy.model, self.optimizer)
@@ -91,7 +92,8 @@ class Job:
             for name, of_weight in state["optimizer"]["state"].items()
             for kind, value in of_weight.items()
         }
-        return {name: _whole(value) for name, value in (state["model"] | moments).items()}
+        averages = {f"{name}.average": value for name, value in state["average"].items()}
+        return {name: _whole(value) for name, value in (state["model"] | moments | averages).items()}
 
 
 def _whole(value: Tensor) -> Tensor:
@@ -123,6 +125,47 @@ def gone_on(ranks: Ranks, folder: Path, cases: list[tuple[str, str]], other: str
         stood = job.restore(path)
         found.append((job.tensors(), job.train(1), job.tensors(), stood.layout))
     return found
+
+
+def averaged_by_hand(ranks: Ranks, folder: Path) -> list[tuple[dict[str, Tensor], ...]]:
+    """Of each layout, weight by weight, whole: behind three steps, while averages are asked for, behind that, and once
+    the average is read from a checkpoint a step later. Shards of an average are those of its weight."""
+    found = []
+    for name in ("FSDP", "DDP"):
+        job, behind = Job(ranks, LAYOUTS[name], "granite"), []
+        for _ in range(3):
+            job.train(1)
+            behind.append(weights_of(job))
+        with averaged(job.optimizer, job.policy.spread):
+            within = weights_of(job)
+        for weight, state in job.optimizer.state.items():
+            ours, theirs = (getattr(one, "placements", None) for one in (weight, state["average"]))
+            assert ours == theirs and state["average"].dtype == weight.dtype
+        after, path = weights_of(job), job.save(folder / name, 3)
+        job.train(1)
+        if job.policy.spread is not None:
+            job.policy.spread.release()
+        checkpoint.restore_weights(path, job.policy.model, job.optimizer, ranks)
+        found.append((*behind, within, after, weights_of(job)))
+    return found
+
+
+def weights_of(job: Job) -> dict[str, Tensor]:
+    if job.policy.spread is not None:
+        job.policy.spread.release()
+    return {name: _whole(weight.detach()) for name, weight in job.policy.model.named_parameters()}
+
+
+def test_averages_are_spread_as_weights_are_and_stand_in_for_them(tmp_path: Path) -> None:
+    """0.25 of the weights behind the first step and of the second, and 0.5 of the third; float32 rounds each twice."""
+    for first, second, third, within, after, read in together(2, averaged_by_hand, tmp_path)[0]:
+        same(after, third)
+        same(read, within)
+        for name, weight in within.items():
+            by_hand = 0.25 * first[name].double() + 0.25 * second[name].double() + 0.5 * third[name].double()
+            allowed = 4 * 2**-24 * float(by_hand.abs().max())
+            assert torch.allclose(weight.double(), by_hand, rtol=0, atol=allowed)
+            assert not torch.equal(weight, third[name])
 
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -327,6 +327,11 @@ def test_how_often_may_change_on_resume_and_the_measure_may_not(again: Job, watc
         ({"data.eval": None, "train.eval_every": 2}, "train.eval_every is 2, but there is nothing to evaluate on"),
         ({"train.best_by": "margin"}, "train.best_by is margin, but only with train.eval_every"),
         ({"output.export": "best"}, "output.export is best, but only with train.eval_every"),
+        ({"train.early_stopping_patience": 2}, "but only with train.eval_every are there evaluations to stop by"),
+        (
+            {"train.eval_every": 2, "train.early_stopping_threshold": 0.1},
+            "train.early_stopping_threshold is 0.1, but no run stops early without train.early_stopping_patience",
+        ),
         ({"train.eval_every": 0}, "train.eval_every is 0; allowed: a whole number, at least 1, or null"),
     ],
 )

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.end_to_end.workbench import Child, Job, assert_same_state, make_pairs, write_rows
+from tuningfork.train import held_out
 from tuningfork.train import steps as training
 
 
@@ -47,21 +48,28 @@ def lm(job: Job) -> Job:
     )
 
 
-def test_a_step_that_stands_still_is_said_and_where(lm: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    train_step, calls = training.train_step, itertools.count(1)
+def test_a_step_or_an_evaluation_that_stands_still_is_said_and_where(lm: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second step, and both evaluations, which stand before the first step and behind the last."""
 
-    def standing_still(*given: Any, **named: Any) -> Any:
-        if next(calls) == 2:
-            time.sleep(1.5)
-        return train_step(*given, **named)
+    def standing_still(module: Any, name: str, calls: set[int]) -> None:
+        act, number = getattr(module, name), itertools.count(1)
 
-    monkeypatch.setattr(training, "train_step", standing_still)
-    out = lm.but({"output.stall_s": 0.5, "train.max_steps": 3, "data.eval": None}).done().out
+        def slow(*given: Any, **named: Any) -> Any:
+            if next(number) in calls:
+                time.sleep(1.2)
+            return act(*given, **named)
+
+        monkeypatch.setattr(module, name, slow)
+
+    standing_still(training, "train_step", {2})
+    standing_still(held_out, "evaluate", {1, 2})
+    out = lm.but({"output.stall_s": 0.4, "train.max_steps": 3}).done().out
     stalls = lm.run / "stalls.txt"
-    assert f"! nothing is heard of step 2 for 0.5 s; where its threads stand is in {stalls}" in out
-    assert "the run goes on: step 2 came to an end after" in out
-    assert "in standing_still" in stalls.read_text()
-    assert "nothing is heard of step 2" in (lm.run / "log.txt").read_text()
+    for what in ("evaluating the starting model", "step 2", "evaluating the trained model"):
+        assert f"! nothing is heard of {what} for 0.4 s; where its threads stand is in {stalls}" in out
+        assert f"the run goes on: {what} came to an end after" in out
+        assert f"nothing is heard of {what}" in (lm.run / "log.txt").read_text()
+    assert stalls.read_text().count("in slow") == 3
 
 
 def test_what_a_run_would_begin_from_is_replaced_by_that_run_alone(lm: Job) -> None:

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,6 +27,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from tests.distributed.worlds import environment, free_port
 from tuningfork import cli
 from tuningfork.report.run.writer import read_metrics
 
@@ -285,6 +287,23 @@ def _child(arguments: list[str], out: Path, err: Path, before: Callable[[], None
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def on_two(job: Job) -> list[Outcome]:
+    """Train as two processes that share out the weights, both of which must succeed."""
+    port, children = free_port(), []
+    for rank in range(2):
+        folder = job.folder / f"rank-{rank}"
+        folder.mkdir()
+        be_rank = partial(_be, environment(rank, 2, port))
+        children.append(Child(job.arguments("train"), folder, be_rank))
+    outcomes = [child.wait() for child in children]
+    assert [outcome.status for outcome in outcomes] == [0, 0], outcomes
+    return outcomes
+
+
+def _be(names: Mapping[str, str]) -> None:
+    os.environ.update(names)
 
 
 def start_server() -> None:

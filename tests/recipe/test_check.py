@@ -26,6 +26,10 @@ from tuningfork.recipe.run_config import SETTINGS
             "--model.weights bfloat16 --train.optimizer adamw_8bit --model.dtype float32",
             ("model.weights is bfloat16, but model.dtype is float32", "bfloat16, or auto"),
         ),
+        (
+            "--model.weights bfloat16 --train.optimizer adamw_8bit --train.ema_decay 0.99",
+            ("train.ema_decay is 0.99, but model.weights is bfloat16", "model.weights: float32, or remove it"),
+        ),
         ("--model.tf32 true", ("model.tf32 is true, but model.dtype is auto: products are of bfloat16 on a GPU",)),
         ("--model.tf32 true --model.dtype float16", ("model.dtype is float16: products are of float16", "float32, or")),
     ],

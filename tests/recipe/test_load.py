@@ -54,6 +54,12 @@ NEEDS = {
     "train.group_by": ["--train.order", "grouped"],
     "train.group_most": ["--train.order", "grouped"],
     "train.best_by": ["--data.eval", "held_out.jsonl", "--train.eval_every", "5"],
+    "train.early_stopping_patience": ["--data.eval", "held_out.jsonl", "--train.eval_every", "5"],
+    "train.early_stopping_threshold": [
+        "--data.eval=held_out.jsonl",
+        "--train.eval_every=5",
+        "--train.early_stopping_patience=2",
+    ],
     "output.export": ["--data.eval", "held_out.jsonl", "--train.eval_every", "5"],
 }
 

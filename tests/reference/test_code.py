@@ -42,6 +42,7 @@ DECIDE_NO_BIT = {
     "wording": "words",
     "files": "opens files that are whole",
     "json_files": "reads small files with bounds",
+    "ranges": "names phases for a profiler, around passes that are the same without",
     "models.hf.checks": "refuses what is wrong in a model's files",
     "models.config": "what a setting may be",
     "models.hf.digests": "refuses an export that was spoilt",

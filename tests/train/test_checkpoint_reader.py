@@ -169,7 +169,7 @@ def test_the_weights_alone_are_checked_too(saved):
     (saved / DIGESTS).unlink()
     seal(saved)
     with pytest.raises(RunFolderError, match=r"model\.bias is not stored as one whole tensor"):
-        restore_weights(saved, parts()[0])
+        restore_weights(saved, *parts())
 
 
 DEEP = b"N" + b"\x85" * 200_000  # a tuple of a tuple of a tuple ..

@@ -95,6 +95,14 @@ def test_a_strangers_partial_is_no_rest_of_a_run(tmp_path: Path, name: str) -> N
     check_run_folder(tmp_path, resume=False)
 
 
+@pytest.mark.parametrize("name", ["stalls.txt", "stalls.3.txt"])
+def test_a_start_that_stood_still_is_no_run_and_stands_in_the_way_of_none(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    check_run_folder(tmp_path, resume=False)
+    with pytest.raises(RunFolderError, match="there is no run"):
+        check_run_folder(tmp_path, resume=True)
+
+
 def test_settings_with_a_checksum_are_the_same_settings(tmp_path: Path) -> None:
     assert read_config(tmp_path) is None
     (tmp_path / CONFIG).write_text(SETTINGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from queue import Queue
 
@@ -81,3 +82,23 @@ def test_any_number_of_seconds_can_be_waited(tmp_path: Path) -> None:
         watch.beat("step 1")
         watch._thread.join(0.2)
         assert watch._thread.is_alive()
+
+
+def test_nothing_is_watched_while_it_rests(tmp_path: Path) -> None:
+    """What comes behind an evaluation, such as reading a checkpoint, may take any time; the next one is watched again,
+    and each of its packs has the whole time."""
+    said: Queue[str] = Queue()
+    seconds = 0.0
+    with StallWatch(0.05, tmp_path / "stalls.txt", said.put, lambda: seconds) as watch:
+        with watch.watching("one") as alive:
+            for _ in range(3):
+                seconds += 0.04
+                time.sleep(0.1)  # in which the watch looks at its clock
+                alive()
+        seconds += 10
+        time.sleep(0.1)
+        with watch.watching("another"):
+            seconds += 0.06
+            assert said.get(timeout=30).startswith("! nothing is heard of another for 0.05 s")
+        assert said.get(timeout=30).startswith("the run goes on: another came to an end after")
+    assert said.empty()

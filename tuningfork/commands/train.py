@@ -13,11 +13,13 @@ from tuningfork.data.config import CHAT, NO_TEMPLATE
 from tuningfork.distributed.alike import check_alike, versions
 from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
 from tuningfork.distributed.world import restarted, world
+from tuningfork.errors import RunFolderError
 from tuningfork.files import exclusive
 from tuningfork.recipe.run_config import RunConfig
 from tuningfork.report import sinks
 from tuningfork.report.run.console import Console
 from tuningfork.train import checkpoint, optimizer, run_folder
+from tuningfork.train.early_stop import stopped_early
 from tuningfork.train.ended import has_ended, is_whole, places
 from tuningfork.train.run import run
 from tuningfork.train.setup.device import check_tf32, choose_device
@@ -73,6 +75,14 @@ def _train(config: RunConfig, resume: bool, folder: Path, console: Console, rank
             if not changed and is_whole(folder, saved, data, config.train, config.output, config.model.path):
                 console.print("", *places(folder, saved.step, len(data.held_out) > 0))
                 return 0
+        elif saved is not None and (why := stopped_early(folder, saved, data, config.train)):
+            said = f"the run stopped early: {why}"
+            cure = "raise train.early_stopping_patience, or set it to null, to go on"
+            if changed & set(run_folder.LENGTH):
+                raise RunFolderError(
+                    f"{folder} is to become longer, but {said}, and would again. For more steps {cure}."
+                )
+            console.print(f"nothing left to train: {said}; {cure}")
         session = start_model(config, choose_device(config.train.device), console, ranks)
         choose_activations(session, config.train, data.limits, last, console)
         result = run(config, session, data, console, kept=text, before=None if before is None else before.train)

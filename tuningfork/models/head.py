@@ -30,6 +30,7 @@ from torch.nn.functional import pad
 from tuningfork.kernels.select import Kernels
 from tuningfork.kernels.sums import sum_by_answer, sum_by_place
 from tuningfork.models.sink import WHOLE, Gradient, Vocabulary, product
+from tuningfork.ranges import phase
 from tuningfork.records import ChunkLoss, LogitTransform, PackedBatch
 
 
@@ -139,7 +140,8 @@ class Head:
             if d_bias is not None:
                 d_bias.store()
             d_rows = vocabulary.summed(d_rows)
-        hidden.backward(d_rows.to(hidden.dtype))
+        with phase("backward"):
+            hidden.backward(d_rows.to(hidden.dtype))
         return total, torch.cat([total.new_zeros(0), *logps])
 
     def _pieces(

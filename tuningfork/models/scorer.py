@@ -17,6 +17,7 @@ from tuningfork.errors import SCORING, enough_memory
 from tuningfork.models.even import evenly
 from tuningfork.models.head import Head
 from tuningfork.models.policy import Policy
+from tuningfork.ranges import phase
 from tuningfork.records import ChunkLoss, PackedBatch
 
 
@@ -71,10 +72,15 @@ class Scorer:
         """
         pack = pack.to(self.device)
         with self._evenly():
-            hidden = self.policy.hidden_rows(pack, last)
+            with phase("forward"):
+                hidden = self.policy.hidden_rows(pack, last)
             output = self.policy.output
             weight, bias = output.weight, output.bias
-            found = self.head.backward(hidden, weight, pack, loss, bias, output.vocabulary, output.gradients, linear)
+            with phase("head"):  # with the model's backward pass as a range at its end
+                found = self.head.backward(
+                    hidden, weight, pack, loss, bias, output.vocabulary, output.gradients, linear
+                )
         if last and self.policy.spread is not None:
-            self.policy.spread.exchange()
+            with phase("gradient exchange"):
+                self.policy.spread.exchange()
         return found

@@ -90,6 +90,11 @@ def check_run_config(config: RunConfig, required: Mapping[str, str] = REQUIRED) 
             "smaller than the spacing of bfloat16, most of them at usual learning rates, would be lost. Set "
             "train.optimizer: adamw_8bit, which rounds stochastically, or model.weights: float32."
         )
+    if config.model.weights == "bfloat16" and config.train.ema_decay is not None:
+        raise ConfigError(
+            f"train.ema_decay is {config.train.ema_decay:g}, but model.weights is bfloat16, in which most of what a "
+            "step adds to an average would be rounded away. Set model.weights: float32, or remove it."
+        )
     if config.model.weights == "float32" and config.train.gradient_dtype == "float32":
         raise ConfigError(
             "train.gradient_dtype is float32, but model.weights is float32, whose gradients are so anyway. Remove it, "
@@ -257,6 +262,16 @@ def _check_evaluation(config: RunConfig) -> None:
         raise ConfigError(
             f"train.best_by is {train.best_by}, but only with train.eval_every is there a best step. Set that, or "
             "remove it."
+        )
+    if every is None and train.early_stopping_patience is not None:
+        raise ConfigError(
+            f"train.early_stopping_patience is {train.early_stopping_patience}, but only with train.eval_every are "
+            "there evaluations to stop by. Set that, or remove it."
+        )
+    if train.early_stopping_patience is None and train.early_stopping_threshold:
+        raise ConfigError(
+            f"train.early_stopping_threshold is {train.early_stopping_threshold:g}, but no run stops early without "
+            "train.early_stopping_patience. Set that, or remove it."
         )
     objective = config.objective.build()
     if train.best_by not in ("loss", *objective.headline):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -16,7 +16,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException  # private: torch.distributed.checkpoint.api
 from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
+    StateDictOptions,
     get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
@@ -30,6 +30,7 @@ from tuningfork.files import DIGESTS, check_plain, check_sealed, clear_abandoned
 from tuningfork.json_files import as_object
 from tuningfork.models.config import ACTIVATION_MEMORY
 from tuningfork.report.run.metrics import Evaluation
+from tuningfork.train.average import AVERAGE
 from tuningfork.train.checkpoint_reader import Foreign, PlainPlanner, PlainReader
 from tuningfork.train.checkpoint_writer import one_process, write
 from tuningfork.train.loss_scale import LossScale
@@ -39,7 +40,7 @@ from tuningfork.wording import first_line
 
 _NAME = re.compile(r"step-([1-9][0-9]*)")
 _PROGRESS = "progress.json"
-_TENSORS = 4  # that a checkpoint has for each weight: itself, two moments, and how many steps it has moved
+_TENSORS = 5  # at most, of each weight: itself, two moments, its average, and how many steps it has moved
 _BEFORE_IT = "Remove that folder; --resume then takes the checkpoint before it."
 
 
@@ -192,6 +193,8 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank
     make_moments(optimizer)
     state = _state(model, optimizer)
     stood = _load(path, state, ranks)
+    for name, average in state.get(AVERAGE, {}).items():
+        state["optimizer"]["state"][name][AVERAGE] = average
     moments = get_optimizer_state_dict(model, optimizer) | state["optimizer"]
     try:
         torch.set_rng_state(state["rng"])
@@ -203,11 +206,14 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank
     return stood
 
 
-def restore_weights(path: Path, model: nn.Module, ranks: Ranks = ONE_PROCESS) -> None:
-    """Load a checkpoint's weights alone into a model. Raises RunFolderError, SaidElsewhere as `restore`."""
-    state = {"model": get_model_state_dict(model)}
+def restore_weights(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks = ONE_PROCESS) -> None:
+    """Load a checkpoint's weights alone into a model, or where the optimizer keeps their average, that. Raises
+    RunFolderError, SaidElsewhere as `restore`."""
+    state = {name: part for name, part in _state(model, optimizer).items() if name in ("model", AVERAGE)}
     _load(path, state, ranks, "Remove that folder, or set output.export: last; then --resume exports another step.")
     set_model_state_dict(model, state["model"])
+    if AVERAGE in state:  # of weights alone, of which one with two names has one here
+        set_model_state_dict(model, state[AVERAGE], options=StateDictOptions(strict=False))
 
 
 def _load(path: Path, state: dict[str, Any], ranks: Ranks, cure: str = _BEFORE_IT) -> Progress:
@@ -246,9 +252,15 @@ def _damaged(path: Path, cause: BaseException, cure: str = _BEFORE_IT) -> RunFol
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """All that a run goes on from. What decides how it moves on, such as weight decay, stands in its recipe alone."""
-    weights, moments = get_state_dict(model, optimizer)
+    weights, kept = get_state_dict(model, optimizer)
+    moments, averages = {}, {}
+    for name, of_weight in cast(dict[str, dict[str, Any]], kept["state"]).items():
+        moments[name] = {kind: value for kind, value in of_weight.items() if kind != AVERAGE}
+        if AVERAGE in of_weight:
+            averages[name] = of_weight[AVERAGE]
     # The host's generator is enough: what a step draws on a GPU, it draws from a seed of its own.
-    return {"model": weights, "optimizer": {"state": moments["state"]}, "rng": torch.get_rng_state()}
+    state = {"model": weights, "optimizer": {"state": moments}, "rng": torch.get_rng_state()}
+    return state | ({AVERAGE: averages} if averages else {})
 
 
 def _all(folder: Path) -> list[Path]:

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tuningfork.errors import SAVING, NonFiniteError, enough_memory
+from tuningfork.ranges import phase
 from tuningfork.train import checkpoint
 from tuningfork.train.checkpoint import Progress
 from tuningfork.train.config import OutputConfig
@@ -57,6 +58,10 @@ class Checkpointer:
             RunFolderError: the disk refuses, on this rank; or it refused the checkpoint before.
             SaidElsewhere: one of these, on another rank.
         """
+        with phase("checkpoint"):
+            self._save(progress)
+
+    def _save(self, progress: Progress) -> None:
         self._beside.wait()
         model = self.policy.model
         if self.policy.spread is not None:

@@ -36,6 +36,13 @@ class TrainConfig:
     best_by: Literal["loss", "accuracy", "margin"] = "loss"
     """By which held-out number a step is the best: the lowest loss, or the highest accuracy or margin; the earliest of
     equals. Needs eval_every."""
+    early_stopping_patience: Annotated[int, Field(ge=1)] | None = None
+    """Stop behind so many evaluations in a row of which none is better, by best_by, than the best one before them, that
+    of the starting model aside. The schedule stays that of all steps. null: no such stop. May change on --resume: more,
+    or null, and a run that has stopped goes on as if it had not. Needs eval_every."""
+    early_stopping_threshold: Annotated[float, Field(ge=0)] = 0.0
+    """By how much an evaluation must be better to count as better; smaller gains count once they add up to more. May
+    change on --resume. Needs early_stopping_patience."""
     examples_per_step: Annotated[int, Field(ge=1)] = 32
     """Batch size in examples, exactly, also of a step that goes on into the next epoch; only the last step of a run by
     epochs may have fewer. How a batch is cut into packs changes nothing but speed, and how the gradients
@@ -95,6 +102,10 @@ class TrainConfig:
     """AdamW's decay of the squared-gradient mean."""
     adam_eps: Annotated[float, Field(gt=0)] = 1e-8
     """AdamW's epsilon."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Keep a moving average of the weights: behind each step it is so much of itself, and the rest of the weights;
+    0.999 averages about the last 1,000 steps. Evaluations behind a step, the best of them and the exported model are
+    the average's; no step depends on it. 4 more bytes a weight. null: none is kept."""
     activation_memory: Annotated[str, Field(pattern=ACTIVATION_MEMORY, description=ACTIVATION_MEMORY_FORMS)] = "none"
     """What of a decoder block is kept for the backward pass. none: everything, the fastest. budget:0.5: half of it, the
     compiler recomputes the cheapest rest (needs model.compile). block: its input, the block is recomputed, about a
@@ -125,9 +136,14 @@ class OutputConfig:
     """Steps between lines in metrics.jsonl; a line covers all steps since the last one. A checkpoint writes one too,
     and so does an evaluation."""
     stall_s: Annotated[float, Field(ge=0)] = 300.0
-    """Seconds in which a step, the next pack of an evaluation between steps or a checkpoint has to come; then a line
-    says that the run stands still, once, and stalls.txt has what every thread of it is doing, stalls.3.txt that of
-    process 3. 0: no watch. Less than parallel.timeout_minutes."""
+    """Seconds in which a step, the next pack of an evaluation or a checkpoint has to come; then a line says that the
+    run stands still, once, and stalls.txt has what every thread of it is doing, stalls.3.txt that of process 3. 0: no
+    watch. Less than parallel.timeout_minutes."""
+    nvtx_ranges: bool = False
+    """Name the phases of training for a profiler: data, which is what a step waits for, step N with forward, head,
+    backward, gradient exchange (of weights on several processes: what has not travelled within the backward pass) and
+    optimizer in it, evaluation, checkpoint. nsys shows them as NVTX ranges, torch.profiler as annotations. No bit
+    depends on it."""
     sinks: list[SinkName] = field(default_factory=lambda: ["tensorboard"])
     """Where the numbers of metrics.jsonl go besides, or [] for nowhere."""
     export: Literal["last", "best"] = "last"

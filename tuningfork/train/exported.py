@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from torch.optim import Optimizer
 
 from tuningfork.distributed.export import save
 from tuningfork.errors import RunFolderError
@@ -16,6 +18,7 @@ from tuningfork.models.hf.load import load_config
 from tuningfork.report.files import write_json
 from tuningfork.report.run.console import Console
 from tuningfork.train import checkpoint
+from tuningfork.train.average import averaged, keeps_average
 from tuningfork.train.config import OutputConfig
 from tuningfork.train.session import Session
 from tuningfork.train.setup.device import DTYPES, dtype_name
@@ -25,13 +28,19 @@ RECORD = "export.json"  # written before the model, so that it is true of any mo
 
 
 def export_model(
-    session: Session, folder: Path, output: OutputConfig, step: int, weights_at: Path | None, console: Console
+    session: Session,
+    optimizer: Optimizer,
+    folder: Path,
+    output: OutputConfig,
+    step: int,
+    weights_at: Path | None,
+    console: Console,
 ) -> None:
     """Write the model after `step` steps into the run folder, as a Hugging Face folder; all ranks must come here.
 
-    It is the model in memory, or one whose weights lie in the checkpoint `weights_at`, which are read into it. A model
-    of the same step that is there already is this run's own, and stays; one of another step is kept under a name with
-    that step.
+    It is the model in memory, or one whose weights lie in the checkpoint `weights_at`, which are read into it; where
+    the optimizer keeps an average of the weights, it is that. A model of the same step that is there already is this
+    run's own, and stays; one of another step is kept under a name with that step.
 
     Raises:
         ModelError: the model that is there is not as it was exported.
@@ -52,14 +61,16 @@ def export_model(
     if session.policy.spread is not None:
         session.policy.spread.release()
     if weights_at is not None:
-        checkpoint.restore_weights(weights_at, session.policy.model, ranks)
+        checkpoint.restore_weights(weights_at, session.policy.model, optimizer, ranks)
     if ranks.first:
         if there is not None:
             _set_aside(path, folder / f"{MODEL}-step-{there}", console)
         write_json(folder / RECORD, {"step": step})
     rounding = ", which rounds small updates away; output.export_dtype: float32 keeps all digits"
-    console.print(f"exporting the model in {dtype_name(dtype)}{rounding if dtype != torch.float32 else ''}")
-    save(session.loaded, ranks, path, asked)
+    what = "the average of the weights" if keeps_average(optimizer) else "the model"
+    console.print(f"exporting {what} in {dtype_name(dtype)}{rounding if dtype != torch.float32 else ''}")
+    with averaged(optimizer, session.policy.spread) if weights_at is None else nullcontext():
+        save(session.loaded, ranks, path, asked)
 
 
 def step_of(folder: Path) -> int:

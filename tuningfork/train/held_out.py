@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tuningfork.objective.base import Objective
+from tuningfork.ranges import phase
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.run.console import Console, score
 from tuningfork.report.run.metrics import Evaluation
 from tuningfork.report.run.writer import Records, Scores
 from tuningfork.train import checkpoint
 from tuningfork.train.config import TrainConfig
+from tuningfork.train.early_stop import MEASURES, out_of_patience
 from tuningfork.train.evaluate import evaluate
 from tuningfork.train.session import Data, Session
-
-_MEASURES = {"loss": ("loss", -1), "accuracy": ("rewards/accuracy", 1), "margin": ("rewards/margin", 1)}
-"""train.best_by -> the number of an evaluation, and whether more of it is better."""
+from tuningfork.train.stall import StallWatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +38,24 @@ def score_held_out(
     reference: ReferenceStore | None,
     console: Console,
     name: str,
+    stall: StallWatch,
     stop_asked: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
     """The policy as it is on the held-out pairs, by the graph that trains it; a phase of this `name` shows how far it
-    is. None where there are no such pairs, or where the user asked to stop meanwhile."""
+    is, and each of its packs has to come in the time that `stall` gives it. None where there are no such pairs, or
+    where the user asked to stop meanwhile."""
     if not data.held_out:
         return None
-    with console.phase(name, len(data.held_out), session.objective.unit) as phase:
+    with (
+        phase("evaluation"),
+        stall.watching(name) as alive,
+        console.phase(name, len(data.held_out), session.objective.unit) as shown,
+    ):
 
         def scored(count: int) -> None:
-            phase.advance(count)
-            if phase.done < phase.total and stop_asked():
+            alive()
+            shown.advance(count)
+            if shown.done < shown.total and stop_asked():
                 raise _Stopped
 
         try:
@@ -66,11 +73,13 @@ class HeldOut:
     def __init__(
         self, config: TrainConfig, checkpoints: Path, writer: Records, console: Console, objective: Objective
     ) -> None:
-        self.objective = objective
+        self.config, self.objective = config, objective
+        self.checkpoints = checkpoints
         self.every, self.by = config.eval_every, config.best_by
         self.writer, self.console = writer, console
         self.best: Best | None = None
         self.seconds = 0.0  # that evaluations took in this process
+        self._newest: tuple[int, Evaluation] | None = None
         self._asked = False  # whether the answers are swapped
         for step, scores in sorted(writer.evaluations.items()):
             if checkpoint.at(checkpoints, step).exists():
@@ -86,6 +95,7 @@ class HeldOut:
         if step not in self.writer.evaluations:
             self.writer.evaluation(step, scores, evaluation.seconds)
         self.seconds += evaluation.seconds
+        self._newest = step, evaluation
         best = step > 0 and self._consider(step, scores)
         headline = {"loss": "loss", **self.objective.headline}
         shown = ((name, scores[key]) for name, key in headline.items())
@@ -98,9 +108,23 @@ class HeldOut:
         self._ask(step, scores)
         return best
 
+    def entered(self, step: int) -> Evaluation | None:
+        """The evaluation after `step` steps, if it is the last that this process has entered."""
+        return None if self._newest is None or self._newest[0] != step else self._newest[1]
+
+    def stops(self, step: int) -> bool:
+        """Whether the run stops early behind its evaluation after `step` steps; see early_stop.py."""
+        return out_of_patience(self.writer.evaluations, step, self.config) is not None
+
+    def say_stop(self, step: int) -> None:
+        """Say why it does, and which checkpoint is the best."""
+        why = out_of_patience(self.writer.evaluations, step, self.config)
+        best = "none" if self.best is None else checkpoint.at(self.checkpoints, self.best.step)
+        self.console.print(f"stopping early after step {step}: {why}; the best checkpoint: {best}")
+
     def no_gain(self, scores: Scores) -> bool:
         """Whether the best step is no better than the starting model; where no best is kept, that of these scores."""
-        key, sign = _MEASURES[self.by]
+        key, sign = MEASURES[self.by]
         start = self.writer.evaluations.get(0, {}).get(key)
         value = (scores if self.best is None else self.best.scores)[key]
         return value is not None and start is not None and sign * value <= sign * start
@@ -123,7 +147,7 @@ class HeldOut:
         """Whether this step is better than all before; without train.eval_every nobody asks which is the best."""
         if self.every is None:
             return False
-        key, sign = _MEASURES[self.by]
+        key, sign = MEASURES[self.by]
         value, other = scores[key], None if self.best is None else self.best.scores[key]
         if value is None or (other is not None and sign * value <= sign * other):
             return False

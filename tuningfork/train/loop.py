@@ -21,15 +21,14 @@ from tuningfork.train.gates import GateWatch
 from tuningfork.train.held_out import HeldOut
 from tuningfork.train.late import LateCompilations
 from tuningfork.train.prepare import PreparedRun
-from tuningfork.train.run_folder import stalls_of
 from tuningfork.train.session import Session
-from tuningfork.train.stall import StallWatch
 from tuningfork.train.steps import training_steps
 from tuningfork.train.stop import stop_when_asked
 
 
 class TrainingLoop:
-    """Trains a prepared run to its last step: lines of metrics, checkpoints and evaluations lie between the steps.
+    """Trains a prepared run to its last step, or until held-out numbers stop getting better: lines of metrics,
+    checkpoints and evaluations lie between the steps.
 
     Attributes:
         progress: where the run stands.
@@ -47,16 +46,14 @@ class TrainingLoop:
         self._pace, self._hosts = PaceWatch(), run.session.ranks.all(socket.gethostname())
         self._late = LateCompilations(run.console, run.session.ranks)
         self._gates = GateWatch()
-        stalls = stalls_of(run.folder, run.session.ranks.rank)
-        self._stall = StallWatch(self.output.stall_s, stalls, run.console.print)
+        self._stall = run.stall
 
     def train(self) -> bool:
-        """Train to the last step. False where the user asked to stop; the last step done is saved then."""
+        """Train to the end. False where the user asked to stop; the last step done is saved then."""
         run, total_steps = self.run, self.run.total_steps
         interval, apart = Interval(self.totals.peak_flops), 0.0
         with (
             stop_when_asked(run.console) as asked,
-            self._stall,
             self.checkpointer,
             run.console.phase("training", total_steps, "steps", done=self.progress.step) as phase,
         ):
@@ -71,7 +68,8 @@ class TrainingLoop:
                 self.progress.loss_scale,
             )  # fmt: skip
             self._stall.beat(f"step {self.progress.step + 1}")
-            for step in () if stop_asked() else steps:
+            over = self.held_out.stops(self.progress.step)
+            for step in () if stop_asked() or over else steps:
                 step = self._late.step(replace(step, seconds=step.seconds - apart))
                 apart = 0.0
                 self._enter(step)
@@ -91,11 +89,13 @@ class TrainingLoop:
                 if evaluating:
                     apart = self._evaluate(phase, stop_asked)
                     stopping = stop_asked()
-                    if stopping:
+                    over = self.held_out.stops(step.step) and not stopping
+                    if stopping or over:
                         self._save()
-                if stopping:
+                if stopping or over:
                     break
                 self._stall.beat("the last checkpoint" if ending else f"step {step.step + 1}")
+        self._stall.rest()
         return not stop_asked()  # it may have been asked while the last checkpoint was written
 
     def _enter(self, step: StepResult) -> None:
@@ -123,16 +123,12 @@ class TrainingLoop:
     def _evaluate(self, phase: Phase, stop_asked: Callable[[], bool]) -> float:
         """Score the held-out examples, and keep the weights if they are the best; the seconds that it took."""
         begun, step = time.perf_counter(), self.progress.step
-
-        def pack_done() -> bool:
-            self._stall.beat(f"the evaluation after step {step}")
-            return stop_asked()
-
-        self._stall.beat(f"the evaluation after step {step}")
         with phase.paused(), self._late.evaluation(step):
-            found = self.run.score_held_out(f"evaluating after step {step}", pack_done)
+            found = self.run.score_held_out(f"evaluating after step {step}", stop_asked)
             if found is not None and self.held_out.enter(step, found):
                 self._save()
+            if found is not None and self.held_out.stops(step):
+                self.held_out.say_stop(step)
         return time.perf_counter() - begun
 
 

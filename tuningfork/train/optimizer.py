@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from tuningfork.distributed.sums import squared_norm
 from tuningfork.errors import ConfigError
 from tuningfork.models.hf.load import bears_8_bits
 from tuningfork.models.policy import Spread
+from tuningfork.train.average import keep_average
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.own_shards import own_shards
 
@@ -22,13 +24,14 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
 
     `adamw_8bit` is torchao's: both moments in 8 bits, a scale for each block of 256 (Dettmers et al. 2022,
     arXiv:2110.02861), computed in float32; what it writes into bfloat16 weights is rounded up or down by chance, so
-    that an update smaller than their spacing is kept on average.
+    that an update smaller than their spacing is kept on average. With `ema_decay` it keeps an average of the weights,
+    too.
 
     Raises:
         ConfigError: adamw_8bit is asked for and cannot be had, see `check_optimizer`.
     """
     check_optimizer(config)
-    groups = []
+    groups: list[dict[str, Any]] = []
     for decay, of_kind in ((config.weight_decay, lambda p: p.ndim >= 2), (0.0, lambda p: p.ndim < 2)):
         # A fused step takes weights that lie alike: whole, or over one mesh of processes.
         alike: dict[DeviceMesh | None, list[nn.Parameter]] = {}
@@ -36,6 +39,13 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
             if weight.requires_grad and of_kind(weight):
                 alike.setdefault(getattr(weight, "device_mesh", None), []).append(weight)
         groups += [{"params": weights, "weight_decay": decay} for weights in alike.values()]
+    optimizer = _adamw(groups, config)
+    if config.ema_decay is not None:
+        keep_average(optimizer, config.ema_decay)
+    return optimizer
+
+
+def _adamw(groups: list[dict[str, Any]], config: TrainConfig) -> Optimizer:
     betas = (config.adam_beta1, config.adam_beta2)
     if config.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_eps, fused=True)
@@ -130,7 +140,7 @@ def check_optimizer(config: TrainConfig) -> None:
 
 def optimizer_bytes(model: nn.Module, config: TrainConfig) -> int:
     """Memory that the optimizer will hold: two moments a weight, in the weight's precision or in 8 bits with a float32
-    scale for each block of 256."""
+    scale for each block of 256; and an average of the weight, where one is kept."""
 
     def of_a_moment(weight: Tensor) -> int:
         count = weight.numel()
@@ -138,7 +148,9 @@ def optimizer_bytes(model: nn.Module, config: TrainConfig) -> int:
             return count + 4 * count // 256
         return count * weight.element_size()
 
-    return sum(2 * of_a_moment(weight) for weight in model.parameters() if weight.requires_grad)
+    averages = config.ema_decay is not None
+    moved = [weight for weight in model.parameters() if weight.requires_grad]
+    return sum(2 * of_a_moment(weight) + averages * weight.numel() * weight.element_size() for weight in moved)
 
 
 def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:

@@ -18,6 +18,7 @@ from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.run.console import Console
 from tuningfork.report.run.metrics import Evaluation
 from tuningfork.train import checkpoint
+from tuningfork.train.average import averaged
 from tuningfork.train.checkpoint import Progress
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.evaluate import check_start
@@ -29,6 +30,7 @@ from tuningfork.train.run_folder import CHECKPOINTS
 from tuningfork.train.same_run import at_its_beginning, check_same_run
 from tuningfork.train.session import Data, Session
 from tuningfork.train.setup.reference import open_reference, starting_weights
+from tuningfork.train.stall import StallWatch
 from tuningfork.wording import counted
 
 
@@ -46,6 +48,7 @@ class PreparedRun:
     progress: Progress  # where it stands; its `before` is the starting model on the held-out examples
     checked: int | None  # examples, by the step-0 check; None without a reference
     keeps_evaluations: bool  # those before the last checkpoint were on the held-out examples that it has now
+    stall: StallWatch
 
     @property
     def checkpoints(self) -> Path:
@@ -57,14 +60,17 @@ class PreparedRun:
         return self.loader.order.total_steps
 
     def score_held_out(self, name: str, stop_asked: Callable[[], bool] = lambda: False) -> Evaluation | None:
-        """The policy as it is now on the held-out examples, see `held_out.score_held_out`."""
-        return score_held_out(self.session, self.data, self.reference, self.console, name, stop_asked)
+        """The policy as it is now on the held-out examples, see `held_out.score_held_out`; of its weights the average,
+        where one is kept."""
+        with averaged(self.optimizer, self.session.policy.spread):
+            return score_held_out(self.session, self.data, self.reference, self.console, name, self.stall, stop_asked)
 
 
 def prepare(
-    config: RunConfig, session: Session, data: Data, console: Console, before: TrainConfig | None
+    config: RunConfig, session: Session, data: Data, console: Console, before: TrainConfig | None, stall: StallWatch
 ) -> PreparedRun:
     """Make a run ready, from its first step or from where it stopped. `before`: the settings it has in its folder.
+    `stall`, which is running, watches its evaluations.
 
     Raises:
         ReferenceMismatch: the reference is not that of the starting model.
@@ -92,7 +98,7 @@ def prepare(
         reference = open_reference(config, session, used, data.limits, console, data.held_out, weights)
         checked = _step_0_check(session, loader, reference, console)
     known = None if saved is None or saved.held_out_digest != begun.held_out_digest else saved.before
-    start = known or _evaluate_start(session, data, reference, console, continued=saved is not None)
+    start = known or _evaluate_start(session, data, reference, console, stall, continued=saved is not None)
 
     if session.policy.spread is not None:
         session.policy.spread.release()  # what scoring gathered is not what is moved, saved and loaded
@@ -119,6 +125,7 @@ def prepare(
         progress=progress,
         checked=checked,
         keeps_evaluations=known is not None,
+        stall=stall,
     )
 
 
@@ -154,7 +161,12 @@ def _step_0_check(session: Session, loader: PackLoader, reference: ReferenceStor
 
 
 def _evaluate_start(
-    session: Session, data: Data, reference: ReferenceStore | None, console: Console, continued: bool
+    session: Session,
+    data: Data,
+    reference: ReferenceStore | None,
+    console: Console,
+    stall: StallWatch,
+    continued: bool,
 ) -> Evaluation | None:
     """The starting model on the held-out examples. A run that is `continued` comes here where these are others now."""
     if continued and data.held_out:
@@ -163,4 +175,4 @@ def _evaluate_start(
             "what was found on the others is forgotten"
         )
     with console.startup.time("evaluation"):
-        return score_held_out(session, data, reference, console, "evaluating the starting model")
+        return score_held_out(session, data, reference, console, "evaluating the starting model", stall)

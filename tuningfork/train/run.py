@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tuningfork.data.prepare import report_dict
+from tuningfork.ranges import ranges
 from tuningfork.recipe.run_config import RunConfig
 from tuningfork.report.files import write_json, write_text
 from tuningfork.report.run.console import Console
@@ -20,8 +21,9 @@ from tuningfork.train.exported import export_model
 from tuningfork.train.held_out import Best, HeldOut
 from tuningfork.train.loop import TrainingLoop
 from tuningfork.train.prepare import PreparedRun, prepare
-from tuningfork.train.run_folder import CONFIG, ROWS, to_go_on, with_checksum
+from tuningfork.train.run_folder import CONFIG, ROWS, stalls_of, to_go_on, with_checksum
 from tuningfork.train.session import Data, Session
+from tuningfork.train.stall import StallWatch
 
 
 @dataclass(frozen=True)
@@ -56,22 +58,28 @@ def run(
         NonFiniteError: a number is not finite; the last checkpoint is whole.
         RunFolderError: the disk refuses, or the checkpoint belongs to another run, or to a longer one.
     """
-    prepared = prepare(config, session, data, console, before)
-    folder, progress = prepared.folder, prepared.progress
-    if session.ranks.first:
-        write_text(folder / CONFIG, with_checksum(kept))
-        write_json(folder / ROWS, _accounts(data))
-    with _records(prepared) as writer:
-        if isinstance(writer, RunWriter):
-            _open_records(config.output, prepared, writer)
-        held_out = _open_held_out(config.train, prepared, writer)
-        checkpointer = Checkpointer(prepared.checkpoints, config.output, session, prepared.optimizer, held_out)
-        loop = TrainingLoop(config, prepared, held_out, checkpointer, writer)
-        if loop.train():
-            return _finish(config.output, prepared, loop)
-        step = loop.progress.step
-        console.print(f"stopped after step {step} as asked; continue with {to_go_on(folder, session.ranks)}")
-        return RunResult(folder, False, step, prepared.total_steps, prepared.checked, progress.before)
+    stalls = stalls_of(Path(config.output.dir), session.ranks.rank)
+    with ranges(config.output.nvtx_ranges), StallWatch(config.output.stall_s, stalls, console.print) as stall:
+        prepared = prepare(config, session, data, console, before, stall)
+        if session.ranks.first:
+            write_text(prepared.folder / CONFIG, with_checksum(kept))
+            write_json(prepared.folder / ROWS, _accounts(data))
+        with _records(prepared) as writer:
+            return _run(config, prepared, writer)
+
+
+def _run(config: RunConfig, run: PreparedRun, writer: Records) -> RunResult:
+    """Train a run that is ready to its end, or until the user asks to stop."""
+    if isinstance(writer, RunWriter):
+        _open_records(config.output, run, writer)
+    held_out = _open_held_out(config.train, run, writer)
+    checkpointer = Checkpointer(run.checkpoints, config.output, run.session, run.optimizer, held_out)
+    loop = TrainingLoop(config, run, held_out, checkpointer, writer)
+    if loop.train():
+        return _finish(config.output, run, loop)
+    step = loop.progress.step
+    run.console.print(f"stopped after step {step} as asked; continue with {to_go_on(run.folder, run.session.ranks)}")
+    return RunResult(run.folder, False, step, run.total_steps, run.checked, run.progress.before)
 
 
 def _records(run: PreparedRun) -> Records:
@@ -110,10 +118,12 @@ def _open_held_out(train: TrainConfig, run: PreparedRun, writer: Records) -> Hel
 def _finish(output: OutputConfig, run: PreparedRun, loop: TrainingLoop) -> RunResult:
     """What follows the last step: the last evaluation, eval.json, summary.json, the exported model."""
     held_out, before, step = loop.held_out, run.progress.before, loop.progress.step
-    after, no_gain = run.score_held_out("evaluating the trained model"), False
-    if after is not None and before is not None:
-        if held_out.enter(step, after):
+    after, no_gain = held_out.entered(step), False  # by it the run has stopped early
+    if after is None:
+        after = run.score_held_out("evaluating the trained model")
+        if after is not None and held_out.enter(step, after):
             loop.checkpointer.prune()
+    if after is not None and before is not None:
         if run.session.ranks.first:
             _write_scores(run.folder, before, after, held_out.best)
         no_gain = held_out.no_gain(after.as_dict())
@@ -124,7 +134,7 @@ def _finish(output: OutputConfig, run: PreparedRun, loop: TrainingLoop) -> RunRe
     wanted = loop.checkpointer.best if output.export == "best" else None
     exported = wanted or step
     other = None if exported == step else checkpoint.at(run.checkpoints, exported)
-    export_model(run.session, run.folder, output, exported, other, run.console)
+    export_model(run.session, run.optimizer, run.folder, output, exported, other, run.console)
     return RunResult(
         folder=run.folder,
         finished=True,

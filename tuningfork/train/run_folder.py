@@ -1,14 +1,15 @@
 """The run folder: made once, continued only when asked, never overwritten.
 
 It is looked at before anything else happens, and made when training begins: a run that never began leaves nothing.
-A report of `tuningfork data`, evaluations of `tuningfork eval` and a starting model may lie in it already. The folder
-may be a link, and what a run keeps in it may not.
+A report of `tuningfork data`, evaluations of `tuningfork eval`, a starting model and what a start that stood still said
+of itself may lie in it already. The folder may be a link, and what a run keeps in it may not.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,14 +31,17 @@ START = "start"  # the starting model, where it was made from nothing
 
 LOG = "log.txt"  # grows line by line, as the next does; all other files are replaced as a whole
 STALLS = "stalls.txt"  # what every thread was doing when the run stood still; of rank 3 stalls.3.txt
+_STALLS = re.compile(r"stalls(\.[0-9]+)?\.txt")
 FILES = (CONFIG, ROWS, "metrics.jsonl", LOG, STALLS, "eval.json", "summary.json", "export.json")
 FOLDERS = (CHECKPOINTS, START, "model", eval_files.FOLDER, *sinks.NAMES)
 
-# Settings that may change between a run and its continuation: they decide where, how often, and at most how gradients
-# are rounded. model.path and model.dtype may be spelt anew: a checkpoint knows which model and dtype they must name.
+# Settings that may change between a run and its continuation: they decide where, how often, whether it stops before its
+# last step, and at most how gradients are rounded. model.path and model.dtype may be spelt anew: a checkpoint knows
+# which model and dtype they must name.
 FREE_TO_CHANGE = (
     *("output.", "train.device", "train.activation_memory", "train.gradient_dtype"),
     *("reference.cache", "objective.head_chunk_rows", "train.eval_every"),
+    *("train.early_stopping_patience", "train.early_stopping_threshold"),
     *("data.cache", "data.workers", "parallel."),
     *("model.path", "model.dtype"),
 )
@@ -73,7 +77,7 @@ def check_run_folder(folder: Path, resume: bool) -> None:
     """
     found = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
     may_be = (report_files.FOLDER, eval_files.FOLDER, START)
-    others = {name for name in found if name not in may_be and not is_aside(name)}
+    others = {name for name in found if name not in may_be and not is_aside(name) and not _STALLS.fullmatch(name)}
     if others and not has_begun(folder):
         raise RunFolderError(f"{folder} is no run folder: it has files, but no {CONFIG}. Choose another output.dir.")
     if has_begun(folder) and not resume:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import faulthandler
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tuningfork.errors import RunFolderError
@@ -15,10 +16,10 @@ from tuningfork.files import append_plain
 class StallWatch:
     """Warns where nothing is heard of a run for some seconds, from a thread of its own; to be used as a context.
 
-    The run calls `beat` with what it begins, and from the first call on it is watched. Where the next one does not come
-    in time, the stacks of all threads are written to a file, by Python's faulthandler, and a line says so; another one
-    when the run goes on. A warning is all: what is slow may be meant, and what hangs in a library, a driver or another
-    process nobody can free from here. A call that keeps Python's lock keeps this thread waiting, too.
+    The run calls `beat` with what it begins, and is watched from then on until it calls `rest`. Where the next call
+    does not come in time, the stacks of all threads are written to a file, by Python's faulthandler, and a line says
+    so; another one when the run goes on. A warning is all: what is slow may be meant, and what hangs in a library, a
+    driver or another process nobody can free from here. A call that keeps Python's lock keeps this thread waiting, too.
 
     Args:
         seconds: 0 for no watch.
@@ -57,6 +58,19 @@ class StallWatch:
                 self._changed.notify()  # else the thread looks when the time is over
         if stalled:
             self.say(f"the run goes on: {before} came to an end after {now - since:,.1f} s")
+
+    def rest(self) -> None:
+        """What was begun is over, and what comes now may take any time."""
+        self.beat("")
+
+    @contextmanager
+    def watching(self, what: str) -> Iterator[Callable[[], None]]:
+        """Watch what is done within, which calls what it gets here whenever a part of it is done; then `rest`."""
+        self.beat(what)
+        try:
+            yield lambda: self.beat(what)
+        finally:
+            self.rest()
 
     def _watch(self) -> None:
         with self._changed:

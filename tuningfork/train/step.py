@@ -14,6 +14,7 @@ from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
 from tuningfork.errors import NonFiniteError, ReferenceMismatch
 from tuningfork.models.scorer import Scorer
 from tuningfork.objective.base import Objective
+from tuningfork.ranges import phase
 from tuningfork.records import ChunkLoss, PerToken, Statistic
 from tuningfork.reference.build import unequal
 from tuningfork.train.batch import StepBatch
@@ -86,7 +87,8 @@ def train_step(
         clipped = max_grad_norm / (norm + 1e-6)
         scale = clipped if scale is None else clipped * scale
     if not skipped:
-        move_weights(optimizer, scale)
+        with phase("optimizer"):
+            move_weights(optimizer, scale)
     optimizer.zero_grad(set_to_none=True)
     # Statistics come last: the device moves the weights meanwhile.
     statistics = {**objective.statistics(logps, batch.answers), **_of_mixers(noted, batch, ranks)}

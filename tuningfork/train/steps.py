@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -14,6 +14,7 @@ from tuningfork.distributed.plan import plan_step
 from tuningfork.distributed.ranks import Ranks
 from tuningfork.errors import NonFiniteError, enough_memory
 from tuningfork.models.compilations import Compilations
+from tuningfork.ranges import phase
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.run.metrics import Means, RanksResult, StepResult
 from tuningfork.train.batch import StepBatch
@@ -22,6 +23,8 @@ from tuningfork.train.loss_scale import LossScale
 from tuningfork.train.optimizer import learning_rate, set_learning_rate
 from tuningfork.train.session import Session
 from tuningfork.train.step import train_step
+
+Item = TypeVar("Item")
 
 
 class OfRank(NamedTuple):
@@ -50,6 +53,17 @@ def _ranks(of_ranks: list[OfRank]) -> RanksResult:
     passes = [one.waiting / (one.computing + one.waiting) for one in of_ranks if one.computing]
     mean = sum(flops) / len(flops)
     return RanksResult(len(of_ranks), max(flops) / mean if mean else 1.0, sum(passes) / max(len(passes), 1), paces)
+
+
+def _waited_for(items: Iterator[Item]) -> Iterator[Item]:
+    """The items, with a range around the time that is waited for each."""
+    end = object()
+    while True:
+        with phase("data"):
+            item = next(items, end)
+        if item is end:
+            return
+        yield item  # type: ignore[misc]
 
 
 def training_steps(
@@ -82,7 +96,7 @@ def training_steps(
             yield step, batch, sum(flops.training(pack.spans, len(pack.logit_rows)) for pack in packs)
 
     begun = waiting = time.perf_counter()
-    for step, batch, model_flops in ahead(batches()):
+    for step, batch, model_flops in _waited_for(ahead(batches())):
         data_seconds = time.perf_counter() - waiting
         compilations.taken()  # between steps: an evaluation's
         if cuda:
@@ -94,7 +108,10 @@ def training_steps(
             session.policy.spread.restart_clock()
         try:
             largest = max(len(pack.input_ids) for pack in batch.packs)
-            with enough_memory(f"step {step + 1}, with packs of up to {largest:,} tokens"):
+            with (
+                enough_memory(f"step {step + 1}, with packs of up to {largest:,} tokens"),
+                phase(f"step {step + 1}"),
+            ):
                 outcome = train_step(
                     session.scorer,
                     session.objective,

@@ -206,9 +206,9 @@ def moments(config: TrainConfig) -> tuple[torch.nn.Module, list[torch.Tensor]]:
 
 
 def test_the_optimizers_memory_is_known_before_there_is_one():
-    config = TrainConfig()
-    model, held = moments(config)
-    assert sum(t.nbytes for t in held) == optimizer_bytes(model, config)
+    for config in (TrainConfig(), TrainConfig(ema_decay=0.9)):
+        model, held = moments(config)
+        assert sum(t.nbytes for t in held) == optimizer_bytes(model, config)
 
 
 def test_8_bit_moments_take_a_byte_and_a_scale_for_each_block(uncompiled):

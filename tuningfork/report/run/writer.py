@@ -6,7 +6,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -93,12 +93,9 @@ class RunWriter(Records):
         if resume_at_step is not None:
             for line in _keep_lines(self.metrics_path, resume_at_step, keep_evaluations):
                 self.last_step = line["step"]
-                if is_evaluation(line):
-                    scores = {key.removeprefix(EVAL): value for key, value in line.items() if key.startswith(EVAL)}
-                    scores.pop("seconds", None)
-                    self.evaluations[line["step"]] = scores
-                else:
+                if not is_evaluation(line):
                     self.ends = (*self.ends[:1], line)
+                self.evaluations |= evaluations_of([line])
         elif os.path.lexists(self.metrics_path):
             raise RunFolderError(
                 f"{self.metrics_path} exists. Add --resume to continue that run, or choose another output.dir."
@@ -143,6 +140,19 @@ class RunWriter(Records):
 def is_evaluation(line: Mapping[str, Any]) -> bool:
     """Whether a line of metrics.jsonl is of held-out pairs, not of training steps."""
     return f"{EVAL}loss" in line
+
+
+def evaluations_of(lines: Iterable[Mapping[str, Any]]) -> dict[int, Scores]:
+    """The numbers of all evaluations among the lines of a metrics.jsonl, by their step."""
+    return {
+        line["step"]: {
+            key.removeprefix(EVAL): value
+            for key, value in line.items()
+            if key.startswith(EVAL) and key != f"{EVAL}seconds"
+        }
+        for line in lines
+        if is_evaluation(line)
+    }
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
