@@ -124,6 +124,7 @@ def tokens_per_second(steps: Iterator[StepResult]) -> dict[str, float]:
 def phases(name: str, tokens: int, length: int) -> dict[str, float]:
     """Seconds of each phase of a start without weights.
 
+    device_s         the device's own start: its driver and libraries
     made_s           initial values, on the CPU in float32
     moved_s          to the device; kernels chosen
     first_forward_s  one pack scored for the first time; compiles the forward pass where blocks are compiled
@@ -131,6 +132,9 @@ def phases(name: str, tokens: int, length: int) -> dict[str, float]:
     compile_s        what both take beyond their second time
     later_step_s     a step behind those
     """
+    begun = time.perf_counter()
+    torch.ones(8, 8, device=device()).matmul(torch.ones(8, 8, device=device())).sum().item()
+    device_s = time.perf_counter() - begun
     begun = time.perf_counter()
     model = made(name, length)
     made_s = time.perf_counter() - begun
@@ -147,6 +151,7 @@ def phases(name: str, tokens: int, length: int) -> dict[str, float]:
     first, *later = (step.seconds for step in work.steps(length, WARM_UP + 3))
     steady = median(later[1:])
     found = {
+        "device_s": device_s,
         "made_s": made_s,
         "moved_s": moved_s,
         "first_forward_s": forwards[0],

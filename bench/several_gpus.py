@@ -3,7 +3,8 @@
 Each job is bench.step in processes of its own. `alone` runs one on every GPU at once, each for itself: a machine's GPUs
 share its power and its processors, so that is what a job of them all is measured against.
 
-    ratio           pairs/s of all GPUs together / that of the programs of `alone` together, of the same model
+    ratio           pairs/s of all GPUs together / that of the programs of `alone` together, of the same model and as
+                    many pairs a GPU and step
     tokens_gpu      tokens a second and GPU, padding and repeats not counted
     exposed_ms      of a step, in which a GPU only talks to others (with --profile)
     step0           pairs whose log-probs were equal to the reference's to the bit, on every process
@@ -59,6 +60,16 @@ class Job(NamedTuple):
     flags: tuple[str, ...] = ()
     least: int = 2  # GPUs that it takes
     epochs: int = 4
+    each: int = EACH  # pairs of a GPU and step
+
+    @property
+    def alone(self) -> bool:
+        """Whether each GPU runs a program of its own."""
+        return self.least == 1
+
+    def measures(self, other: Job) -> bool:
+        """Whether another is to be held against it."""
+        return self.alone and (self.model, self.each) == (other.model, other.each)
 
 
 def jobs(gpus: int) -> dict[str, Job]:
@@ -71,6 +82,9 @@ def jobs(gpus: int) -> dict[str, Job]:
         "spread": Job(MODEL),
         "kept": Job(MODEL, ("--no-reshard_after_forward",)),
         "copies": Job(MODEL, ("--shard", "1")),
+        "alone, more packs": Job(MODEL, least=1, each=4 * EACH),
+        "spread, more packs": Job(MODEL, each=4 * EACH),
+        "kept, more packs": Job(MODEL, ("--no-reshard_after_forward",), each=4 * EACH),
         "copies of what is spread": Job(MODEL, ("--replicate", "2"), least=4),
         "sums in bfloat16": Job(MODEL, ("--reduce_dtype", "bfloat16")),
         "tensor": Job(MODEL, ("--tensor", "2")),
@@ -84,7 +98,7 @@ def command(job: Job, processes: int, pairs: int, out: Path, profile: Path | Non
     start = ["-m", "bench.step"]
     if processes > 1:
         start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), *start]
-    told = {"model": job.model, "pairs": pairs * processes, "examples_per_step": EACH * processes}
+    told = {"model": job.model, "pairs": max(pairs, job.each) * processes, "examples_per_step": job.each * processes}
     told |= {"epochs": job.epochs, "pack_tokens": PACK, "out": out} | ({"profile": profile} if profile else {})
     flags = [text for name, value in told.items() for text in (f"--{name}", str(value))]
     return [sys.executable, "-W", "ignore", *start, *flags, *job.flags]
@@ -125,7 +139,7 @@ def _cause(errors: str) -> str:
 
 def measure(name: str, job: Job, gpus: int, pairs: int, limit: float, profile: bool) -> dict[str, Any]:
     """The line of a job."""
-    alone = name == "alone"
+    alone = job.alone
     with tempfile.TemporaryDirectory() as folder:
         outs = [Path(folder, f"{number}.jsonl") for number in range(gpus if alone else 1)]
         tables = Path(folder, "profile.txt") if profile and not alone else None
@@ -156,11 +170,12 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--profile", action="store_true", help="see how long GPUs only talk to each other")
     args = options.parse_args(argv)
     lines: list[dict[str, Any]] = []
-    for name, job in jobs(gpus).items():
-        if gpus < job.least or name not in (args.jobs or jobs(gpus)):
+    all_jobs = jobs(gpus)
+    for name, job in all_jobs.items():
+        if gpus < job.least or name not in (args.jobs or all_jobs):
             continue
         line = measure(name, job, gpus, args.pairs, args.limit, args.profile)
-        single = next((one for one in lines if one["job"] == "alone" and one["model"] == job.model), None)
+        single = next((one for one in lines if all_jobs[one["job"]].measures(job)), None)
         if single and single.get("pairs_s") and line.get("pairs_s"):
             line["ratio"] = round(line["pairs_s"] / single["pairs_s"], 3)
         emit(line, args.out)

@@ -137,10 +137,10 @@ def nsa_block_gradients(
     scale,
     SELECT: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, KEY_LANES: tl.constexpr,
     VALUE: tl.constexpr, VALUE_LANES: tl.constexpr, KEYS: tl.constexpr, SLICES: tl.constexpr, LINES: tl.constexpr,
-    PRECISION: tl.constexpr, QUERIES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What a part of a piece's readers gives its keys and values, added to their slot's, float32 [slots, SELECT,
-    width]; and with QUERIES what the piece gives the gradient of each reader's query."""
+    width]; and what the piece gives the gradient of each reader's query."""
     part, there = _part_of(parts, launches, launch)
     if not there:
         return
@@ -185,10 +185,9 @@ def nsa_block_gradients(
         d_weights = tl.dot(d_out, tl.trans(value), input_precision=PRECISION)
         d_scores = (weights * (d_weights - weighted[:, None])).to(query.dtype)
         acc_k = tl.dot(tl.trans(query), d_scores, acc_k, input_precision=PRECISION)
-        if QUERIES:
-            given = tl.dot(d_scores, key, input_precision=PRECISION)
-            inside = reads[:, None] & (keys < KEY)[None, :]
-            tl.store(partial + slots[:, None] * KEY + keys[None, :], given, mask=inside)
+        given = tl.dot(d_scores, key, input_precision=PRECISION)
+        inside = reads[:, None] & (keys < KEY)[None, :]
+        tl.store(partial + slots[:, None] * KEY + keys[None, :], given, mask=inside)
     number = slice * KEYS + tl.arange(0, KEYS)
     places = (tl.load(part + 3).to(tl.int64) * SELECT + number)[None, :]
     inside = (number < SELECT)[None, :]

@@ -161,7 +161,6 @@ def _backward_op(
             q, k, v, grad, lse, delta, partial, *sums, by.parts, by.launches, by.order, of.position_of_row,
             pieces.table, pieces.rows, *strides(q, k, v), rows, work.groups, number, first, unit, scale,
             **work.parts(config.gradient_lines, config.gradient_warps, config.gradient_stages), **widths(q, v),
-            QUERIES=True,
         )  # fmt: skip
         kernels.nsa_block_merge_gradient[work.merging(end - first)](
             partial, lists, d_q, work.none, work.groups, group, first, end, scale,

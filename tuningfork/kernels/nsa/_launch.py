@@ -24,14 +24,16 @@ class Config(NamedTuple):
 
     tile: rows, or entries, of a program of compressed attention.
     step: entries that rows read at once, and rows of a piece.
-    readers: rows that entries read at once, or heads of rows that a piece does.
-    warps, stages: of these; and `reader_warps` of programs whose entries or pieces read.
+    readers: rows that entries read at once; their programs have `reader_warps`.
+    lines: heads of rows that a piece reads at once.
+    warps, stages: of all others.
     row_stages: of a program that has one row; its warps are 4.
     """
 
     tile: int
     step: int
     readers: int
+    lines: int
     warps: int
     stages: int
     row_stages: int
@@ -42,10 +44,10 @@ def config_of(q: Tensor, v: Tensor) -> Config:
     width = max(lanes_of(q.shape[2]), lanes_of(v.shape[2]))
     wide = width > 128
     if q.dtype.itemsize == 4:  # 4 warps: with 8, products of 16 columns read beyond what they have
-        return Config(32, 16, 16, 4, 1, 1, 4) if wide else Config(32, 32, 32, 4, 1, 1, 4)
+        return Config(32, 16, 16, 16, 4, 1, 1, 4) if wide else Config(32, 32, 32, 32, 4, 1, 1, 4)
     if wide:
-        return Config(64, 32, 64, 8, 1, 2, 8)
-    return Config(64, 64, 64, 4, 2, 3, 8 if width > 64 else 4)
+        return Config(64, 32, 64, 32, 8, 1, 2, 8)
+    return Config(64, 64, 64, 32, 4, 2, 3, 8) if width > 64 else Config(64, 64, 64, 64, 4, 2, 3, 4)
 
 
 def widths(q: Tensor, v: Tensor) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 # mypy: disable-error-code=no-untyped-def
-"""Selected attention row by row as an op of a GPU: launches `_selected_kernels.py`, and those of
-`_block_kernels.py` for the gradients of keys and values."""
+"""Selected attention row by row as an op of a GPU: launches `_selected_kernels.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +11,6 @@ import triton
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula  # private: torch.utils.flop_counter
 
-from tuningfork.kernels.nsa import _block_kernels as block_kernels
 from tuningfork.kernels.nsa import _selected_kernels as kernels
 from tuningfork.kernels.nsa._launch import (
     LOG2_E,
@@ -25,7 +23,7 @@ from tuningfork.kernels.nsa._launch import (
     sum_parts,
     widths,
 )
-from tuningfork.kernels.nsa._readers import Readers, most_parts
+from tuningfork.kernels.nsa._readers import Readers
 from tuningfork.kernels.nsa._tables import Pieces
 
 _PART = 1024  # rows that a part of a piece's readers has at most
@@ -131,22 +129,15 @@ def _selected_backward(
         q, k, v, out, grad, lse, delta, d_q, lists, *where, *strides(q, k, v), rows, none, unit, scale,
         **_by_row(config_of(q, v), constants),
     )  # fmt: skip
-    readers, config = Readers.of(lists, len(pieces.rows), rows, _PART), config_of(q, v)
-    parts, slices = most_parts(len(pieces.rows), 1, rows * count, _PART), triton.cdiv(select, constants["KEYS"])
-    slots = most_parts(none, 1, lists.numel(), _PART)
-    sums = [q.new_zeros(slots, select, t.shape[2], dtype=torch.float32) for t in (k, v)]
-    reading = {
-        **constants,
-        "SLICES": slices,
-        "LINES": max(config.readers, triton.next_power_of_2(constants["GROUP"])),
-        "num_warps": config.reader_warps,
-    }
-    for group in range(groups):  # without QUERIES the kernel writes no queries' parts: `delta` stands where they go
-        block_kernels.nsa_block_gradients[(parts, slices)](
-            q, k, v, grad, lse, delta, delta, *sums, readers.parts, readers.launches, readers.order, *where,
-            *strides(q, k, v), rows, groups, group, 0, unit, scale, QUERIES=False, **reading,
-        )  # fmt: skip
-    for parts_of, total in zip(sums, (d_k, d_v), strict=True):
+    readers = Readers.of(lists, len(pieces.rows), rows, _PART)
+    parts = readers.parts
+    partial = [q.new_empty(len(parts), select, t.shape[2], dtype=torch.float32) for t in (k, v)]
+    lines = max(config_of(q, v).lines, triton.next_power_of_2(constants["GROUP"]))
+    kernels.nsa_selected_key_gradient[(len(parts), triton.cdiv(select, constants["KEYS"]))](
+        q, k, v, grad, lse, delta, *partial, parts, readers.order, *where, *strides(q, k, v), rows, groups, unit, scale,
+        LINES=lines, **constants,
+    )  # fmt: skip
+    for parts_of, total in zip(partial, (d_k, d_v), strict=True):
         sum_parts(parts_of, total, pieces.starts, pieces.places, readers.slot_starts, select, True)
     return d_q, d_k, d_v
 

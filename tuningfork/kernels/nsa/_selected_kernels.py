@@ -180,3 +180,63 @@ def nsa_selected_query_gradient(
         positions = next_positions
     places = (first + heads)[:, None] * KEY + keys[None, :]
     tl.store(d_q + places, (acc * scale).to(d_q.dtype.element_ty), mask=live[:, None] & (keys < KEY)[None, :])
+
+
+@triton.jit(do_not_specialize=["rows_total"])
+def nsa_selected_key_gradient(
+    q, k, v, grad, lse, delta, partial_k, partial_v, parts, order, position_of_row, table, piece_rows,
+    stride_q, head_q, stride_k, head_k, stride_v, head_v, rows_total, groups, unit, scale,
+    SELECT: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, KEY_LANES: tl.constexpr,
+    VALUE: tl.constexpr, VALUE_LANES: tl.constexpr, KEYS: tl.constexpr, LINES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What a part of the rows that read a piece for a group gives its keys: its slot's, float32 [slots, SELECT, width].
+
+    A row's heads lie in GROUP of LINES lines, and as many rows at once as fit there. `parts` and `order` are those of
+    `_readers.Readers`.
+    """
+    part = parts + 4 * tl.program_id(0)
+    listed = tl.load(part)
+    begin = tl.load(part + 1)
+    stop = tl.load(part + 2)
+    if begin >= stop:
+        return
+    group = listed % groups
+    slice = tl.program_id(1)
+    keys = tl.arange(0, KEY_LANES)
+    values = tl.arange(0, VALUE_LANES)
+    rows, positions = piece_rows_of(table, piece_rows, listed // groups, slice, True, rows_total, SELECT, KEYS)
+    live = rows < rows_total
+    key = load_rows(k + group * head_k, rows, live, stride_k, keys, KEY)
+    value = load_rows(v + group * head_v, rows, live, stride_v, values, VALUE)
+    ROWS: tl.constexpr = LINES // GROUP
+    lines = tl.arange(0, LINES)
+    head = group * GROUP + lines % GROUP
+    heads = groups * GROUP
+    acc_k = tl.zeros([KEYS, KEY_LANES], tl.float32)
+    acc_v = tl.zeros([KEYS, VALUE_LANES], tl.float32)
+    full = lines < ROWS * GROUP
+    reader = begin + lines // GROUP
+    place = tl.load(order + reader, mask=full & (reader < stop), other=0)
+    for _ in range(begin, stop, ROWS):
+        reads = full & (reader < stop)
+        row = place.to(tl.int64) // (groups * COUNT)
+        reader += ROWS
+        place = tl.load(order + reader, mask=full & (reader < stop), other=0)  # a step ahead: rows need not wait for it
+        position = tl.load(position_of_row + row, mask=reads, other=-1).to(tl.int32)
+        query = load_rows(q, row * stride_q + head * head_q, reads, 1, keys, KEY)
+        d_out = load_rows(grad, row * heads + head, reads, VALUE, values, VALUE)
+        top = tl.load(lse + row * heads + head, mask=reads, other=0.0)
+        weighted = tl.load(delta + row * heads + head, mask=reads, other=0.0)
+        products = tl.dot(key, tl.trans(query), input_precision=PRECISION)
+        weights = tl.exp2(tl.fma(products, unit, -top[None, :]))
+        weights = tl.where(live[:, None] & (positions[:, None] <= position[None, :]), weights, 0.0)
+        acc_v = tl.dot(weights.to(d_out.dtype), d_out, acc_v, input_precision=PRECISION)
+        d_weights = tl.dot(value, tl.trans(d_out), input_precision=PRECISION)
+        d_scores = weights * (d_weights - weighted[None, :])
+        acc_k = tl.dot(d_scores.to(query.dtype), query, acc_k, input_precision=PRECISION)
+    number = slice * KEYS + tl.arange(0, KEYS)
+    slots = tl.load(part + 3).to(tl.int64) * SELECT + number
+    inside = (number < SELECT)[:, None]
+    tl.store(partial_k + slots[:, None] * KEY + keys[None, :], acc_k * scale, mask=inside & (keys < KEY)[None, :])
+    tl.store(partial_v + slots[:, None] * VALUE + values[None, :], acc_v, mask=inside & (values < VALUE)[None, :])

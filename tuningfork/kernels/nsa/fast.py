@@ -12,8 +12,7 @@ What the kernels know of a pack are tables (`_tables.py`). Of compressed attenti
 Of selected attention row by row (`_selected_kernels.py`):
 
 - forward, and the gradient of the queries: a row's heads of one group read the pieces of its list together;
-- the gradient of keys and values: a piece, for one group, reads the rows that list it, in their order; with the kernel
-  of `_block_kernels.py`.
+- the gradient of keys and values: a piece, for one group, reads the rows that list it, in their order.
 
 Of selected attention by blocks (`_block_kernels.py`), where few heads share keys (`LEAST_HEADS_BY_ROW`):
 
