@@ -8,7 +8,6 @@ import signal
 import time
 import warnings
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
