@@ -72,7 +72,7 @@ SUB_ROOMS = {
     "commands.summary": set(),
     "commands.launched": set(),
     "commands.launch": {"commands.launched"},
-    "commands.check_cluster": set(),
+    "commands.check_cluster": {"commands.inputs"},
     "commands.data": {"commands.inputs", "commands.resolve"},
     "commands.reference": {"commands.inputs", "commands.resolve"},
     "commands.evaluate": {"commands.inputs", "commands.resolve", "commands.summary"},

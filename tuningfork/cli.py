@@ -257,6 +257,8 @@ def _launch(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
     _, config, _ = _read(parser, own.what, own.arguments, aloud=False)
     with suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # Before torch is imported, which reads it then: whoever has lost another process would show stacks of C++.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from tuningfork.commands.launch import launch
 
     same = ["-m", "tuningfork", own.what, *own.arguments]

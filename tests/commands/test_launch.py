@@ -14,11 +14,13 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous import RendezvousError
 
 from tests.distributed.worlds import free_port
 from tuningfork.commands.launch import launch
 from tuningfork.distributed.config import ParallelConfig
-from tuningfork.errors import ConfigError
+from tuningfork.errors import ConfigError, RankError
 
 SECONDS = 60.0
 RANK = "import os, signal, sys, time; rank, again = os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']; "
@@ -125,6 +127,20 @@ def test_several_machines_meet(capfd: pytest.CaptureFixture[str]) -> None:
         pipes.append(ours)
     assert all(pipe.poll(SECONDS) and pipe.recv() == 0 for pipe in pipes)
     assert sorted(capfd.readouterr().out.splitlines()) == ["0 2 1", "1 2 1"]
+
+
+def test_a_machine_that_was_lost_is_not_one_that_never_came() -> None:
+    """The store in which machines meet may go at any time."""
+    error = RendezvousError("The connection to the C10d store has failed. See inner exception for details.")
+    for begun, words in ((True, "has ended, or its machine is gone"), (False, r"did not meet at .*details\. Is that")):
+
+        def run(agent: LocalElasticAgent, begun: bool = begun) -> None:
+            agent.get_worker_group().workers[0].id = 7 if begun else None
+            raise error
+
+        store = patch("tuningfork.commands.launch.get_rendezvous_handler")
+        with store, patch.object(LocalElasticAgent, "run", run), pytest.raises(RankError, match=words):
+            launch([], 1, "cpu", 0, SECONDS, nodes=2, rendezvous="node1:29500")
 
 
 def test_machines_must_know_where_they_meet() -> None:

@@ -36,11 +36,11 @@ def prepared(folder: Path) -> None:
     write_rows(folder / "held_out.jsonl", make_pairs(6, seed=3))
 
 
-def start(folder: Path, out: str, size: int, resume: bool) -> list[Any]:
-    """The processes of a run, forked from this one."""
+def start(folder: Path, out: str, size: int, resume: bool, **told: str) -> list[Any]:
+    """The processes of a run, forked from this one, which are `told` so in their environment."""
     port, context, processes = free_port(), multiprocessing.get_context("fork"), []
     for rank in range(size):
-        process = context.Process(target=_train, args=(folder, out, resume, environment(rank, size, port)))
+        process = context.Process(target=_train, args=(folder, out, resume, environment(rank, size, port) | told))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             process.start()

@@ -132,6 +132,7 @@ def test_a_store_that_does_not_answer_silences_nobody() -> None:
     assert _first_to_fail(store, 0.01)
     store.ended.set()
     assert not _first_to_fail(store, 10.0)
+    assert _first_to_fail(store, 10.0, far=True), "nobody on this machine has read what was said on that one"
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=10))
     assert [_first_to_fail(store, 10.0) for _ in range(3)] == [True, False, False]

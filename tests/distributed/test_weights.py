@@ -21,13 +21,14 @@ from tests.models.hf.folders import folder_of, plain_load, rewrite
 from tests.models.hf.released_folders import RELEASED, forms
 from tests.tiny import random_examples, tiny_model
 from tuningfork.data.packing.layout import build_pack
-from tuningfork.distributed import export, rows
+from tuningfork.distributed import export, rows, tensor
 from tuningfork.distributed.config import ParallelConfig
 from tuningfork.distributed.export import save
 from tuningfork.distributed.layout import Layout
-from tuningfork.distributed.load import WHOLE, load_spread, replace_spread
+from tuningfork.distributed.load import WHOLE, load_split, load_spread, replace_spread
 from tuningfork.distributed.parallelize import parallelize
 from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
+from tuningfork.distributed.tensor import local
 from tuningfork.errors import ModelError, RunFolderError
 from tuningfork.models.hf import attention, digests, safetensors_reader
 from tuningfork.models.hf.load import Loaded, load
@@ -41,6 +42,7 @@ from tuningfork.train.setup.reference import starting_weights
 # Bytes: what each thread that reads has for it, and whatever is allocated once.
 READERS = safetensors_reader._THREADS * safetensors_reader._PIECE + (32 << 20)
 LAYOUTS = {"FSDP": {"shard": None}, "HSDP": {"replicate": 2}, "DDP": {"shard": 1}}
+LAYOUTS_OF_DIGESTS = {**LAYOUTS, "TP": {"shard": 1, "tensor": 2}}
 
 
 def spread(ranks: Ranks, model: Any, parallel: dict[str, Any]) -> Policy:
@@ -60,12 +62,14 @@ def digests_of(ranks: Ranks, family: str, parallel: dict[str, Any]) -> list[str]
     return [*found, model_code_digest(policy.model), policy.config_digest()]
 
 
-@pytest.mark.parametrize(("layout", "size"), [("FSDP", 2), ("FSDP", 3), ("HSDP", 4), ("DDP", 2)])  # 3: uneven rows
-@pytest.mark.parametrize("family", ["llama", "granite"])  # untied, tied
+@pytest.mark.parametrize(
+    ("layout", "size"), [("FSDP", 2), ("FSDP", 3), ("HSDP", 4), ("DDP", 2), ("TP", 4)]
+)  # 3: uneven rows
+@pytest.mark.parametrize("family", ["qwen2", "granite"])  # untied, with biases; tied
 def test_a_model_has_one_digest_however_it_is_spread(size: int, layout: str, family: str) -> None:
     expected = digests_of(ONE_PROCESS, family, {})
     assert len({*expected}) == 5
-    for found in together(size, digests_of, family, LAYOUTS[layout]):
+    for found in together(size, digests_of, family, LAYOUTS_OF_DIGESTS[layout]):
         assert found == expected
 
 
@@ -242,13 +246,65 @@ def test_each_process_reads_its_own_rows_of_a_released_hybrid_model(tmp_path, na
         assert dtypes.keys() and WHOLE not in notes
 
 
-def started(ranks: Ranks, path: Path, weights: str, share: str) -> Any:
+SPLIT = [(2, {"tensor": 2}), (4, {"tensor": 2}), (4, {"tensor": 2, "shard": 1})]  # 2, 2 x 2 spread, 2 x 2 copies
+
+
+def read_in_parts(ranks: Ranks, path: Path, parallel: dict[str, Any], dtype: torch.dtype) -> Any:
+    """Of a model that is split when it is read: its digest, the bytes that this process read and keeps, what a token
+    costs; whether its numbers are those of one that is split when it has been read."""
+    count: list[int] = []
+    layout = Layout.plan(ParallelConfig(**parallel), ranks)
+    loaded, policy = load_split(
+        str(path), torch.device("cpu"), dtype, layout, torch.float32, lambda done, total: count.append(total)
+    )
+    kept = sum(weight.nbytes for weight in map(local, policy.model.parameters()))
+    other = spread(ranks, load(str(path), dtype=dtype).model, parallel)
+    with torch.no_grad():
+        same = torch.equal(policy.hidden_rows(a_pack()), other.hidden_rows(a_pack()))
+    assert policy.spread is not None and not loaded.notes
+    assert (policy.head_weight is policy.model.get_input_embeddings().weight) == policy.config.tie_word_embeddings
+    return starting_weights(policy, Console(), ranks), count[-1], kept, policy.flops(), same
+
+
+@pytest.mark.parametrize(("size", "parallel"), SPLIT)
+@pytest.mark.parametrize(("family", "dtype"), [("qwen2", torch.float32), ("granite", torch.bfloat16)])
+def test_a_model_is_split_before_it_is_read(tmp_path, size, parallel, family, dtype) -> None:
+    """To the bit it is the one that is read and then split. Of a matrix that is split by its columns rows are read
+    whole, some at a time; nothing else is read that is not kept."""
+    path = folder_of(tmp_path / "original", family)
+    alone = Policy.plain(load(str(path), dtype=dtype).model, torch.float32)
+    digest, stored = starting_weights(alone, Console()), load_file(path / "model.safetensors")
+    copies = 2 if parallel.get("shard") == 1 else 1
+    expected = 0
+    for name, there in stored.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            expected += there.nbytes * 2 * copies
+        elif there.ndim > 1:
+            expected += there.nbytes * copies
+        else:  # biases are split, norms are not
+            expected += there.nbytes * (size // 2 if name.endswith(".bias") else size)
+    found = together(size, read_in_parts, path, parallel, dtype)
+    assert sum(read for _, read, *_ in found) == expected
+    parts = size // copies
+    for own, _, kept, flops, same in found:
+        assert own == digest and flops == alone.flops() and same
+        few = sum(weight.nbytes for weight in alone.model.parameters() if weight.ndim == 1)
+        whole = sum(weight.nbytes for weight in alone.model.parameters() if weight.ndim > 1)
+        assert kept <= whole / parts * 1.05 + few  # a vocabulary of 97 has no even parts
+
+
+def started(ranks: Ranks, path: Path, weights: str, share: str, parallel: dict[str, Any] | None = None) -> Any:
     """A session as a run starts it, its blocks compiled as far as their check goes."""
     config = RunConfig()
+    for name, count in (parallel or {}).items():
+        setattr(config.parallel, name, count)
     config.model.path, config.model.weights, config.pack.share = str(path), weights, share
     config.train.device, config.train.activation_memory = "cpu", "none"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Policy, "has_plain_kernels", False)  # so that they are checked
+        if ranks.size > 1:  # nobody reads the whole model
+            patch.setattr("tuningfork.train.setup.model.load", None)
+            patch.setattr("tuningfork.distributed.load.load", None)
         session = start_model(config, torch.device("cpu"), Console(), ranks)
     digest = starting_weights(session.policy, Console(), ranks)
     sizes = {n: tuple(s.shape) for n, s in session.check.exact.d_weights.items()}
@@ -266,6 +322,36 @@ def test_a_run_starts_with_the_weights_of_one_process_and_every_check(tmp_path, 
         assert found[2].keys() == sizes.keys()  # a gradient has reached every weight
     if family == "olmo_hybrid":
         assert {kind for name, kind in dtypes.items() if name.endswith(("A_log", "dt_bias"))} == {torch.float32}
+
+
+@pytest.mark.parametrize(("size", "parallel"), SPLIT[1:])
+def test_a_run_whose_products_are_computed_together_starts_so_too(tmp_path, size, parallel) -> None:
+    path = folder_of(tmp_path / "original", "qwen2")
+    digest, dtypes, sizes = started(ONE_PROCESS, path, "bfloat16", "tree")
+    for found in together(size, started, path, "bfloat16", "tree", parallel):
+        assert found[:2] == (digest, dtypes)
+        assert found[2].keys() == sizes.keys()
+
+
+def started_with_a_fault(ranks: Ranks, path: Path) -> str:
+    """What a start says of products that are put together wrongly, by a hundredth."""
+
+    def by_rows(module: Any, group: Any, rows: torch.Tensor) -> torch.Tensor:
+        return group.summed(torch.nn.functional.linear(rows, local(module.weight))) * 1.01
+
+    with patch.object(tensor, "_by_rows", by_rows):
+        try:
+            started(ranks, path, "float32", "tree", {"tensor": 2})
+        except ModelError as error:
+            return str(error)
+    return "no error"
+
+
+def test_a_model_that_is_split_wrongly_does_not_start(tmp_path) -> None:
+    """Its parts are held against the unsplit model, which no process has whole."""
+    path = folder_of(tmp_path / "original", "llama")
+    for said in together(2, started_with_a_fault, path):
+        assert "hidden states are" in said and "away from those of plain kernels" in said
 
 
 def replaced(ranks: Ranks, path: Path, other: Path) -> str:
@@ -347,13 +433,14 @@ def test_a_weight_that_is_no_number_is_found_by_the_process_that_has_it(tmp_path
     assert first == "no error" and "NaN or infinite weights in 1 tensors, first model.layers.2.mlp.up_proj" in second
 
 
-def memory_of_loading(ranks: Ranks, path: Path) -> tuple[int, int]:
+def memory_of_loading(ranks: Ranks, path: Path, parallel: dict[str, Any]) -> tuple[int, int]:
     """Bytes that a process takes at the peak of loading, beyond the ones that it keeps; and those that it keeps."""
-    layout = Layout.plan(ParallelConfig(), ranks)
+    layout = Layout.plan(ParallelConfig(**parallel), ranks)
+    read = load_spread if layout.tensor == 1 else load_split
     ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: what is let go of is the system's again
     Path("/proc/self/clear_refs").write_text("5")  # the peak is that of now
     before = resident("VmHWM")
-    loaded, _ = load_spread(str(path), torch.device("cpu"), torch.float32, layout, torch.float32)
+    loaded, _ = read(str(path), torch.device("cpu"), torch.float32, layout, torch.float32)
     kept = sum(w.to_local().nbytes if isinstance(w, DTensor) else w.nbytes for w in loaded.model.parameters())
     return resident("VmHWM") - before - kept, kept
 
@@ -370,6 +457,7 @@ def write_model(ranks: Ranks, path: Path) -> int:
 
 def test_no_process_ever_has_the_whole_model(tmp_path) -> None:
     [size] = together(1, write_model, tmp_path)  # by a process that keeps what it has let go of to itself
-    for beyond, kept in together(4, memory_of_loading, tmp_path):
-        assert size / 4 <= kept < size / 4 * 1.01
-        assert beyond < READERS < size / 2  # and is the same for a model of any size
+    for parallel in ({}, {"tensor": 2}):
+        for beyond, kept in together(4, memory_of_loading, tmp_path, parallel):
+            assert size / 4 <= kept < size / 4 * 1.01
+            assert beyond < READERS < size / 2  # and is the same for a model of any size

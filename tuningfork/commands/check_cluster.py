@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
+from tuningfork.commands.inputs import shared_folders
 from tuningfork.distributed.measure import measured
 from tuningfork.distributed.preflight import Report, findings, links, medians
 from tuningfork.distributed.world import world
@@ -17,11 +18,9 @@ def check_cluster(config: RunConfig, console: Console | None = None) -> int:
     """`tuningfork check-cluster`: what the processes of a run have, and can do together; 1 if something is wrong."""
     console = console or Console()
     with world(config.parallel, choose_device(config.train.device).type == "cuda") as ranks:
-        folders = {"output.dir": (config.output.dir, True), "reference.cache": (config.reference.cache, True)}
+        folders = {setting: (folder, True) for setting, folder in shared_folders(config).items()}
         if config.data.cache is not None:
             folders["data.cache"] = (config.data.cache, False)
-        if not config.objective.build().needs_reference:
-            del folders["reference.cache"]
         with console.stage("cluster", f"measuring {ranks.size} process{'es' * (ranks.size > 1)}"):
             reports = measured(ranks, choose_device(config.train.device), folders, config.model.path)
     found = findings(reports)

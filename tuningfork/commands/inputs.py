@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tuningfork.data.template_file import with_template
 from tuningfork.distributed.ranks import Ranks
+from tuningfork.distributed.shared import check_shared
 from tuningfork.models.hf.load import load_tokenizer
 from tuningfork.recipe.run_config import RunConfig
 from tuningfork.report.run.console import Console
@@ -16,8 +17,20 @@ from tuningfork.train.setup.model import start_model
 READING_MODEL = "reading the model's config and tokenizer"
 
 
+def shared_folders(config: RunConfig) -> dict[str, str]:
+    """What all machines of a run must see as one: setting -> folder."""
+    folders = {"output.dir": config.output.dir}
+    if config.objective.build().needs_reference:
+        folders["reference.cache"] = config.reference.cache
+    return folders
+
+
 def data_and_model(config: RunConfig, console: Console, ranks: Ranks, train_too: bool = True) -> tuple[Data, Session]:
-    """Data and model of a run whose data has a date; without `train_too`, the held-out data alone."""
+    """Data and model of a run whose data has a date; without `train_too`, the held-out data alone.
+
+    Raises ConfigError where the machines do not see the same folders, before anything is read.
+    """
+    check_shared(ranks, shared_folders(config))
     device = choose_device(config.train.device)
     with ranks.first_of_each_node():
         data = data_of(config, console, train_too)

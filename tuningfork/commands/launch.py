@@ -69,7 +69,6 @@ def launch(
     Layout.plan(parallel, Ranks(size=nodes * count, per_node=count))  # each of them would find out, once it has begun
     os.environ[LAUNCHER] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a process that has lost another shows stacks of C++
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are ours: in 2.11 its patience ends in 30 s
     # One store for all starts would tell those after a failure the addresses of the start before.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -93,13 +92,26 @@ def launch(
         except SignalException:
             return INTERRUPTED
         except RendezvousError as error:
-            raise RankError(
-                f"the {nodes} machines did not meet at {rendezvous or 'localhost'}: {first_line(error)}. Is that port "
-                "of that machine free, and reached from the others?"
-            ) from error
+            begun = any(worker.id for worker in agent.get_worker_group().workers)
+            raise _lost(rendezvous) if begun else _did_not_meet(nodes, rendezvous, error) from error
         finally:
             spec.rdzv_handler.shutdown()
     return _status(result.failures) if result.is_failed() else 0
+
+
+def _did_not_meet(nodes: int, rendezvous: str | None, error: RendezvousError) -> RankError:
+    return RankError(
+        f"the {nodes} machines did not meet at {rendezvous or 'localhost'}: {first_line(error).rstrip('.')}. Is that "
+        "port of that machine free, and reached from the others?"
+    )
+
+
+def _lost(rendezvous: str | None) -> RankError:
+    """Once processes had begun: the store of all machines is gone, and with it this one's knowledge of the others."""
+    return RankError(
+        f"the launcher at {rendezvous or 'localhost'}, where all machines meet, has ended, or its machine is gone; its "
+        "own words, if it had any, stand there. What was saved is whole: continue with --resume."
+    )
 
 
 def _gpus(device: str) -> int:

@@ -6,12 +6,13 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 
-from tuningfork.commands.inputs import data_of
+from tuningfork.commands.inputs import data_of, shared_folders
 from tuningfork.commands.resolve import as_before, located, run_in
 from tuningfork.commands.summary import summary
 from tuningfork.data.config import CHAT, NO_TEMPLATE
 from tuningfork.distributed.alike import check_alike, versions
 from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
+from tuningfork.distributed.shared import check_shared
 from tuningfork.distributed.world import restarted, world
 from tuningfork.errors import RunFolderError
 from tuningfork.files import exclusive
@@ -44,6 +45,7 @@ def _train(config: RunConfig, resume: bool, folder: Path, console: Console, rank
     """The main job in its folder, which is made and held meanwhile, by the first rank for all."""
     same = "Give all of them the same command, in the same environment."
     check_alike(ranks, {**versions(), **config.values()}, same)
+    check_shared(ranks, shared_folders(config))
     if ranks.any(restarted()):
         resume = resume or ranks.from_first(run_folder.has_begun(folder))
     with ExitStack() as held:

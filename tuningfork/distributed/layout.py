@@ -56,6 +56,12 @@ class Layout:
         return cls(replicate, shard, tensor)
 
     @property
+    def unsplit(self) -> Layout:
+        """The same processes and copies, with each product computed by one of them: a copy's weights are spread over
+        those that compute together, too."""
+        return Layout(self.replicate, self.shard * self.tensor)
+
+    @property
     def size(self) -> int:
         """Processes in all."""
         return self.spread * self.tensor

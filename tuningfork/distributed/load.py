@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from tuningfork.distributed.layout import Layout
+from tuningfork.distributed.layout import TENSOR, Layout
 from tuningfork.distributed.narrow import is_matrix
 from tuningfork.distributed.rows import own_part
 from tuningfork.distributed.sharding import Sharding
+from tuningfork.distributed.tensor import like, local, split_blocks
 from tuningfork.errors import ModelError
 from tuningfork.models.hf import checks
 from tuningfork.models.hf.load import (
@@ -93,6 +95,61 @@ def load_spread(
     return loaded, sharding
 
 
+def load_split(
+    path: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    layout: Layout,
+    reduce_dtype: torch.dtype,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    product_dtype: torch.dtype = torch.float32,
+    reshard_after_forward: bool = True,
+) -> tuple[Loaded, Policy]:
+    """Load a model whose products several processes compute together, see tensor.py; arguments as of `load_spread`.
+
+    The model is made without memory. So it is watched unsplit, as a model of one process is, and then split; only then
+    it gets memory, for this process's parts, and reads these. Where that is not possible, each process reads the whole
+    model, a note says it, and `parallelize` splits it.
+
+    Raises as `models.hf.load.load`, and as `split_blocks`.
+    """
+    mesh = layout.mesh(device.type)
+    with loading(path):
+        draft, loaded = opened(path, progress)
+        model = loaded.model
+        if not draft.unread or _block_names(model) is None:
+            del draft
+            loaded = load(path, device, dtype, progress)
+            return replace(loaded, notes=(*loaded.notes, WHOLE)), Policy.fast(loaded.model, product_dtype)
+        of = {id(weight): there for weight, there in draft.unread}
+        stored = {name: of[id(weight)] for name, weight in all_tensors(model) if id(weight) in of}
+        dtypes = {name: held_dtype(weight, weight.shape, dtype) for name, weight in all_tensors(model)}
+        for weight in list(model.parameters()):
+            _put(model, weight, torch.empty(weight.shape, device="meta"))  # of one dtype, as nothing casts there
+        for buffer in model.buffers():
+            buffer.data = torch.empty_like(buffer, device=device) if id(buffer) in of else buffer.data.to(device)
+        with _buffers_without_memory(model):
+            policy = Policy.plain(model, product_dtype)
+            partly = {*split_blocks(policy, mesh[TENSOR])}
+        names = {name for name, weight in model.named_parameters() if weight in partly}
+        for name, weight in list(model.named_parameters()):
+            later = is_matrix(weight) and layout.shard > 1
+            _put(model, weight, _empty(weight, dtypes[name], torch.device("meta") if later else device))
+        policy.spread = Sharding(
+            model, policy.blocks, mesh, layout, reduce_dtype, product_dtype,
+            [weight for name, weight in model.named_parameters() if name in names],
+            reshard_after_forward=reshard_after_forward,
+        )  # fmt: skip
+        if device.type == "cpu":
+            checks.check_room(sum(local(weight).nbytes for weight in model.parameters()))
+        for weight in [weight for weight in model.parameters() if weight.is_meta]:
+            _put(model, weight, _empty(weight, weight.dtype, device))
+        read(_own(model, stored, draft), path, progress)
+    policy.choose_kernels()
+    model.train()
+    return loaded, policy
+
+
 def replace_spread(model: PreTrainedModel, path: str) -> tuple[str, ...]:
     """Read the weights of another folder into a spread model, see `models.hf.load.replace_weights`; each process reads
     its own part."""
@@ -129,6 +186,27 @@ def _part_of(tensor: Tensor, there: Lying) -> tuple[Tensor, Lying]:
     if others and local.shape[1] < tensor.shape[1]:
         there = there.columns(others[0].start, local.shape[1])
     return local, there
+
+
+def _empty(weight: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for what of a weight lies on this process, of a weight that lies where that one does."""
+    own = torch.empty_like(local(weight), dtype=dtype, device=device, requires_grad=False)
+    return like(weight, own)
+
+
+@contextmanager
+def _buffers_without_memory(model: nn.Module) -> Iterator[None]:
+    """The model's buffers where its weights are, on the meta device, and then as they were."""
+    kept = [
+        (module, name, buffer) for module in model.modules() for name, buffer in module.named_buffers(recurse=False)
+    ]
+    for module, name, buffer in kept:
+        setattr(module, name, buffer.to("meta"))
+    try:
+        yield
+    finally:
+        for module, name, buffer in kept:
+            setattr(module, name, buffer)
 
 
 def _put(model: nn.Module, old: nn.Parameter, new: Tensor) -> None:

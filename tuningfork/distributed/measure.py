@@ -9,7 +9,6 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from tuningfork.distributed.alike import versions
 from tuningfork.distributed.preflight import Folder, Report
 from tuningfork.distributed.ranks import Ranks
+from tuningfork.distributed.shared import refusal, seen
 
 SECONDS = 0.3  # at least, of each thing that is timed
 WRITTEN = 64 << 20  # bytes that are written to time a disk
@@ -93,34 +93,13 @@ def _clock(ranks: Ranks) -> float:
 
 def _folder(ranks: Ranks, wanted: Path, shared: bool) -> Folder:
     """Whether a folder takes files, here and for all. Nothing stays there, and it is not made."""
-    path = next(found for found in (wanted.absolute(), *wanted.absolute().parents) if found.is_dir())
-    token = path / f".tuningfork-check-{ranks.from_first(uuid.uuid4().hex)}"
-    refused: str | None = None
-    if ranks.first:
-        refused = _refusal(lambda: token.write_text(token.name))
-    ranks.barrier()
-    sees_first = False
-    with suppress(OSError):  # it is not there, or not to be read
-        sees_first = token.read_text() == token.name
-    ranks.barrier()
-    if ranks.first:
-        token.unlink(missing_ok=True)
-    nothing_to_see = ranks.from_first(refused) is not None
-    own = token.with_name(f"{token.name}-{ranks.rank}")
+    path, refused, sees_first = seen(ranks, wanted)
+    own = path / f".tuningfork-check-{uuid.uuid4().hex}"
     written: list[float] = []
     size = 1 if ranks.on_node else WRITTEN
-    refused = refused or _refusal(lambda: written.append(_write(own, size)))
+    refused = refused or refusal(lambda: written.append(_write(own, size)))
     rate = written[0] if written and not ranks.on_node else None
-    return Folder(str(path), shared, refused, sees_first or nothing_to_see, shutil.disk_usage(path).free, rate)
-
-
-def _refusal(act: Callable[[], object]) -> str | None:
-    """Why a disk refuses; None where it does not."""
-    try:
-        act()
-    except OSError as error:
-        return error.strerror or str(error)
-    return None
+    return Folder(str(path), shared, refused, sees_first, shutil.disk_usage(path).free, rate)
 
 
 def _write(path: Path, size: int) -> float:

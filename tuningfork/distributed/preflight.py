@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TypeVar
 
+from tuningfork.distributed.shared import not_shared
+
 APART = 1.0  # seconds between clocks: times in logs and of files then tell no order any more
 SLOW_LINK = 0.5  # of the median of its kind
 SLOW_RANK = 0.8  # of the median; all wait for the slowest in every step
@@ -114,10 +116,7 @@ def _folders(reports: Sequence[Report]) -> Iterator[str]:
         for why, those in _grouped((report, folder.refused) for report, folder in here if folder.refused).items():
             yield f"{setting} {first.path} cannot be written by {_names(those)}: {why}. Make room or permit it."
         if blind := [report for report, folder in here if folder.shared and not folder.sees_first]:
-            yield (
-                f"{setting} {first.path}: what {_name(reports[0])} writes there is not seen by {_names(blind)}. All "
-                "machines must see one folder there: put it on a file system that they share."
-            )
+            yield not_shared(setting, first.path, _name(reports[0]), _names(blind))
         full = [(report, folder.free) for report, folder in here if not folder.refused and folder.free < LEAST_FREE]
         for free, those in _grouped(full).items():
             yield f"{setting} {first.path} has {free / 2**20:,.0f} MiB free on {_names(those)}. Make room."

@@ -182,8 +182,8 @@ def answered() -> Iterator[None]:
 def unanswered(error: BaseException) -> RankError:
     """What the failure of a collective means to a user."""
     return RankError(
-        "another process of the run has ended, or did not answer in time (parallel.timeout_minutes); its own "
-        f"words, if it had any, stand above. What was saved is whole: continue with --resume. ({error})"
+        "another process of the run has ended, or did not answer in time (parallel.timeout_minutes); its own words, "
+        f"if it had any, stand above, or on its machine. What was saved is whole: continue with --resume. ({error})"
     )
 
 

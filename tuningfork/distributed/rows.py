@@ -44,14 +44,16 @@ def own_part(tensor: DTensor) -> tuple[Tensor, list[slice]]:
 
 def rows_to_count(tensor: Tensor) -> tuple[Tensor, int] | None:
     """Rows of a tensor and the number of the first of them, such that all processes together have each row once; None
-    for none. All processes must ask together: what lies on them in parts of rows is gathered for the first of them."""
+    for none. All processes must ask together: what lies on them in parts of rows is gathered for the first of them, and
+    so is a split bias, which is one row."""
     if not isinstance(tensor, DTensor):
         return None if dist.is_initialized() and dist.get_rank() else (tensor, 0)
-    found, of_mesh = own_rows(tensor), tensor.device_mesh.get_coordinate() or ()
+    found, of_mesh = own_rows(tensor) if tensor.ndim > 1 else None, tensor.device_mesh.get_coordinate() or ()
+    of_copy = 0 not in tensor.device_mesh.mesh  # each copy may have a mesh of its own
     if found is None:
         gathered = tensor.full_tensor()
-        return None if any(of_mesh) else (gathered, 0)
-    copy = any(place for place, how in zip(of_mesh, tensor.placements, strict=True) if how == Replicate())
+        return None if of_copy or any(of_mesh) else (gathered, 0)
+    copy = of_copy or any(place for place, how in zip(of_mesh, tensor.placements, strict=True) if how == Replicate())
     return None if copy else found
 
 

@@ -26,8 +26,18 @@ OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_A
 # SLURM_NTASKS is not among them: it is what was asked for, also where a batch script then starts one process.
 OTHER_LAUNCHERS = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun", "SLURM_STEP_NUM_TASKS": "srun"}
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # how often a launcher has started all anew, after one of them had failed
+KEPT = "TORCHELASTIC_USE_AGENT_STORE"
+"""Says "True" where a launcher keeps one store for all starts. Those after a failure must not find what the last has
+left there. Else each start has a store of its own, and the number of starts, which each machine counts for itself and
+not always to the same, must not part them."""
 ANSWER = 10.0  # seconds for what takes the store milliseconds
 FAILURES = "failures"  # how many processes have failed, in the store that all of them share
+
+
+KEEPS = (
+    "Where torchrun starts all anew on several machines, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment: "
+    "else machines may look for each other under different numbers of the start."
+)
 
 
 ALONE = dict(zip(OF_TORCHRUN, ("0", "1", "0", "1", "127.0.0.1", "0"), strict=True))
@@ -60,7 +70,8 @@ def world(parallel: ParallelConfig, cuda: bool, always: bool = False) -> Iterato
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     try:
         store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
-        store = dist.PrefixStore(f"start {_number(RESTARTS, absent=0)}", store)  # a launcher may keep it from the last
+        if os.environ.get(KEPT) == "True":
+            store = dist.PrefixStore(f"start {_number(RESTARTS, absent=0)}", store)
         dist.init_process_group(
             backend, store=dist.PrefixStore("run", store), rank=rank, world_size=size, timeout=timeout
         )
@@ -68,7 +79,8 @@ def world(parallel: ParallelConfig, cuda: bool, always: bool = False) -> Iterato
     except (RuntimeError, ValueError) as error:
         raise RankError(
             f"process {named['RANK']} of {named['WORLD_SIZE']} did not find the others at "
-            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {error}"
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {error}",
+            *([KEEPS] if restarted() and os.environ.get(KEPT) == "True" else []),
         ) from error
     ranks = Ranks(rank, size, named["LOCAL_RANK"], named["LOCAL_WORLD_SIZE"], host=host)
     try:
@@ -82,7 +94,8 @@ def world(parallel: ParallelConfig, cuda: bool, always: bool = False) -> Iterato
         raise
     except BaseException as caught:
         failure = unanswered(caught) if of_a_collective(caught) else caught
-        if not _first_to_fail(store, ANSWER + ranks.on_node):  # so that one speaks, where all wait in vain
+        seconds = ANSWER + ranks.on_node  # so that one speaks, where all wait in vain
+        if not _first_to_fail(store, seconds, far=ranks.rank != ranks.on_node == 0):
             raise SaidElsewhere() from failure
         if rank and isinstance(failure, TuningforkError):
             failure.args = (f"rank {rank}: {failure.args[0] if failure.args else ''}", *failure.args[1:])
@@ -142,10 +155,11 @@ def _number(name: str, absent: int | None = None) -> int:
     return int(said)
 
 
-def _first_to_fail(store: dist.Store, seconds: float) -> bool:
+def _first_to_fail(store: dist.Store, seconds: float, far: bool = False) -> bool:
     """Whether no other process has failed before this one, as far as can be told: also where the store does not answer
     in `seconds`, which its own calls would wait for without end: the process that keeps it hangs, or its machine is
-    gone. Not where it has ended, for it has said why; nor where the launcher stops this one meanwhile."""
+    gone. Not where it has ended, for it or its launcher has said why, unless that is `far` from here: a machine that is
+    lost says nothing, and what another one says is not read here. Nor where the launcher stops this one meanwhile."""
     count: list[int] = []
 
     def ask() -> None:
@@ -158,4 +172,4 @@ def _first_to_fail(store: dist.Store, seconds: float) -> bool:
         asking.join(seconds)
     except KeyboardInterrupt:
         return False
-    return asking.is_alive() or count == [1]
+    return asking.is_alive() or count == [1] or (far and not count)

@@ -99,7 +99,7 @@ class Policy:
     def fast(cls, model: PreTrainedModel, dtype: torch.dtype, spread: Spread | None = None) -> Policy:
         """A policy with the best kernels for the device that the model is on."""
         policy = cls.plain(model, dtype, spread)
-        policy.kernels = select(policy.ops, policy.device, dtype)
+        policy.choose_kernels()
         return policy
 
     @classmethod
@@ -108,6 +108,10 @@ class Policy:
         policy = cls(model, plain(), dtype, spread)
         policy.kernels = plain(policy.ops)
         return policy
+
+    def choose_kernels(self) -> None:
+        """Take the best kernels for the device that the model is on."""
+        self.kernels = select(self.ops, self.device, self.dtype)
 
     @property
     def has_plain_kernels(self) -> bool:

@@ -54,7 +54,7 @@ def weights_digest(
 
     It is a sum, modulo 2^128, of the hash of each row of each tensor, so that processes that have some rows each need
     only add up what they found. The place of a row, and what it is a row of, is in the seed of its hash. A tensor of
-    less than two dimensions, which is never cut, is one row.
+    less than two dimensions is one row.
 
     Args:
         rows_here: the rows of a tensor that this process is to count, and the number of the first; None for none.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tuningfork.data.packing.pack import PackLimits
 from tuningfork.distributed.layout import Layout
-from tuningfork.distributed.load import load_spread
+from tuningfork.distributed.load import load_split, load_spread
 from tuningfork.distributed.parallelize import parallelize
 from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
 from tuningfork.errors import ConfigError
@@ -69,16 +70,17 @@ def start_model(config: RunConfig, device: torch.device, console: Console, ranks
     with console.stage("device", f"setting up {device_name(device)}"):
         torch.zeros(1, device=device)  # the first use of a GPU sets it up, which is no part of what follows
     held = DTYPES[model.weights]
-    # Spread weights are checked in float32, and read anew if they are to be held otherwise: FSDP does not cast them.
-    first = torch.float32 if _read_by_rows(layout) else held
-    loaded, spread = _load(config, device, first, dtype, layout, console)
-    policy, check = _checked(config, loaded, spread, dtype, compiled, console)
-    if spread is not None and held != torch.float32:
+    # Spread weights are checked in float32, and read anew if they are to be held otherwise: FSDP does not cast them. So
+    # are those that several processes compute with together: that is checked against the model unsplit, which is spread
+    # over these meanwhile, and in none of them whole.
+    first = torch.float32 if layout.size > 1 else held
+    loaded, spread = _load(config, device, first, dtype, layout.unsplit, console)
+    policy, check = _checked(config, loaded, spread, dtype, compiled, console, split=layout.tensor > 1)
+    if spread is not None and (held != torch.float32 or layout.tensor > 1):
         del policy, loaded, spread
         gc.collect()
-        loaded, spread = _load(config, device, held, dtype, layout, console)
+        loaded, policy = _load_anew(config, device, held, dtype, layout, console)
         hold_gradients(loaded.model, train)
-        policy = Policy.fast(loaded.model, dtype, spread)
     scorer = Scorer.of(policy, config.objective.head_chunk_rows)
     console.print(
         f"{model.path}: {sum(p.numel() for p in loaded.model.parameters()):,} parameters on {device_name(device)}, "
@@ -155,10 +157,16 @@ def choose_activations(
 
 
 def _checked(
-    config: RunConfig, loaded: Loaded, spread: Spread | None, dtype: torch.dtype, compiled: bool, console: Console
+    config: RunConfig,
+    loaded: Loaded,
+    spread: Spread | None,
+    dtype: torch.dtype,
+    compiled: bool,
+    console: Console,
+    split: bool,
 ) -> tuple[Policy, KernelCheck | None]:
     """A policy whose packing and head have been checked, and what its kernels and blocks are to be checked against, if
-    they are not plain."""
+    they are not plain, or will be `split` over several processes."""
     path = config.model.path
     with console.stage("self-check", "checking that packed examples equal the same ones alone"):
         check_packed_equals_alone(loaded.model, path, spread)
@@ -169,7 +177,7 @@ def _checked(
         _check_compilable(policy, path)
     with console.stage("head check", "checking the head"):
         check_head(Scorer.of(policy, config.objective.head_chunk_rows), path)
-    if not compiled and policy.has_plain_kernels:
+    if not compiled and not split and policy.has_plain_kernels:
         return policy, None
     with console.stage("kernel check", "computing what kernels and compiled blocks are checked against"):
         return policy, KernelCheck.begin(policy, path, config.pack.share, compiled)
@@ -186,12 +194,6 @@ def _check_compilable(policy: Policy, path: str) -> None:
         )
 
 
-def _read_by_rows(layout: Layout) -> bool:
-    """Whether weights are spread before they are read. Those that a tensor group splits are read whole, and split
-    then: a row of a matrix may lie on several processes."""
-    return layout.spread > 1 and layout.tensor == 1
-
-
 def _load(
     config: RunConfig, device: torch.device, held: torch.dtype, dtype: torch.dtype, layout: Layout, console: Console
 ) -> tuple[Loaded, Spread | None]:
@@ -199,13 +201,38 @@ def _load(
     path = config.model.path
     spread: Spread | None = None
     with console.startup.time("weights"), console.bytes_phase("reading weights") as progress:
-        if _read_by_rows(layout):
-            reduce_dtype, resharded = DTYPES[config.parallel.reduce_dtype], config.parallel.reshard_after_forward
-            loaded, spread = load_spread(path, device, held, layout, reduce_dtype, progress, dtype, resharded)
+        if layout.size > 1:
+            how = _how_to_spread(config, dtype)
+            loaded, spread = load_spread(path, device, held, layout, progress=progress, **how)
         else:
             loaded = load(path, device, held, progress)
+    _say_how_read(loaded, path, console)
+    return loaded, spread
+
+
+def _load_anew(
+    config: RunConfig, device: torch.device, held: torch.dtype, dtype: torch.dtype, layout: Layout, console: Console
+) -> tuple[Loaded, Policy]:
+    """The same of a model on several processes that has been checked, as it will train."""
+    path = config.model.path
+    with console.startup.time("weights"), console.bytes_phase("reading weights") as progress:
+        how = _how_to_spread(config, dtype)
+        if layout.tensor > 1:
+            return load_split(path, device, held, layout, progress=progress, **how)
+        loaded, spread = load_spread(path, device, held, layout, progress=progress, **how)
+        return loaded, Policy.fast(loaded.model, dtype, spread)
+
+
+def _how_to_spread(config: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "reduce_dtype": DTYPES[config.parallel.reduce_dtype],
+        "product_dtype": dtype,
+        "reshard_after_forward": config.parallel.reshard_after_forward,
+    }
+
+
+def _say_how_read(loaded: Loaded, path: str, console: Console) -> None:
     for note in loaded.notes:
         console.print(f"{path}: {note}")
     if not loaded.stored_bytes:
         console.print(f"{path}: the weights are in older files than safetensors; slower to read for large ones")
-    return loaded, spread
