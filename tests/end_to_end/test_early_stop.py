@@ -80,11 +80,11 @@ def test_it_has_ended_until_it_is_given_more_patience(stopped: tuple[Job, str], 
     """More steps alone are refused, with what to set; without patience it ends with the bits of a run that had none."""
     shutil.copytree(stopped[0].run, again.run)
     out = again.done("train", "--resume").out
-    assert "nothing left to train: the run stopped early: no held-out loss was better than" in out
+    assert "nothing left to train, for it stops early behind step 6: no held-out loss was better than" in out
     assert "stopping early" not in out and len(again.metrics()) == 6
     longer = again.but({"train.epochs": 2})
     message = longer.refused("train", "--resume")
-    assert "is to become longer, but the run stopped early" in message
+    assert "is to become longer, but it stops early behind step 6: no held-out loss was better than" in message
     assert "raise train.early_stopping_patience, or set it to null" in message
     patient = again.but({"train.early_stopping_patience": 3})
     assert "stopping early after step 8" in patient.done("train", "--resume").out

@@ -71,6 +71,19 @@ def test_a_planted_infinity_skips_one_step_and_a_resumed_run_has_the_same_bits(j
     assert [[line[key] for key in keys] for line in job.metrics()] == [[line[key] for key in keys] for line in lines]
 
 
+@pytest.mark.parametrize("crash", [2, 3])
+def test_where_the_first_step_is_skipped_neither_saving_nor_a_kill_changes_a_bit(job: Job, crash: int) -> None:
+    """Moments and the average begin with the step that moves the weights first, in the same process or in another."""
+    job = job.but(model={"dtype": "float16"}, train={"max_steps": 3, "ema_decay": 0.5, "learning_rate": 1e-3})
+    whole, cut = job.elsewhere("whole"), job.but({"output.save_every": 1})
+    with_planted(whole.done, planted=1)
+    with pytest.raises(Crash):
+        with_planted(lambda: cut("train"), planted=1, crash=crash)
+    assert f"continuing from {cut.run}/checkpoints/step-{crash - 1}" in cut.done("train", "--resume").out
+    assert [line["skipped_steps"] for line in cut.metrics()] == [1, 0, 0]
+    assert_same_state(cut, whole, 3)
+
+
 def test_it_learns_what_float32_learns(job: Job) -> None:
     job = job.but(train={"learning_rate": 1e-3})
     half, whole = job.elsewhere("half").but(model={"dtype": "float16"}), job.elsewhere("whole")

@@ -48,6 +48,14 @@ def test_only_an_evaluation_stops_a_run() -> None:
     assert [step for step in range(9) if out_of_patience(evaluations, step, config)] == [6]
 
 
+def test_the_end_of_a_run_that_was_made_longer_counts_where_an_evaluation_belongs_alone() -> None:
+    """A run of 4 steps has the evaluation of step 4, and one of 9 that goes on from there would not."""
+    config = TrainConfig(eval_every=3, early_stopping_patience=2)
+    evaluations = {0: {"loss": 1.0}, 3: {"loss": 0.5}, 4: {"loss": 0.6}, 6: {"loss": 0.7}, 9: {"loss": 0.8}}
+    assert [step for step in range(10) if out_of_patience(evaluations, step, config)] == [9]
+    assert "was better than 0.5 of step 3 in 2 evaluations up to step 9" in str(out_of_patience(evaluations, 9, config))
+
+
 def test_why_is_said_in_numbers() -> None:
     config = TrainConfig(eval_every=1, early_stopping_patience=2, early_stopping_threshold=0.01)
     evaluations = {1: {"loss": 0.5}, 2: {"loss": 0.495}, 3: {"loss": 0.6}}

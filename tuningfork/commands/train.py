@@ -78,13 +78,11 @@ def _train(config: RunConfig, resume: bool, folder: Path, console: Console, rank
                 console.print("", *places(folder, saved.step, len(data.held_out) > 0))
                 return 0
         elif saved is not None and (why := stopped_early(folder, saved, data, config.train)):
-            said = f"the run stopped early: {why}"
+            said = f"it stops early behind step {saved.step:,}: {why}"
             cure = "raise train.early_stopping_patience, or set it to null, to go on"
             if changed & set(run_folder.LENGTH):
-                raise RunFolderError(
-                    f"{folder} is to become longer, but {said}, and would again. For more steps {cure}."
-                )
-            console.print(f"nothing left to train: {said}; {cure}")
+                raise RunFolderError(f"{folder} is to become longer, but {said}. For more steps {cure}.")
+            console.print(f"{folder}: nothing left to train, for {said}; {cure}")
         session = start_model(config, choose_device(config.train.device), console, ranks)
         choose_activations(session, config.train, data.limits, last, console)
         result = run(config, session, data, console, kept=text, before=None if before is None else before.train)

@@ -65,7 +65,8 @@ def _sum(part: Tensor, group: str, size: int) -> Tensor:
     """Each process adds up a piece of all parts, in float32 at least, and gives it to the others."""
     piece = -(-part.numel() // size)
     fill = size * piece - part.numel()
-    own = torch.nn.functional.pad(part.reshape(-1), (0, fill)) if fill else part.reshape(-1)
+    flat = part.contiguous().view(-1)
+    own = torch.nn.functional.pad(flat, (0, fill)) if fill else flat
     pieces = torch.empty_like(own)
     dist.all_to_all_single(pieces, own, group=_GROUPS[group])
     first, *rest = pieces.view(size, piece).to(torch.promote_types(part.dtype, torch.float32)).unbind()
@@ -85,7 +86,7 @@ def _(part: Tensor, group: str, size: int) -> Tensor:
 @torch.library.custom_op("tuningfork::all_in_order", mutates_args=())
 def _all(part: Tensor, group: str, size: int) -> Tensor:
     found = part.new_empty(size, *part.shape)
-    _gather(found.view(-1), part.reshape(-1), group=_GROUPS[group])
+    _gather(found.view(-1), part.contiguous().view(-1), group=_GROUPS[group])
     return found
 
 

@@ -203,6 +203,8 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank
         raise
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise _damaged(path, error) from error
+    if not any(of_weight["step"] for of_weight in optimizer.state.values()):
+        optimizer.state.clear()  # the first step that moves the weights begins it, and the average
     return stood
 
 
@@ -251,8 +253,16 @@ def _damaged(path: Path, cause: BaseException, cure: str = _BEFORE_IT) -> RunFol
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """All that a run goes on from. What decides how it moves on, such as weight decay, stands in its recipe alone."""
+    """All that a run goes on from. What decides how it moves on, such as weight decay, stands in its recipe alone.
+
+    Where every step so far was skipped, as float16 may do with the first ones, moments are 0; the optimizer has none
+    before this and none after it, for to save must change nothing.
+    """
+    begun = bool(optimizer.state)
+    make_moments(optimizer)
     weights, kept = get_state_dict(model, optimizer)
+    if not begun:
+        optimizer.state.clear()
     moments, averages = {}, {}
     for name, of_weight in cast(dict[str, dict[str, Any]], kept["state"]).items():
         moments[name] = {kind: value for kind, value in of_weight.items() if kind != AVERAGE}

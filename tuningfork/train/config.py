@@ -37,9 +37,9 @@ class TrainConfig:
     """By which held-out number a step is the best: the lowest loss, or the highest accuracy or margin; the earliest of
     equals. Needs eval_every."""
     early_stopping_patience: Annotated[int, Field(ge=1)] | None = None
-    """Stop behind so many evaluations in a row of which none is better, by best_by, than the best one before them, that
-    of the starting model aside. The schedule stays that of all steps. null: no such stop. May change on --resume: more,
-    or null, and a run that has stopped goes on as if it had not. Needs eval_every."""
+    """Stop behind so many evaluations in a row of which none is better, by best_by, than the best one before them.
+    Those that eval_every asks for count. The schedule stays that of all steps. null: no such stop. May change on
+    --resume: more, or null, and a run that has stopped goes on as if it had not. Needs eval_every."""
     early_stopping_threshold: Annotated[float, Field(ge=0)] = 0.0
     """By how much an evaluation must be better to count as better; smaller gains count once they add up to more. May
     change on --resume. Needs early_stopping_patience."""

@@ -23,16 +23,20 @@ MEASURES = {"loss": ("loss", -1), "accuracy": ("rewards/accuracy", 1), "margin":
 def out_of_patience(evaluations: Mapping[int, Scores], step: int, config: TrainConfig) -> str | None:
     """Why a run stops early behind the evaluation after `step` steps, as a sentence's beginning; None where it goes on.
 
-    The starting model's does not count, as the step that did best is one that has moved the weights. An evaluation is
-    better where it is so by more than `early_stopping_threshold`, compared with the last one that was. So many small
-    steps that go one way come to a better one in the end.
+    Those count that `eval_every` asks for: not the starting model's, as the step that did best is one that has moved
+    the weights, and not that behind the last step of a run that was then made longer, which a longer one has not. An
+    evaluation is better where it is so by more than `early_stopping_threshold`, compared with the last one that was. So
+    many small steps that go one way come to a better one in the end.
     """
-    if config.early_stopping_patience is None or step not in evaluations:
+    if config.early_stopping_patience is None or config.eval_every is None:
+        return None
+    counting = [at for at in sorted(evaluations) if 0 < at <= step and at % config.eval_every == 0]
+    if step not in counting:
         return None
     key, sign = MEASURES[config.best_by]
     best: tuple[int, float] | None = None
     waited = 0
-    for at in sorted(at for at in evaluations if 0 < at <= step):
+    for at in counting:
         value = evaluations[at][key]
         if value is not None and (best is None or sign * (value - best[1]) > config.early_stopping_threshold):
             best, waited = (at, value), 0
@@ -47,7 +51,7 @@ def out_of_patience(evaluations: Mapping[int, Scores], step: int, config: TrainC
 
 
 def stopped_early(folder: Path, saved: Progress, data: Data, config: TrainConfig) -> str | None:
-    """Why the run in a folder, whose last checkpoint is `saved`, has stopped early, as `out_of_patience` says it.
+    """Why the run in a folder, whose last checkpoint is `saved`, goes no further, as `out_of_patience` says it.
 
     Raises RunFolderError where metrics.jsonl is not as the run wrote it.
     """

@@ -90,7 +90,7 @@ class _Own:
 
 
 def make_moments(optimizer: Optimizer) -> None:
-    """The moments of an optimizer that has not moved anything, all 0, for what a checkpoint holds to be read into."""
+    """The moments of an optimizer that has not moved anything, all 0, and no step counted."""
     if optimizer.state:
         return
     rates = [float(group["lr"]) for group in optimizer.param_groups]
@@ -100,6 +100,8 @@ def make_moments(optimizer: Optimizer) -> None:
         weight.grad = torch.zeros_like(weight)
     with own_shards(optimizer):
         optimizer.step()
+    for of_weight in optimizer.state.values():
+        of_weight["step"].zero_()
     optimizer.zero_grad(set_to_none=True)
     _set_rates(optimizer, rates)
 

@@ -118,7 +118,8 @@ def _open_held_out(train: TrainConfig, run: PreparedRun, writer: Records) -> Hel
 def _finish(output: OutputConfig, run: PreparedRun, loop: TrainingLoop) -> RunResult:
     """What follows the last step: the last evaluation, eval.json, summary.json, the exported model."""
     held_out, before, step = loop.held_out, run.progress.before, loop.progress.step
-    after, no_gain = held_out.entered(step), False  # by it the run has stopped early
+    no_gain = False
+    after = held_out.entered(step)  # that by which the run has stopped early
     if after is None:
         after = run.score_held_out("evaluating the trained model")
         if after is not None and held_out.enter(step, after):

@@ -86,7 +86,8 @@ def evaluation_definitions(unit: str, statistics: Definitions) -> dict[str, str]
     """The numbers of a line of metrics.jsonl that stands for an evaluation. `unit`: what its examples are; `statistics`
     are the objective's, with what follows from them."""
     return {
-        "step": f"Optimizer steps done when the held-out {unit} were scored; 0 is the starting model.",
+        "step": f"Optimizer steps done when the held-out {unit} were scored; 0 is the starting model. With "
+        "train.ema_decay the model behind a step is that of the average of the weights.",
         f"{EVAL}{unit}": f"Held-out {unit}.",
         f"{EVAL}loss": "Mean loss over all of them, or over all their counted tokens, as `loss`, without an SFT term.",
         **{f"{EVAL}{key}": statistics[key] for key in statistics},

@@ -52,7 +52,7 @@ class Records:
         """One line of numbers, among them "step". Raises NonFiniteError rather than take what JSON lacks."""
         for key, value in metrics.items():
             if value is not None and not math.isfinite(value):
-                raise NonFiniteError(f"step {metrics['step']}: {key} is {value}.")
+                raise NonFiniteError(f"step {metrics['step']}: {key} is {value}. Lower train.learning_rate.")
         if not is_evaluation(metrics):
             self.ends = (*self.ends[:1], dict(metrics))
 
