@@ -48,6 +48,7 @@ DECIDE_NO_BIT = {
     "models.hf.digests": "refuses an export that was spoilt",
     "models.flops": "counts what a token costs",
     "models.hf.own": "which classes transformers knows by a type; their files are digested",
+    "models.hf.kinds": "makes a class of another and a forward, which are digested where they stand",
     "models.hf.folder": "what lies beside the weights; the model's config is in the fingerprint",
     "models.hf.comparable": "which configs are of one model; the model's config is in the fingerprint",
     "models.hf.released": "which of a folder's tensors are which of the model's, which are digested in memory",
