@@ -71,8 +71,7 @@ def load_spread(
             blocks = Policy.plain(loaded.model, torch.float32).blocks
             sharding = Sharding(loaded.model, blocks, mesh, layout, reduce_dtype, **blockwise)
             return replace(loaded, notes=(*loaded.notes, WHOLE)), sharding
-        of = {id(weight): there for weight, there in draft.unread}
-        stored = {name: of[id(weight)] for name, weight in all_tensors(model) if id(weight) in of}
+        stored = _stored(model, draft)
         for weight, there in draft.unread:
             kind = held_dtype(weight, there.shape, dtype)
             if isinstance(weight, nn.Parameter) and is_matrix(weight) and layout.shard > 1:
@@ -87,9 +86,7 @@ def load_spread(
         if device.type == "cpu":
             checks.check_room(sum(weight.to_local().nbytes for weight in spread))
         for weight in spread:
-            own = torch.empty_like(weight.to_local(), device=device)
-            mesh, how = weight.device_mesh, weight.placements
-            _put(model, weight, DTensor.from_local(own, mesh, how, shape=weight.shape, stride=weight.stride()))
+            _put(model, weight, _empty(weight, weight.dtype, device))
         read(_own(model, stored, draft), path, progress)
     model.train()
     return loaded, sharding
@@ -121,13 +118,12 @@ def load_split(
             del draft
             loaded = load(path, device, dtype, progress)
             return replace(loaded, notes=(*loaded.notes, WHOLE)), Policy.fast(loaded.model, product_dtype)
-        of = {id(weight): there for weight, there in draft.unread}
-        stored = {name: of[id(weight)] for name, weight in all_tensors(model) if id(weight) in of}
+        stored = _stored(model, draft)
         dtypes = {name: held_dtype(weight, weight.shape, dtype) for name, weight in all_tensors(model)}
         for weight in list(model.parameters()):
             _put(model, weight, torch.empty(weight.shape, device="meta"))  # of one dtype, as nothing casts there
-        for buffer in model.buffers():
-            buffer.data = torch.empty_like(buffer, device=device) if id(buffer) in of else buffer.data.to(device)
+        for name, buffer in model.named_buffers():
+            buffer.data = torch.empty_like(buffer, device=device) if name in stored else buffer.data.to(device)
         with _buffers_without_memory(model):
             policy = Policy.plain(model, product_dtype)
             partly = {*split_blocks(policy, mesh[TENSOR])}
@@ -176,6 +172,12 @@ def _own(model: PreTrainedModel, stored: dict[str, Lying], draft: Draft) -> Draf
         if name in stored and id(tensor) not in unread:
             unread[id(tensor)] = _part_of(tensor.detach(), stored[name])
     return replace(draft, model=model, unread=list(unread.values()))
+
+
+def _stored(model: PreTrainedModel, draft: Draft) -> dict[str, Lying]:
+    """Where on the disk each tensor of a model lies that is not read yet, by its name there."""
+    of = {id(weight): there for weight, there in draft.unread}
+    return {name: of[id(weight)] for name, weight in all_tensors(model) if id(weight) in of}
 
 
 def _part_of(tensor: Tensor, there: Lying) -> tuple[Tensor, Lying]:

@@ -75,6 +75,7 @@ def start_model(config: RunConfig, device: torch.device, console: Console, ranks
     # over these meanwhile, and in none of them whole.
     first = torch.float32 if layout.size > 1 else held
     loaded, spread = _load(config, device, first, dtype, layout.unsplit, console)
+    _say_how_read(loaded, model.path, console)
     policy, check = _checked(config, loaded, spread, dtype, compiled, console, split=layout.tensor > 1)
     if spread is not None and (held != torch.float32 or layout.tensor > 1):
         del policy, loaded, spread
@@ -206,7 +207,6 @@ def _load(
             loaded, spread = load_spread(path, device, held, layout, progress=progress, **how)
         else:
             loaded = load(path, device, held, progress)
-    _say_how_read(loaded, path, console)
     return loaded, spread
 
 
@@ -214,13 +214,12 @@ def _load_anew(
     config: RunConfig, device: torch.device, held: torch.dtype, dtype: torch.dtype, layout: Layout, console: Console
 ) -> tuple[Loaded, Policy]:
     """The same of a model on several processes that has been checked, as it will train."""
-    path = config.model.path
+    if layout.tensor == 1:
+        loaded, spread = _load(config, device, held, dtype, layout, console)
+        return loaded, Policy.fast(loaded.model, dtype, spread)
     with console.startup.time("weights"), console.bytes_phase("reading weights") as progress:
         how = _how_to_spread(config, dtype)
-        if layout.tensor > 1:
-            return load_split(path, device, held, layout, progress=progress, **how)
-        loaded, spread = load_spread(path, device, held, layout, progress=progress, **how)
-        return loaded, Policy.fast(loaded.model, dtype, spread)
+        return load_split(config.model.path, device, held, layout, progress=progress, **how)
 
 
 def _how_to_spread(config: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
