@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from tuningfork.kernels.nsa._compressed_kernels import load_rows
-from tuningfork.kernels.nsa._selected_kernels import piece_rows_of
+from tuningfork.kernels.nsa._selected_kernels import slice_of_piece
 
 
 @triton.jit
@@ -45,10 +45,10 @@ def nsa_block_forward(
     slice = tl.program_id(1)
     keys = tl.arange(0, KEY_LANES)
     values = tl.arange(0, VALUE_LANES)
-    rows, positions = piece_rows_of(table, piece_rows, listed // groups, slice, True, rows_total, SELECT, KEYS)
-    live = rows < rows_total
-    key = load_rows(k + group * head_k, rows, live, stride_k, keys, KEY)
-    value = load_rows(v + group * head_v, rows, live, stride_v, values, VALUE)
+    positions, live, key, value = slice_of_piece(
+        k, v, table, piece_rows, listed // groups, group, slice, stride_k, head_k, stride_v, head_v, rows_total, keys,
+        values, SELECT, KEY, VALUE, KEYS,
+    )  # fmt: skip
     ROWS: tl.constexpr = LINES // GROUP
     lines = tl.arange(0, LINES)
     member = lines % GROUP
@@ -151,10 +151,10 @@ def nsa_block_gradients(
     slice = tl.program_id(1)
     keys = tl.arange(0, KEY_LANES)
     values = tl.arange(0, VALUE_LANES)
-    rows, positions = piece_rows_of(table, piece_rows, listed // groups, slice, True, rows_total, SELECT, KEYS)
-    live = rows < rows_total
-    key = load_rows(k + group * head_k, rows, live, stride_k, keys, KEY)
-    value = load_rows(v + group * head_v, rows, live, stride_v, values, VALUE)
+    positions, live, key, value = slice_of_piece(
+        k, v, table, piece_rows, listed // groups, group, slice, stride_k, head_k, stride_v, head_v, rows_total, keys,
+        values, SELECT, KEY, VALUE, KEYS,
+    )  # fmt: skip
     ROWS: tl.constexpr = LINES // GROUP
     lines = tl.arange(0, LINES)
     member = lines % GROUP

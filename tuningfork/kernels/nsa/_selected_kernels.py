@@ -63,6 +63,19 @@ def piece_rows_of(table, rows, piece, part, there, rows_total, SELECT: tl.conste
 
 
 @triton.jit
+def slice_of_piece(
+    k, v, table, rows, piece, group, slice, stride_k, head_k, stride_v, head_v, rows_total, keys, values,
+    SELECT: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Of KEYS of a piece's rows their positions, which of them are there, and their keys and values for a group."""
+    found, positions = piece_rows_of(table, rows, piece, slice, True, rows_total, SELECT, KEYS)
+    live = found < rows_total
+    key = load_rows(k + group * head_k, found, live, stride_k, keys, KEY)
+    value = load_rows(v + group * head_v, found, live, stride_v, values, VALUE)
+    return positions, live, key, value
+
+
+@triton.jit
 def _piece_of_list(
     lists, table, rows, step, count, none, rows_total, group, groups,
     SELECT: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
@@ -205,10 +218,10 @@ def nsa_selected_key_gradient(
     slice = tl.program_id(1)
     keys = tl.arange(0, KEY_LANES)
     values = tl.arange(0, VALUE_LANES)
-    rows, positions = piece_rows_of(table, piece_rows, listed // groups, slice, True, rows_total, SELECT, KEYS)
-    live = rows < rows_total
-    key = load_rows(k + group * head_k, rows, live, stride_k, keys, KEY)
-    value = load_rows(v + group * head_v, rows, live, stride_v, values, VALUE)
+    positions, live, key, value = slice_of_piece(
+        k, v, table, piece_rows, listed // groups, group, slice, stride_k, head_k, stride_v, head_v, rows_total, keys,
+        values, SELECT, KEY, VALUE, KEYS,
+    )  # fmt: skip
     ROWS: tl.constexpr = LINES // GROUP
     lines = tl.arange(0, LINES)
     head = group * GROUP + lines % GROUP
