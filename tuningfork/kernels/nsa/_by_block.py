@@ -65,7 +65,9 @@ class _Work(NamedTuple):
         """By sizes that all packs of a model have in common, but for `rows` and `pieces`."""
         (rows, *of_query), (pieces, select) = q.shape, piece_rows.shape
         heads, key, value, groups, count, select = map(int, (*of_query, v.shape[2], *lists.shape[1:], select))
-        keys = min(block_config_of(q, v).keys, max(16, triton.next_power_of_2(select)))
+        # As many keys as ever for shorter blocks too: Triton 3.6 gets keys' gradients wrong on an H200 for 16 and 32
+        # keys, where 4 warps and no pipelining are fastest for 64.
+        keys = block_config_of(q, v).keys
         group, slices = heads // groups, triton.cdiv(select, keys)
         of_a_row = group * count * slices * 4 * (max(key, value) + 2)
         chunk = max(64, triton.next_power_of_2(_HELD // of_a_row + 1) // 2)  # packs mostly have a power of two

@@ -1,10 +1,14 @@
-"""Each op of a model's mixers by itself, on what this model gives it: its fast form beside the plain one."""
+"""Each op of a model's mixers by itself, on what this model gives it: its fast form beside the plain one.
+
+What may lie between them is measured by the plain form, once in float32 and once with operands and results rounded as a
+fast kernel rounds them. Rows of padding are left out, as nobody uses them: they are one token over and over, whose keys
+are all the same, and rounding is then as large as what is left of the sums.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +16,7 @@ from torch import Tensor
 
 from tuningfork.models.policy import Policy
 from tuningfork.records import ForkLayout, PackedBatch
-from tuningfork.train.checks.rounding import FLOOR, check_rounding, noise, wrong
+from tuningfork.train.checks.rounding import FLOOR, check_rounding, noise, rounded_products, wrong
 
 Call = Callable[..., "Tensor | tuple[Tensor, ...]"]
 """(prepared form, tensors...) -> outputs."""
@@ -26,7 +30,9 @@ def check_ops(policy: Policy, batch: PackedBatch, path: str) -> None:
     """
     watched = Policy.plain(policy.model, policy.dtype, policy.spread)
     beside = {
-        op: _BESIDE[op](watched.kernels[op], policy.kernels[op], f"{path}: {words} {policy.kernels.names[op]}")
+        op: _BESIDE[op](
+            watched.kernels[op], policy.kernels[op], f"{path}: {words} {policy.kernels.names[op]}", batch.used_slots
+        )
         for op, words in _WORDS.items()
         if op in watched.ops
     }
@@ -38,9 +44,10 @@ def check_ops(policy: Policy, batch: PackedBatch, path: str) -> None:
 class _Beside:
     """A plain form that has another do the same, forward and backward, and compares."""
 
-    def __init__(self, plain: Any, other: Any, what: str) -> None:
+    def __init__(self, plain: Any, other: Any, what: str, used: int) -> None:
+        """`used`: of a pack's rows, those that are no padding; they come first."""
         self._kinds = plain, other
-        self._what, self._calls = what, 0
+        self._what, self._calls, self._used = what, 0, used
 
     def prepare(self, layout: ForkLayout) -> Any:
         self._positions = layout.position_of_row
@@ -53,42 +60,63 @@ class _Beside:
         given: dict[str, Tensor],
         outputs: Sequence[str],
         few: Sequence[str] = (),
-        widened: bool = False,
-    ) -> tuple[str, list[Tensor], list[Tensor], list[Tensor]]:
+        mean_keys: Callable[[], Tensor] | None = None,
+    ) -> tuple[str, list[Tensor], list[Tensor]]:
         """Check one call.
 
         Args:
             call: has a form compute of `given` what is compared.
             given: tensors, by what their gradients are called.
             outputs: what the results are called.
-            few: which of `given` have so few numbers that the plain kernels' rounding may be little by chance.
-            widened: whether the plain form computes in float32 throughout and rounds results alone. Another may then
-                round the operands of its products too: an output loses a unit of its dtype more, a gradient two.
+            few: which of `given` have so few numbers that the plain form's rounding may be little by chance.
+            mean_keys: of softmax attention of queries [T, H, dk], the first of `given`: [T, H, dk], each query's keys
+                by its weights and times the scale.
 
         Returns:
-            What is compared, and the results and gradients of the plain form in float32, of the plain form in the
-            run's dtype, and of the other.
+            What is compared, and the results and gradients of the plain form in float32, and of the other.
         """
         self._calls += 1
-        tensors = list(given.values())
-        exact, usual, found = (
-            through(partial(call, form), leaves)
-            for form, leaves in (
-                (self._plain, [t.float() for t in tensors]),
-                (self._plain, tensors),
-                (self._other, tensors),
-            )
-        )
+        tensors, dtype = list(given.values()), next(iter(given.values())).dtype
+        exact = self.through(call, self._plain, tensors, torch.float32)
+        with rounded_products(dtype):
+            usual = [t.to(dtype).float() for t in self.through(call, self._plain, tensors, torch.float32)]
+        found = self.through(call, self._other, tensors)
         gradients = [float(t.double().norm()) for t in exact[len(outputs) :]]
         # A gradient that is 0 but for rounding, such as that of scores of a single key, has no size to go by.
-        floor = FLOOR * 1e-2 * max(gradients)
+        floors = [0.0] * len(outputs) + [FLOOR * 1e-2 * max(gradients)] * len(given)
+        unit = torch.finfo(dtype).eps
+        if mean_keys is not None:
+            floors[len(outputs)] += unit * _of_rounded_results(exact[0], mean_keys()[: self._used])
         what = f"{self._what}, call {self._calls}"
         names = [*outputs, *(f"gradients of {name}" for name in given)]
-        units = [1.0 * widened] * len(outputs) + [2.0 * widened + (name in few) for name in given]
-        unit = torch.finfo(tensors[0].dtype).eps
-        for name, f, u, e, more in zip(names, found, usual, exact, units, strict=True):
-            check_rounding(what, name, f, u, e, floor + more * unit * float(e.double().norm()))
-        return what, exact, usual, found
+        more = [0.0] * len(outputs) + [unit * (name in few) for name in given]
+        for name, f, u, e, floor, part in zip(names, found, usual, exact, floors, more, strict=True):
+            check_rounding(what, name, f, u, e, floor + part * float(e.double().norm()))
+        return what, exact, found
+
+    def through(self, call: Call, form: Any, given: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+        """`through` a call of a form, of rows that are no padding, with what is given in another dtype if one is."""
+
+        def used(*tensors: Tensor) -> tuple[Tensor, ...]:
+            out, rows = call(form, *tensors), len(self._positions)
+            return tuple(t[: self._used] if len(t) == rows else t for t in (out if isinstance(out, tuple) else (out,)))
+
+        return through(used, given if dtype is None else [t.to(dtype) for t in given])
+
+
+def _of_rounded_results(out: Tensor, mean_keys: Tensor) -> float:
+    """What a rounding of attention's results by a whole of their size would change queries' gradients by, by its norm.
+
+    A score's gradient is P (dP - D). Kernels take D, the sum of a row's dP by its weights P, from the row's result and
+    its gradient (FlashAttention, arXiv:2205.14135, equation 4), and the result is there in the run's dtype. What D is
+    off by comes to the query times the mean of its keys: little beside its gradient, unless its keys are much alike.
+
+    Args:
+        out: [T, H, dv], of which `through` took the gradient of a sum by noise.
+        mean_keys: [T, H, dk].
+    """
+    off = (out * noise(out, seed=1)).double().norm(dim=-1)
+    return float((off * mean_keys.double().norm(dim=-1)).norm())
 
 
 class _Attention(_Beside):
@@ -100,18 +128,22 @@ class _Attention(_Beside):
             out: Tensor = form.attend(*rows, **how, **({"sinks": its_sinks[0]} if its_sinks else {}))
             return out
 
-        what, exact, usual, found = self.compare(attend, given, ["outputs"], few=["sinks"])
+        def mean_keys() -> Tensor:
+            of_sinks = [] if sinks is None else [sinks]
+            return how["scale"] * attend(self._plain, query.float(), key.float(), key.float(), *of_sinks)
+
+        what, exact, found = self.compare(attend, given, ["outputs"], few=["sinks"], mean_keys=mean_keys)
         edge = self._at_the_windows_edge(how["window"])
         if edge:  # one key more or less is one of many, which only float32 shows
             again = found
             if query.dtype != torch.float32:
-                again = through(partial(attend, self._other), [t.float() for t in given.values()])
+                again = self.through(attend, self._other, list(given.values()), torch.float32)
             floor = FLOOR * 1e-2 * max(float(t.double().norm()) for t in exact[1:])
             for name, f, e in zip(("outputs", *(f"gradients of {name}" for name in given)), again, exact, strict=True):
                 if name in edge:
                     f, e = f[edge[name]], e[edge[name]]
                     check_rounding(f"{what}, beyond its window", name, f, e, e, floor)
-        return usual[0].to(query.dtype)
+        return attend(self._plain, *given.values())
 
     def _at_the_windows_edge(self, window: int | None) -> dict[str, Tensor]:
         """The rows [n] whose numbers a window decides, by quantity: few of all, among whom an error of theirs is lost.
@@ -119,7 +151,8 @@ class _Attention(_Beside):
         Those are the outputs and queries' gradients of rows that do not see their whole sequence, and the gradients of
         keys and values that some later row of the longest sequence does not see.
         """
-        positions, last = self._positions, int(self._positions.max())
+        positions = self._positions[: self._used]
+        last = int(positions.max())
         if window is None or last < window:
             return {}
         rows, keys = (positions >= window).nonzero()[:, 0], (positions + window <= last).nonzero()[:, 0]
@@ -135,24 +168,24 @@ class _CausalConv(_Beside):
             out: Tensor = form.conv(x, weight, bias, silu=silu)
             return out
 
-        _, _, usual, _ = self.compare(convolve, given, ["outputs"])
-        return usual[0].to(x.dtype)
+        self.compare(convolve, given, ["outputs"])
+        return convolve(self._plain, *given.values())
 
     def query_key_value(self, x: Tensor, weight: Tensor, heads: Any) -> tuple[Tensor, ...]:
         def split(form: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
             parts: tuple[Tensor, ...] = form.query_key_value(x, weight, heads)
             return parts
 
-        given, outputs = {"channels": x, "weights": weight}, ["queries", "keys", "values"]
-        _, _, usual, _ = self.compare(split, given, outputs)
-        return tuple(t.to(x.dtype) for t in usual[: len(outputs)])
+        self.compare(split, {"channels": x, "weights": weight}, ["queries", "keys", "values"])
+        return split(self._plain, x, weight)
 
 
 class _GatedDelta(_Beside):
     def scan(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         given = {"queries": query, "keys": key, "values": value, "decays": decay, "betas": beta}
-        _, _, usual, _ = self.compare(lambda form, *rows: form.scan(*rows), given, ["outputs"])
-        return usual[0].to(value.dtype)
+        self.compare(lambda form, *rows: form.scan(*rows), given, ["outputs"])
+        out: Tensor = self._plain.scan(*given.values())
+        return out
 
 
 class _Ccgqa(_Beside):
@@ -165,12 +198,13 @@ class _Ccgqa(_Beside):
             return parts
 
         given = {"channels": x, "temperatures": temperature, **weights}
-        _, _, usual, _ = self.compare(split, given, ["queries", "keys"], few=["temperatures"])
-        return tuple(t.to(x.dtype) for t in usual[:2])
+        self.compare(split, given, ["queries", "keys"], few=["temperatures"])
+        return split(self._plain, *given.values())
 
     def values(self, x: Tensor, now: int) -> Tensor:
-        _, _, usual, _ = self.compare(lambda form, x: form.values(x, now), {"values": x}, ["values shifted"])
-        return usual[0].to(x.dtype)
+        self.compare(lambda form, x: form.values(x, now), {"values": x}, ["values shifted"])
+        out: Tensor = self._plain.values(x, now)
+        return out
 
 
 class _Nsa(_Beside):
@@ -188,37 +222,44 @@ class _Nsa(_Beside):
         return first
 
     def blocks(self, rows: Tensor) -> Tensor:
-        _, _, usual, _ = self.compare(lambda form, rows: form.blocks(rows), {"rows": rows}, ["rows of blocks"])
-        return usual[0].to(rows.dtype)
+        self.compare(lambda form, rows: form.blocks(rows), {"rows": rows}, ["rows of blocks"])
+        out: Tensor = self._plain.blocks(rows)
+        return out
 
     def mean(self, rows: Tensor) -> Tensor:
-        _, _, usual, _ = self.compare(lambda form, rows: form.mean(rows), {"rows": rows}, ["means of blocks"])
-        return usual[0].to(rows.dtype)
+        self.compare(lambda form, rows: form.mean(rows), {"rows": rows}, ["means of blocks"])
+        out: Tensor = self._plain.mean(rows)
+        return out
 
     def compressed(
         self, query: Tensor, keys: Tensor, values: Tensor, *, scale: float, choice: Any
     ) -> tuple[Tensor, Tensor]:
-        choices: list[Tensor] = []
-
         def attend(form: Any, *tensors: Tensor) -> Tensor:
-            out, chosen = form.compressed(*tensors, scale=scale, choice=choice)
-            choices.append(chosen)
-            return out  # type: ignore[no-any-return]
+            return form.compressed(*tensors, scale=scale, choice=choice)[0]  # type: ignore[no-any-return]
+
+        def mean_keys() -> Tensor:
+            return scale * attend(self._plain, query.float(), keys.float(), keys.float())
 
         given = {"queries": query, "keys of blocks": keys, "values of blocks": values}
-        what, _, usual, _ = self.compare(attend, given, ["compressed outputs"], widened=True)
-        scores = self._scores(query.float(), keys.float(), scale, choice)
-        _check_choices(what, choices[-1], choices[0], scores)
-        return usual[0].to(query.dtype), choices[1]
+        what, _, _ = self.compare(attend, given, ["compressed outputs"], mean_keys=mean_keys)
+        wide = [t.float() for t in given.values()]
+        _, expected = self._plain.compressed(*wide, scale=scale, choice=choice)
+        _, found = self._other.compressed(*given.values(), scale=scale, choice=choice)
+        _check_choices(what, found, expected, self._scores(wide[0], wide[1], scale, choice))
+        out, _ = self._plain.compressed(*given.values(), scale=scale, choice=choice)
+        return out, expected
 
     def selected(self, query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, *, scale: float) -> Tensor:
         def attend(form: Any, *tensors: Tensor) -> Tensor:
             out: Tensor = form.selected(*tensors, chosen, scale=scale)
             return out
 
+        def mean_keys() -> Tensor:
+            return scale * attend(self._plain, query.float(), key.float(), key.float())
+
         given = {"queries": query, "keys": key, "values": value}
-        _, _, usual, _ = self.compare(attend, given, ["selected outputs"], widened=True)
-        return usual[0].to(query.dtype)
+        self.compare(attend, given, ["selected outputs"], mean_keys=mean_keys)
+        return attend(self._plain, *given.values())
 
     def _scores(self, query: Tensor, keys: Tensor, scale: float, choice: Any) -> Tensor:
         """What blocks are chosen by, [T, G, J]: infinite for those that are no choice, -1 for those ahead of a row.

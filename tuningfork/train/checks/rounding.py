@@ -1,17 +1,21 @@
 """How far a kernel's numbers may lie from the plain one's.
 
-A number is measured against the plain kernels' in float32. What may lie between is known from the plain kernels in the
-run's own dtype: they round as often as the fast ones, though not at the same places, so the errors of the two are of
+A number is measured against the plain kernels' in float32. What may lie between is known from the plain kernels as they
+round in the run's own dtype: as often as the fast ones, though not at the same places, so the errors of the two are of
 one size, and one that is several times the other is no rounding.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode  # private: torch.utils._python_dispatch.TorchDispatchMode
 
 from tuningfork.errors import ModelError
 from tuningfork.train.checks.head_check import NOTHING_IS_TRAINED
@@ -33,6 +37,30 @@ def check_rounding(what: str, quantity: str, found: Tensor, usual: Tensor, exact
         f"{what}: {quantity} are {error / size:.1e} of their size away from those of plain kernels in float32; plain "
         f"kernels in the run's dtype are {rounding / size:.1e} away."
     )
+
+
+@contextmanager
+def rounded_products(dtype: torch.dtype) -> Iterator[None]:
+    """Matrix products, gradients' too, take operands rounded to a dtype, and add up as exactly as these were before.
+
+    So a matrix unit has them; a plain kernel in the dtype itself mostly computes in float32 and rounds its results.
+    """
+    with sdpa_kernel(SDPBackend.MATH), _RoundedProducts(dtype):  # the fused forms of attention are no products
+        yield
+
+
+class _RoundedProducts(TorchDispatchMode):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _PRODUCTS:
+            args = [*args[:-2], *(t.to(self._dtype).to(t.dtype) for t in args[-2:])]
+        return func(*args, **(kwargs or {}))
+
+
+_PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.bmm.default]
 
 
 def wrong(found: str) -> ModelError:
