@@ -56,7 +56,9 @@ def _begin(times: float = 1.0, junk: float = 0.0, wrong_row: bool = False, dtype
     model = tiny_model("qwen2", torch.float32)
     with torch.no_grad():
         for layer in model.model.layers:
-            layer.self_attn.k_proj.bias.add_(8 * torch.randn_like(layer.self_attn.k_proj.bias))
+            for weights in layer.self_attn.q_proj.parameters():
+                weights.mul_(0.01)  # so that queries look at many of them
+            layer.self_attn.k_proj.bias.add_(30)
     kernels = replace(with_form("attention", Flash), names={"attention": "other", "row_logps": "other"})
     policy = Policy(model, kernels, dtype)
     used = _probe_rows(policy)
