@@ -24,7 +24,7 @@ from tuningfork.errors import LOADING, enough_memory
 from tuningfork.models.policy import Policy, Spread
 from tuningfork.records import PackedBatch
 from tuningfork.train.checks.op_check import check_ops
-from tuningfork.train.checks.rounding import FLOOR, check_rounding, noise
+from tuningfork.train.checks.rounding import FLOOR, check_rounding, noise, rounded_products
 from tuningfork.train.checks.self_check import in_float32, probe_pack, probes
 
 _DIRECTIONS = 16  # of a sketch: the size of a gradient of rank one is then met within a fifth, of others much closer
@@ -51,7 +51,7 @@ class KernelCheck:
     path: str
     batch: PackedBatch
     exact: _Numbers  # in float32
-    usual: _Numbers  # in the run's dtype
+    usual: _Numbers  # in the run's dtype, products within ops too
 
     @classmethod
     def begin(cls, policy: Policy, path: str, share: Share, compiling: bool) -> KernelCheck:
@@ -69,7 +69,8 @@ class KernelCheck:
         with enough_memory("checking the kernels", LOADING):
             check_ops(policy, batch, path)
             usual_policy.keep_activations("block")  # where memory is short, it is short here too
-            usual = _through(usual_policy, batch)
+            with rounded_products(policy.dtype):
+                usual = _through(usual_policy, batch)
             with in_float32(policy.model, policy.spread):
                 exact_policy = Policy.plain(policy.model, torch.float32, policy.spread)
                 exact_policy.keep_activations("block")

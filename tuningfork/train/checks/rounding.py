@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode  # private: torch.utils._python_dispatch.TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode  # private: torch.utils._python_dispatch
 
 from tuningfork.errors import ModelError
 from tuningfork.train.checks.head_check import NOTHING_IS_TRAINED
