@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -40,6 +41,7 @@ from tuningfork.train import step as step_module
 from tuningfork.train.batch import StepBatch
 from tuningfork.train.checks.head_check import check_head
 from tuningfork.train.checks.kernel_check import KernelCheck
+from tuningfork.train.checks.rounding import rounded_products
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.optimizer import build_optimizer, hold_gradients, move_weights, optimizer_bytes
 from tuningfork.train.setup import activation_memory
@@ -69,14 +71,18 @@ def _packed(policy, examples, weights, share):
 
 
 def _alone(policy, examples, weights, autocast):
-    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-        sums = torch.stack([s for example in examples for s in score_alone(policy.model, example)])
+    """By plain transformers, in bfloat16 with autocast; a class's own scan would compute in float32 even so."""
     policy.model.zero_grad()
-    (weights * sums).sum().backward()
+    with rounded_products(torch.bfloat16) if autocast else nullcontext():
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            sums = torch.stack([s for example in examples for s in score_alone(policy.model, example)])
+        (weights * sums).sum().backward()
     return sums.detach(), {name: p.grad.clone() for name, p in policy.model.named_parameters()}
 
 
-@pytest.mark.parametrize("family,share", [*((f, True) for f in FAMILIES), ("olmo3", False), ("gemma2", False)])
+@pytest.mark.parametrize(
+    "family,share", [*((f, True) for f in (*FAMILIES, *HYBRIDS, *SHORT_CONVS)), ("olmo3", False), ("gemma2", False)]
+)
 def test_packed_equals_alone(family, share):
     """G1, G2 on a GPU: no further from the float32 truth than twice plain transformers in bfloat16, per quantity."""
     policy = _policy(family, torch.bfloat16)
@@ -89,6 +95,8 @@ def test_packed_equals_alone(family, share):
     assert (ours - truth).norm() <= 2 * (plain - truth).norm()
     for name, expected in truth_grads.items():
         allowed = 2 * (plain_grads[name] - expected).norm()
+        if expected.ndim == 1:  # so few numbers that rounding may be little by chance
+            allowed += torch.finfo(torch.bfloat16).eps * expected.norm()
         assert (our_grads[name] - expected).norm() <= allowed, name
 
 
