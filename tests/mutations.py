@@ -510,6 +510,12 @@ MUTATIONS = (
         "if False:",
         ("test_the_group_changes_the_digest_of_what_is_trained_on_and_only_where_it_is_asked_for",),
     ),
+    Mutation(
+        "full-pack-of-any-size",
+        "full = _round_up(self.tokens, self.quantum)",
+        "full = self.tokens",
+        ("test_rows_hold_the_content_and_are_a_multiple_of_the_quantum_in_a_full_pack_too",),
+    ),
     # --- the reference
     Mutation(
         "reference-of-another-answer",
@@ -862,6 +868,12 @@ MUTATIONS = (
         "if decay.dtype != wide or beta.dtype != wide:",
         "if decay.dtype != wide and beta.dtype != wide:",
         ("test_gates_that_would_be_rounded_are_refused",),
+    ),
+    Mutation(
+        "heads-not-filled-up",
+        "fill = (0, -rows.shape[2] % LINE) if rows.ndim == 3 else ()",
+        "fill = (0, 0) if rows.ndim == 3 else ()",
+        ("test_heads_that_fill_no_vector_register_have_the_same_bits_in_every_pack",),
     ),
     # --- CCGQA: what public code has had wrong
     Mutation(

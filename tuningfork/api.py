@@ -65,7 +65,7 @@ def read_examples(
 
 
 def pack(examples: Sequence[TokenExample], tokens: int = 8192, share: Share = "tree") -> list[PackedBatch]:
-    """Lay examples side by side into packs of at most `tokens` token slots.
+    """Lay examples side by side into packs of at most `tokens` tokens. Each has a multiple of 64 token slots.
 
     Args:
         share: what is laid once: tree, whatever examples begin with in common; prompt, each prompt for all its

@@ -64,7 +64,7 @@ def check(plan: StepPlan, examples: list[TokenExample], limits: PackLimits, rank
         costs = [sum(map(cost, pack)) for pack in plan.packs[rank]]
         assert costs == sorted(costs, reverse=True) and sum(costs) == plan.costs[rank]
         for pack in own:
-            assert pack.forest.rows <= pack.slots <= limits.tokens and pack.slots == limits.slots(pack.forest.rows)
+            assert pack.forest.rows <= limits.tokens and pack.slots == limits.slots(pack.forest.rows)
             check_forest(pack.forest, pack.examples)
     assert plan.imbalance == pytest.approx(max(plan.costs) / np.mean(plan.costs)) or not examples
 

@@ -86,6 +86,18 @@ def test_an_answer_has_the_same_bits_shared_and_alone(dtype, threads):
     check_paths_decide_bits(PlainGatedDelta, [*packs, *alone], Heads(2, 32, 2, 48), dtype)
 
 
+@pytest.mark.parametrize(
+    "heads", [Heads(1, 5, 3, 7), Heads(1, 8, 1, 1), Heads(2, 1, 2, 7), Heads(1, 15, 1, 11)], ids=str
+)
+def test_heads_that_fill_no_vector_register_have_the_same_bits_in_every_pack(heads):
+    """Where a narrow or odd matrix lies in memory decides how libraries add it up."""
+    together = random_examples([(10, (length - 10,)) for length in (130, 75, 140, 66)])
+    alone = [
+        one_pack([example], "none", tokens=example.unique_tokens + -example.unique_tokens % 64) for example in together
+    ]
+    check_paths_decide_bits(PlainGatedDelta, [one_pack(together, "none", tokens=448), *alone], heads, torch.float32)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_what_lies_beside_a_path_changes_nothing_however_large(dtype):
     batch = laid(random_forest(3), "tree")

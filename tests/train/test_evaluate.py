@@ -242,6 +242,34 @@ def test_wrong_log_probs_of_a_step_are_refused_by_file(tmp_path):
     assert f"  {file}: 2 log-probs" in str(caught.value)
 
 
+def test_wrong_log_probs_that_this_run_has_scored_are_not_blamed_on_the_cache(tmp_path):
+    """Their files are as good as the code that wrote them; those of before may be spoiled."""
+    examples = pairs(4)
+    session = session_of(_policy("llama", torch.float32))
+    packs = build_packs(examples, limits_of())
+    wrong = np.concatenate([session.scorer.score(pack).numpy() for pack in packs]) + 1.0
+    tampered(tmp_path, examples[:1], wrong[:2]).flush()
+    [before] = tmp_path.glob("rows-*")
+    store = ReferenceStore(tmp_path, {"any": "facts"})
+    store.add(examples[1:], wrong[2:].tolist())
+    store.flush()
+    [now] = set(tmp_path.glob("rows-*")) - {before}
+
+    def refused(some) -> str:
+        with pytest.raises(ReferenceMismatch) as caught:
+            check_start(session, build_packs(some, limits_of()), store)
+        return str(caught.value)
+
+    for _ in range(2):
+        of_this_run = refused(examples[1:])
+        assert f"{now}: 6 log-probs" in of_this_run and "scored for this run" in of_this_run
+        assert "spoiled" not in of_this_run and "Remove these files" not in of_this_run
+        parts = refused(examples).split("\n")[1:]
+        assert [str(before) in parts[0], "Remove these files" in parts[1], str(now) in parts[2]] == [True] * 3
+        assert "to remove them would not help" in parts[3] and len(parts) == 4
+        store.reopen()  # as a run does whose other processes have scored some, too
+
+
 def test_a_policy_that_has_moved_is_not_the_reference(tmp_path):
     """open-instruct's dpo_tune_cache: a cache must never be compared with, or built from, a trained policy."""
     examples = pairs(4)

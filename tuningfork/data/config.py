@@ -92,7 +92,8 @@ class PackConfig:
     """How examples share a pack."""
 
     tokens: Annotated[int, Field(ge=64)] = 8192
-    """Tokens of a full pack. Larger packs run faster and need more memory; the numbers do not change."""
+    """Tokens of a full pack; those that it has in memory are rounded up, to a multiple of 128 on a GPU and of 64 on a
+    CPU. Larger packs run faster and need more memory; the numbers do not change."""
     share: Share = "tree"
     """What is stored and computed once. tree: whatever the examples of a pack begin with in common: system prompts,
     tools, earlier turns, answers. prompt: each prompt, for all answers of its example. none: nothing, each answer has

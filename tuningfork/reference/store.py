@@ -53,6 +53,7 @@ class ReferenceStore:
                 file.write(json.dumps(fingerprint, indent=2).encode() + b"\n")
         clear_abandoned(folder)
         self._old = self._read()  # of other processes, or of this one before
+        self._inherited = {shard.path for shard in self._old if shard.path is not None}
         self._own: list[Shard] = []
         self._new: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # content, answers, log-probs; not flushed
 
@@ -105,6 +106,11 @@ class ReferenceStore:
                 if shard.path is not None:
                     shard.path.unlink(missing_ok=True)
 
+    def reopen(self) -> None:
+        """Read what other processes of this run have added; all of this one's must be flushed. What was inherited is
+        what was there before any did."""
+        self._old, self._own = self._read(), []
+
     def lookup(self, examples: Sequence[TokenExample]) -> np.ndarray:
         """Log-probs of all answers of these examples, float64 [A].
 
@@ -132,7 +138,11 @@ class ReferenceStore:
         """Each shard that was there when this store was opened, and the places of the examples that it serves."""
         owners, _ = self._find(column(examples, "content"))
         served = [(shard.path, np.flatnonzero(owners == number)) for number, shard in enumerate(self._old)]
-        return [(path, places) for path, places in served if path is not None and len(places)]
+        return [(path, places) for path, places in served if path in self._inherited and len(places)]
+
+    def is_inherited(self, file: Path) -> bool:
+        """Whether a shard was there when this store was opened, and so is of an earlier run or of another."""
+        return file in self._inherited
 
     def files_of(self, examples: Sequence[TokenExample]) -> list[Path]:
         """The shard that has each of these examples, which are cached; the folder for what is in memory alone."""

@@ -15,12 +15,20 @@ from tuningfork.distributed.ranks import Ranks
 from tuningfork.errors import ReferenceMismatch
 from tuningfork.objective.base import Answers
 from tuningfork.records import PackedBatch, TokenExample, column, taken
-from tuningfork.reference.build import by_file, wrongly_cached
+from tuningfork.reference.build import Difference, by_file, wrongly_cached
 from tuningfork.reference.store import ReferenceStore
 from tuningfork.report.run.metrics import Evaluation, Means
 from tuningfork.train.session import Session
 
 _AT_ONCE = 4096  # examples whose numbers are added up together
+
+_INHERITED = "They are spoiled, or were scored by other code. Remove these files: their rows are then scored again."
+_OF_THIS_RUN = (
+    "These were scored for this run, moments ago and by the same code, so to remove them would not help. Either the "
+    "weights have moved since, or this model's log-probs depend on what else lies in a pack, or are not the same twice "
+    "on this machine: then no margin of a run would be exact. See whether train.device: cpu or model.compile: off "
+    "changes that, and report it with the model's config.json."
+)
 
 
 def evaluate(
@@ -114,7 +122,8 @@ def check_start(session: Session, packs: Iterable[PackedBatch], reference: Refer
         The number of examples checked.
 
     Raises:
-        ReferenceMismatch: some log-prob differs. It names the files of the cache that have such, and the worst.
+        ReferenceMismatch: some log-prob differs. It names the files of the cache that have such, and the worst, and
+            says whether they are of before or were scored for this run.
     """
     seen: list[tuple[int, int]] = []
 
@@ -130,7 +139,16 @@ def check_start(session: Session, packs: Iterable[PackedBatch], reference: Refer
             f"step-0 check: {len(wrong)} of {answers} log-probs of the starting model are not those in the cache "
             f"{reference.folder}; worst {wrong[0]}. At the start the two must be equal to the bit, and the margin "
             "exactly 0. The wrong ones lie in",
-            *by_file(reference, wrong),
-            "They are spoiled, or were scored by other code. Remove these files: their rows are then scored again.",
+            *_by_origin(reference, wrong),
         )
     return examples
+
+
+def _by_origin(reference: ReferenceStore, wrong: Sequence[Difference]) -> Iterator[str]:
+    """Lines on the files with wrong log-probs, and on what to do: first those of before, then those of this run."""
+    files = reference.files_of([difference.example for difference in wrong])
+    for inherited, advice in ((True, _INHERITED), (False, _OF_THIS_RUN)):
+        some = [one for one, file in zip(wrong, files, strict=True) if reference.is_inherited(file) == inherited]
+        if some:
+            yield from by_file(reference, some)
+            yield advice

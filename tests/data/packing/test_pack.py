@@ -55,9 +55,10 @@ def evenly(examples: Sequence[TokenExample], limits: PackLimits) -> list[Bin]:
 
 
 def smallest_shape(used: int, tokens: int, compiled: bool) -> int:
-    """The first of the allowed numbers of slots that holds the content; a full pack is always allowed."""
-    allowed = range(1024, tokens, 128) if compiled else range(64, tokens, 64)
-    return next((slots for slots in allowed if slots >= used), tokens)
+    """The first of the allowed numbers of slots that holds the content, and no more than hold a full pack's."""
+    quantum, first = (128, 1024) if compiled else (64, 64)
+    full = next(slots for slots in range(quantum, tokens + quantum, quantum) if slots >= tokens)
+    return next((slots for slots in range(first, full, quantum) if slots >= used), full)
 
 
 def first_fit(examples: list[TokenExample], limits: PackLimits) -> int:
@@ -105,7 +106,7 @@ def test_every_example_once_within_the_limit_in_the_smallest_shape(shapes, token
     assert Counter(id(e) for _, members, _ in bins for e in members) == Counter(map(id, examples))
     for slots, members, _ in bins:
         assert members, "an empty pack"
-        assert content(members, share) <= slots <= tokens
+        assert content(members, share) <= min(slots, tokens)
         assert slots == smallest_shape(content(members, share), tokens, compiled)
         assert [examples.index(e) for e in members] == sorted(examples.index(e) for e in members)
 
@@ -176,9 +177,9 @@ def test_a_stream_of_packs_by_hand():
     examples = random_examples([(0, (n,)) for n in (60, 50, 30, 40, 50, 20)])
     bins = list(pack_stream(examples, limits_of(100), window=4))
     assert [(slots, [e.unique_tokens for e in members]) for slots, members, _ in bins] == [
-        (100, [60, 40]),
-        (100, [50, 30]),  # the last four in packs of like size, rather than 50 + 50 and 30 + 20
-        (100, [50, 20]),
+        (128, [60, 40]),
+        (128, [50, 30]),  # the last four in packs of like size, rather than 50 + 50 and 30 + 20
+        (128, [50, 20]),
     ]
 
 
@@ -221,12 +222,12 @@ def test_an_example_may_fill_a_pack_to_the_last_row(share, compiled):
     assert [(d.file, d.row, d.reason) for d in dropped] == [("random", 2, "larger than a pack")]
     assert dropped[0].detail == "needs 65 tokens, pack.tokens is 64"
     ((slots, members, _),) = packed(kept, PackLimits.plan(64, share, compiled))
-    assert (slots, list(members)) == (64, list(kept))
+    assert (slots, list(members)) == (128 if compiled else 64, list(kept))
 
 
 def test_examples_together_may_fill_a_pack_to_the_last_row():
     examples = random_examples([(10, (20, 30)), (4, (16, 20))])  # 60 + 40 slots
-    assert [(slots, members) for slots, members, _ in packed(examples, limits_of(100))] == [(100, examples)]
+    assert [(slots, members) for slots, members, _ in packed(examples, limits_of(100))] == [(128, examples)]
     assert [(slots, len(members)) for slots, members, _ in packed(examples, limits_of(99))] == [(64, 1), (64, 1)]
 
 
@@ -289,24 +290,26 @@ def test_rows_of_a_compiled_pack():
     used = (1, 900, 1024, 1025, 1152, 1153, 3968, 3969, 4096)
     assert [limits.slots(n) for n in used] == [1024, 1024, 1024, 1152, 1152, 1280, 3968, 4096, 4096]
     small = PackLimits.plan(1000, "prompt", compiled=True)
-    assert [small.slots(n) for n in (1, 128, 999, 1000)] == [1000] * 4
+    assert [small.slots(n) for n in (1, 128, 999, 1000)] == [1024] * 4
+    assert [PackLimits.plan(600, "prompt", compiled=True).slots(n) for n in (1, 600)] == [640] * 2
 
 
 def test_rows_of_an_eager_pack():
     limits = PackLimits.plan(1000, "prompt", compiled=False)
     used = (1, 64, 65, 128, 129, 960, 961, 1000)
-    assert [limits.slots(n) for n in used] == [64, 64, 128, 128, 192, 960, 1000, 1000]
+    assert [limits.slots(n) for n in used] == [64, 64, 128, 128, 192, 960, 1024, 1024]
 
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
 @pytest.mark.parametrize("tokens", [1, 64, 65, 100, 180, 256, 1000, 1100, 1500, 8192, 10_000])
-def test_rows_hold_the_content_and_are_never_over_a_full_pack(tokens, compiled):
+def test_rows_hold_the_content_and_are_a_multiple_of_the_quantum_in_a_full_pack_too(tokens, compiled):
+    """A recurrent block's products give rows of a pack of any other size other bits."""
     limits = PackLimits.plan(tokens, "prompt", compiled)
     slots = [limits.slots(used) for used in range(1, tokens + 1)]
     assert slots == [smallest_shape(used, tokens, compiled) for used in range(1, tokens + 1)]
     assert slots == sorted(slots)
-    assert all(used <= n <= tokens for used, n in enumerate(slots, start=1))
-    assert slots[-1] == tokens
+    assert all(used <= n for used, n in enumerate(slots, start=1))
+    assert not any(n % limits.quantum for n in slots) and slots[-1] - tokens < limits.quantum
 
 
 def test_a_small_last_pack_takes_few_rows():

@@ -130,10 +130,14 @@ def test_a_convolution_whole_and_in_parts_is_refused(tmp_path):
 def test_a_part_that_is_missing_or_does_not_fit_is_refused(tmp_path):
     path = olmo_hybrid(tmp_path)
     part = "model.layers.1.linear_attn.v_conv1d.weight"
+    other = part.replace("v_conv1d", "k_conv1d")
     rewrite(path, lambda weights: weights.pop(part))
-    refused(
-        path, r"another shape than config.json says, first model\.layers\.1\.linear_attn\.conv1d\.weight: \(32, 1, 4\)"
-    )
+    assert f"the weights lack 1 tensor of the model, first {part}." in refused(path, "the weights lack")
+    rewrite(path, lambda weights: weights.pop(other))
+    assert f"the weights lack 2 tensors of the model, first {other}." in refused(path, "the weights lack")
+    rewrite(path, lambda weights: weights.update({other: torch.ones(16, 1, 4), part: torch.ones(46, 1, 4)}))
+    said = refused(path, "1 tensor has another shape than config.json says, first ")
+    assert f"{part.replace('v_conv1d', 'q_conv1d')} + {other} + {part}: (78, 1, 4) and not (80, 1, 4)" in said
     rewrite(path, lambda weights: weights.update({part: torch.ones(48, 1, 3)}))
     refused(path, "parts of one have shapes that do not fit")
 

@@ -1,7 +1,8 @@
 """Which examples share a pack: a step's in packs of like size, a long sequence of them in full packs.
 
 A pack is always whole examples, and a step always whole packs, so the batch size is exact. A pack has a slot for each
-token of its content, rounded up a little: an exact batch does not mean padding.
+token of its content, rounded up a little: an exact batch does not mean padding. The number of slots is always a
+multiple of a quantum, of a full pack too: with any other, matrix products may give a row other bits.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ class Bin(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PackLimits:
-    """How large packs are, in token slots, and what of them is laid once."""
+    """How large packs are, and what of them is laid once."""
 
-    tokens: int  # of a full pack
+    tokens: int  # of a full pack's content
     share: Share  # none, prompt or tree: see tree.py
-    quantum: int
-    smallest: int
+    quantum: int  # slots of a pack are a multiple of it
+    smallest: int  # slots, where a full pack has as many
 
     @classmethod
     def plan(cls, tokens: int, share: Share, compiled: bool) -> PackLimits:
@@ -51,8 +52,9 @@ class PackLimits:
         return cls(tokens, share, EAGER_QUANTUM, EAGER_QUANTUM)
 
     def slots(self, used: int) -> int:
-        """Slots of a pack whose content takes up `used` of them."""
-        return min(max(_round_up(used, self.quantum), self.smallest), self.tokens)
+        """Slots of a pack whose content takes up `used` of them; a full pack's are `tokens`, rounded up."""
+        full = _round_up(self.tokens, self.quantum)
+        return min(max(_round_up(used, self.quantum), self.smallest), full)
 
 
 def slots_of_each(examples: Sequence[TokenExample], share: Share) -> np.ndarray:

@@ -28,13 +28,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from tuningfork.kernels.causal_conv.plain import PlainCausalConv
-from tuningfork.kernels.sums import add_by_place
+from tuningfork.kernels.sums import LINE, add_by_place
 from tuningfork.kernels.tables import rows_read
 from tuningfork.records import ForkLayout
 
 _BLOCK = 64  # rows of one matrix product: its shape, and so its order of addition, is the same for every row
-_LINE = 16  # matrices are filled up with zeros to a multiple of so many rows and columns: what fills no vector register
-# the library adds up by another path, depending on where it lies
 
 
 class QueryHeads(NamedTuple):
@@ -171,14 +169,14 @@ def _taken(sources: Tensor, x: Tensor, before: Tensor, weight: Tensor) -> Tensor
     """What each tap of each row reads, [blocks, H, _BLOCK, W * d] and zeros behind it."""
     taken = torch.cat([x, before[None]])[sources]  # [T, W, C]
     by_head = taken.unflatten(2, (-1, weight.shape[1])).transpose(1, 2).flatten(2)  # [T, H, W * d]
-    filled = pad(by_head, (0, -by_head.shape[2] % _LINE))
+    filled = pad(by_head, (0, -by_head.shape[2] % LINE))
     return _blocks(filled.flatten(1), filled.shape[2])
 
 
 def _matrices(weight: Tensor) -> Tensor:
     """[C, d, W] -> what a head's rows are multiplied with, [H, W * d, d], and zeros around it."""
     matrices = weight.unflatten(0, (-1, weight.shape[1])).permute(0, 3, 2, 1).flatten(1, 2)
-    return pad(matrices, (0, -matrices.shape[2] % _LINE, 0, -matrices.shape[1] % _LINE)).contiguous()
+    return pad(matrices, (0, -matrices.shape[2] % LINE, 0, -matrices.shape[1] % LINE)).contiguous()
 
 
 def _blocks(rows: Tensor, width: int) -> Tensor:

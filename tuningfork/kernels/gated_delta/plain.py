@@ -1,9 +1,9 @@
 """The gated delta rule in plain PyTorch: exact, any dtype, any device, all chunks of all paths together.
 
 Only the state goes from chunk to chunk: all first chunks make a batch, then all second ones, and paths that have ended
-drop out. A chunk's shapes are always the same, and its operands lie side by side in memory: of anything else a product
-would take another way through its library for one chunk than for many. So a row has the same bits in every pack that
-has its path.
+drop out. A chunk's shapes are always the same, of widths that fill vector registers, and its operands lie side by side
+in memory: of anything else a product would take another way through its library for one chunk than for many. So a row
+has the same bits in every pack that has its path.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from tuningfork.kernels.gated_delta._chunks import CHUNK, Chunks, check_gates
-from tuningfork.kernels.sums import take
+from tuningfork.kernels.sums import LINE, take
 from tuningfork.records import ForkLayout
 
 
@@ -102,22 +102,24 @@ def _scan(pack: PlainGatedDelta, query: Tensor, key: Tensor, value: Tensor, deca
         solved = torch.linalg.solve_triangular(
             mixing, torch.cat([b * v, b * gamma.exp() * k], dim=-1), upper=False, unitriangular=True
         )
-        u, w = solved[..., :width].contiguous(), solved[..., width:].contiguous()
+        u, w = (part.contiguous() for part in solved.split([v.shape[-1], k.shape[-1]], dim=-1))
         into = ((gamma[:, :, -1:] - gamma).exp() * k).mT.contiguous()
         kept = gamma[:, :, -1:].exp()
         states, fresh = _states(pack, u, w, into, kept)
         out = (gamma.exp() * q) @ states + (q @ keys * fading) @ fresh
-        return take(out.transpose(1, 2).flatten(0, 1), pack.places).to(value.dtype)
+        return take(out[..., :width].transpose(1, 2).flatten(0, 1), pack.places).to(value.dtype)
 
 
 def _chunks(rows: Tensor, places: Tensor) -> Tensor:
-    """Rows [T, H, ...] by chunks and heads, [N, H, CHUNK, ...]; zero at the place T."""
-    padded = pad(rows, (0, 0) * (rows.ndim - 1) + (0, 1))
+    """Rows [T, H] or [T, H, d] by chunks and heads, [N, H, CHUNK] or [N, H, CHUNK, d], d filled up; zero at place T."""
+    fill = (0, -rows.shape[2] % LINE) if rows.ndim == 3 else ()
+    padded = pad(rows, (*fill, 0, 0, 0, 1))
     return take(padded, places).unflatten(0, (-1, CHUNK)).transpose(1, 2).contiguous()
 
 
 def _states(pack: PlainGatedDelta, u: Tensor, w: Tensor, into: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Each chunk's incoming state [N, H, dk, dv], and what its rows add to it, v' [N, H, CHUNK, dv]."""
+    """Each chunk's incoming state [N, H, dk, dv], and what its rows add to it, v' [N, H, CHUNK, dv]; dk and dv filled
+    up."""
     before, added = [], []
     state = u.new_zeros(pack.counts[0], u.shape[1], w.shape[3], u.shape[3])
     by_number = (t.split(pack.counts) for t in (u, w, into, kept))

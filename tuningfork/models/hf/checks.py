@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from tuningfork.errors import ModelError
 from tuningfork.models.hf import safetensors_reader
+from tuningfork.models.hf.released import Released
 from tuningfork.models.hf.safetensors_reader import Found
 from tuningfork.wording import counted
 
@@ -84,24 +85,28 @@ def check_room(needed: int) -> None:
         raise MemoryError(f"they need {needed / 1e9:,.1f} GB, and this machine has {there / 1e9:,.1f} GB of memory")
 
 
-def check_names(model: PreTrainedModel, info: dict[str, Any], found: Found | None, path: str) -> None:
+def check_names(
+    model: PreTrainedModel, info: dict[str, Any], found: Found | None, path: str, released: Released | None = None
+) -> None:
     """The weights are those that the model has, by name and shape: none is missing, and none is left over.
 
     Args:
         info: what transformers said of the names when it loaded the model (its `output_loading_info`).
         found: the tensors in the folder's safetensors files; None where the weights lie in older files.
+        released: how the files' tensors belong to the model's, where names or parts differ.
 
     Raises:
         ModelError: a tensor is missing, has no place in the model, or has another shape; it names the first.
     """
-    missing = sorted(info["missing_keys"])
+    parts = released.missing if released else ()
+    missing = sorted({*info["missing_keys"], *parts})
     if missing:
         elsewhere = found.unnamed.get(missing[0]) if found else None
         hint = f"; {elsewhere.name} holds it, but {safetensors_reader.INDEX} does not name it" if elsewhere else ""
         lacking = f"{path}: the weights lack {counted(len(missing), 'tensor')} of the model, first {missing[0]}{hint}."
         head: Any = model.get_output_embeddings()
         of_head = {id(weight) for weight in head.parameters()} if head is not None else set()
-        if not hint and all(id(model.get_parameter_or_buffer(name)) in of_head for name in missing):
+        if not (hint or parts) and all(id(model.get_parameter_or_buffer(name)) in of_head for name in missing):
             lacking += (
                 " That is its output head: this is a base model or a classifier. Get the model that generates text, or "
                 "set tie_word_embeddings to true in config.json if its head is its input embedding."
@@ -122,6 +127,7 @@ def check_names(model: PreTrainedModel, info: dict[str, Any], found: Found | Non
     wrong = sorted((name, tuple(stored), tuple(expected)) for name, stored, expected in info.get("mismatched_keys", ()))
     if wrong:
         name, stored, expected = wrong[0]
+        name = " + ".join(released.names.get(name, (name,)) if released else (name,))
         raise ModelError(
             f"{path}: {counted(len(wrong), 'tensor has', 'tensors have')} another shape than config.json says, first "
             f"{name}: {stored} and not {expected}. Get config.json and weights that belong together."

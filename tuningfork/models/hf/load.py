@@ -225,7 +225,7 @@ def opened(path: str, progress: Callable[[int, int], None] = lambda done, total:
             why += " A file of its weights is damaged or cut short: get it anew."
         raise ModelError(f"{path}: the model cannot be loaded: {why}") from error
     model = draft.model
-    checks.check_names(model, draft.info, found, path)
+    checks.check_names(model, draft.info, found, path, released)
     checks.check_ties(model, path)
     checks.check_dtypes(model, draft.dtypes, path)
     check_modules(model, path)

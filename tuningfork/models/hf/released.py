@@ -8,7 +8,7 @@ families the map is ours, for all who read or write weights: one process, or man
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -80,6 +80,7 @@ class Released:
     cuts: rows of the parts of a tensor that is published in several.
     recurrent: numbers of the layers with a state.
     left_out: names in the files of what is no part of the model.
+    missing: names that the files lack of the parts of a tensor, where they hold others of them.
     """
 
     family: _Family
@@ -87,6 +88,7 @@ class Released:
     cuts: tuple[int, ...] = ()
     recurrent: frozenset[int] = frozenset()
     left_out: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, config: Any, names: Iterable[str] = ()) -> Released | None:
@@ -120,6 +122,7 @@ class Released:
             cuts,
             frozenset(layer for layer, kind in kinds if kind == "linear_attention"),
             tuple(left_out),
+            tuple(name for own, parts in found.items() for name in _missing(family, own, parts)),
         )
 
     def joined(self, stored: Mapping[str, There], join: Callable[[list[There]], There]) -> dict[str, There]:
@@ -174,3 +177,11 @@ def _own(family: _Family, name: str) -> tuple[str, int]:
         if name.endswith("." + part):
             return name.removesuffix(part) + family.whole, number
     return name, -1
+
+
+def _missing(family: _Family, own: str, parts: Collection[int]) -> list[str]:
+    """The published names of the parts of one of the model's tensors that are not among these."""
+    if -1 in parts:
+        return []
+    stem = own.removesuffix(family.whole)
+    return [stem + part for number, part in enumerate(family.parts) if number not in parts]

@@ -342,7 +342,7 @@ def _run(summary: DataSummary) -> str:
         ("Epochs", amount(run.epochs)),
         ("Steps in the whole run", f"{run.steps:,}"),
         ("Order", text(run.order)),
-        (f"Packs per step, of {summary.pack_tokens:,} token slots at most", amount(run.packs_per_step)),
+        (f"Packs per step, of {summary.pack_tokens:,} tokens at most", amount(run.packs_per_step)),
         ("Packs per epoch", f"{about or 'on average ' * (run.epochs != 1)}{run.packs_per_epoch:,}"),
         ("Packs in the whole run", f"{about}{run.packs:,}"),
         ("Padding", f"{share(run.pad_share)} of the slots"),

@@ -75,7 +75,7 @@ def open_reference(
                 fill(store, packs, session.scorer.score, counting, keep=ranks.speaks)
             if ranks.size > 1:  # each has written its own
                 ranks.barrier()
-                store = ReferenceStore(store.folder, facts)
+                store.reopen()
     return store
 
 
