@@ -275,7 +275,7 @@ def test_cut_batches_of_other_families(family):
 LONG = random_examples([(60 + len(e.prompt_ids), [len(a.ids) for a in e.answers]) for e in BATCH], holes=True)
 
 
-@pytest.mark.parametrize(("family", "examples", "scale"), [("nsa", LONG, 3), ("ccgqa", BATCH, 1)])
+@pytest.mark.parametrize(("family", "examples", "scale"), [("nsa", LONG, 3), ("ccgqa", BATCH, 1)], ids=["nsa", "ccgqa"])
 def test_cut_batches_of_families_of_our_own(family, examples, scale):
     """Blocks that are compressed and chosen, and convolutions, across forks and beside other examples; all of it in
     float64."""
