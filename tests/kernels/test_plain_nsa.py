@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from tests.forests import Known, laid, normal, paths, random_forest, ways_to_lie
+from tests.forests import Known, laid, paths, random_forest, ways_to_lie
 from tests.sparse_attention import (
     NAMES,
     Definition,
@@ -183,8 +183,8 @@ def test_low_precision_is_summed_in_float32():
 
 
 def scores_of_blocks(query: torch.Tensor, keys: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-    """Of one sequence, S[t, g, j] of queries [T, H, dk] and compressed keys [m, G, dk]: what lies of each block in j, in
-    strides, times its weight."""
+    """Of one sequence, S[t, g, j] of queries [T, H, dk] and compressed keys [m, G, dk]: the strides that each compressed
+    block has in j, times its weight."""
     (length, d, select), t, i = sizes.grid, torch.arange(len(query)), torch.arange(len(keys))
     products = torch.einsum("tgad,igd->tgai", query.unflatten(1, (sizes.groups, -1)), keys) * sizes.scale
     hidden = i * d + length > t[:, None] + 1
