@@ -178,20 +178,33 @@ def numbers_of(job: Job) -> list[dict[str, float]]:
     return [{k: v for k, v in line.items() if not k.endswith("_s") and k != "mfu"} for line in job.metrics()]
 
 
-def test_dpo_goes_on_from_the_model_that_was_made(lm: Job) -> None:
+# Blocks so short that documents and pairs are long enough to choose among them.
+NSA = LLAMA | {
+    "model_type": "tuningfork_nsa",
+    "head_dim": 8,
+    "block_length": 4,
+    "block_stride": 2,
+    "select_length": 4,
+    "select_count": 4,
+    "window": 6,
+}
+
+
+def test_dpo_goes_on_from_the_sparse_model_that_was_made(lm: Job) -> None:
     """The reference is scored in other packs; the margin of the first step is exactly 0 all the same."""
-    lm.done()
+    lm.but(model={"init": NSA}, train={"max_steps": 3}).done()
     dpo = lm.elsewhere("dpo").but(
         {"data.train": lm.folder / "pairs.jsonl", "data.eval": None, "reference.cache": lm.folder / "cache"},
         model={"path": lm.run / "model", "init": None, "init_seed": None, "tokenizer": None},
         objective={"name": "dpo"},
         data={"max_length": 128, "over_length": None},
-        train={"tokens_per_step": None, "examples_per_step": 4, "learning_rate": 1e-3, "max_steps": 3},
+        train={"tokens_per_step": None, "examples_per_step": 4, "learning_rate": 1e-2, "max_steps": 3},
         pack={"tokens": 512},
     )
     write_rows(lm.folder / "pairs.jsonl", make_pairs(12))
     dpo.but(pack={"tokens": 1024}).done("reference")
-    assert "step-0 check: margin exactly 0" in dpo.done().out
+    out = dpo.done().out
+    assert "step-0 check: margin exactly 0" in out and "nsa kernel plain" in out
     lines = dpo.metrics()
     assert lines[0]["rewards/margin"] == 0.0 and lines[0]["loss"] == pytest.approx(math.log(2), rel=1e-14)
     assert lines[-1]["rewards/margin"] > 0

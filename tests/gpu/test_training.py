@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from tests.tiny import (
+    CCGQA,
     FAMILIES,
     HYBRIDS,
     SHORT_CONVS,
@@ -122,7 +123,7 @@ def test_float32_packed_equals_alone(family):
 @pytest.mark.parametrize(
     ("family", "kept"),
     [
-        *((family, {}) for family in ("llama", "olmo2", "olmo3", "gemma2", *HYBRIDS, "lfm2")),
+        *((family, {}) for family in ("llama", "olmo2", "olmo3", "gemma2", *HYBRIDS, "lfm2", *SPARSE, *CCGQA)),
         ("llama", {"weights": torch.bfloat16}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
@@ -175,14 +176,14 @@ def test_what_a_pack_follows_decides_no_bit_of_its_gradient():
         assert [name for name, grad in grads.items() if not torch.equal(grad, one[place][1][name])] == []
 
 
-@pytest.mark.parametrize("family", ["llama", "olmo3", "gemma2", *HYBRIDS, "lfm2"])
+@pytest.mark.parametrize("family", ["llama", "olmo3", "gemma2", *HYBRIDS, "lfm2", *SPARSE, *CCGQA])
 def test_no_token_reaches_another_example(family):
-    """G3 on a GPU: change one example; not a bit of any other changes."""
+    """G3 on a GPU: change one example; not a bit of any other changes. Two are so long that sparse rows choose."""
     policy = _policy(family, torch.bfloat16)
-    examples = random_examples(SHAPES)
+    examples = random_examples([*SHAPES, (70, (40, 20)), (5, (90, 75))])
 
     def scores(changed):
-        batch = one_pack(changed, share="prompt").to(CUDA)
+        batch = one_pack(changed, share="prompt", tokens=512).to(CUDA)
         return scorer_of(policy).score(batch)
 
     other = lambda ids: np.where(ids == 50, 51, 50).astype(np.int32)  # noqa: E731
@@ -216,7 +217,7 @@ def _checked(family: str, dtype: torch.dtype, share: Share = "prompt", factor: f
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS, *SHORT_CONVS, *SPARSE])
+@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS, *SHORT_CONVS, *SPARSE, *CCGQA])
 def test_the_check_at_a_start_takes_our_kernels_for_right(family, dtype):
     _checked(family, dtype)
 

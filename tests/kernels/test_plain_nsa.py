@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from tests.forests import Known, laid, normal, paths, random_forest, ways_to_lie
+from tests.forests import Known, laid, paths, random_forest, ways_to_lie
 from tests.sparse_attention import (
     NAMES,
     Definition,
@@ -15,6 +15,7 @@ from tests.sparse_attention import (
     Sizes,
     attended,
     check_paths_decide_bits,
+    learned,
     random_inputs,
 )
 from tests.tiny import one_pack, random_examples
@@ -181,14 +182,85 @@ def test_low_precision_is_summed_in_float32():
         assert (ours.double() - exact).norm() <= 2**-8 * exact.norm(), name
 
 
-def test_a_choice_holds_where_scores_move_less_than_their_gap():
-    """A change of a query moves each weight p of a head by at most a factor e^±δ, δ the largest change of a score."""
-    batch = one_pack(random_examples([(0, (200,))]), "none", tokens=256)
-    numbers = Known().rows(batch)
-    given = random_inputs(numbers, SMALL)
-    given[0] = given[0] + 1e-9 * normal(numbers, *SMALL.shapes[0], seed=50)
-    before = Form(PlainNsa, batch.layout).read(random_inputs(numbers, SMALL), SMALL)[1]
-    assert torch.equal(Form(PlainNsa, batch.layout).read(given, SMALL)[1], before)
+def scores_of_blocks(query: torch.Tensor, keys: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+    """Of one sequence, S[t, g, j] of queries [T, H, dk] and compressed keys [m, G, dk]: the strides that each compressed
+    block has in j, times its weight."""
+    (length, d, select), t, i = sizes.grid, torch.arange(len(query)), torch.arange(len(keys))
+    products = torch.einsum("tgad,igd->tgai", query.unflatten(1, (sizes.groups, -1)), keys) * sizes.scale
+    hidden = i * d + length > t[:, None] + 1
+    weights = products.masked_fill(hidden[:, None, None], float("-inf")).softmax(3).nan_to_num().sum(2)
+    strides = torch.zeros(len(keys), t[-1] // select + 1, dtype=query.dtype)
+    for u in range(length // d):
+        strides[i, (i + u) * d // select] += 1
+    return weights @ strides
+
+
+def test_a_choice_holds_where_scores_move_less_than_half_their_gap_and_ends_where_two_change_places():
+    """The gap: from the last block that is chosen for its score to the first that is not. Queries go down its gradient,
+    those of each row and group as far as bisection finds."""
+    total, sizes = 200, SMALL._replace(choice=Choice(5, 1, 2))
+    batch = one_pack(random_examples([(0, (total,))]), "none", tokens=total)
+    query, key, value = random_inputs(Known().rows(batch), sizes)[:3]
+    op = PlainNsa.prepare(batch.layout, sizes.grid)
+    keys, values = learned(op.blocks(key)), learned(op.blocks(value))
+    complete = (total - sizes.grid.length) // sizes.grid.stride + 1
+
+    def scores(query: torch.Tensor) -> torch.Tensor:
+        return scores_of_blocks(query, keys[:complete], sizes)
+
+    def chosen(query: torch.Tensor) -> torch.Tensor:
+        return op.compressed(query, keys, values, scale=sizes.scale, choice=sizes.choice)[1]
+
+    own = torch.arange(total)[:, None] // sizes.grid.select
+    block = torch.arange(int(own[-1]) + 1)
+    free = (block >= 1) & (block < own - 1)  # two of them are chosen
+    choosing = free.sum(1) > 2
+    last, after = scores(query).masked_fill(~free[:, None], -1).topk(3).indices[..., 1:].split(1, dim=2)
+
+    def gap(scores: torch.Tensor) -> torch.Tensor:
+        return scores.gather(2, last) - scores.gather(2, after)
+
+    before, whole = scores(query), gap(scores(query))
+    (downhill,) = torch.autograd.grad(-gap(scores(query.requires_grad_()))[choosing].sum(), query)
+    query = query.detach()
+
+    def moved(steps: torch.Tensor) -> torch.Tensor:
+        return query + steps.repeat_interleave(sizes.heads // sizes.groups, dim=1) * downhill
+
+    def change(steps: torch.Tensor) -> torch.Tensor:
+        """The largest of a score, [T, G, 1]."""
+        return (scores(moved(steps)) - before).abs().amax(2, keepdim=True)
+
+    def bisected(holds: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Steps [T, G, 1] with which it holds, and some that are hardly longer with which it may not."""
+        short, long = torch.zeros_like(whole), torch.full_like(whole, 1e3)
+        for _ in range(40):
+            middle = (short + long) / 2
+            short, long = torch.where(holds(middle), middle, short), torch.where(holds(middle), long, middle)
+        return short, long
+
+    almost, _ = bisected(lambda steps: change(steps) < 0.499 * whole)
+    assert (change(almost) > 0.49 * whole)[choosing].all()
+    assert torch.equal(chosen(moved(almost)), chosen(query))
+    _, beyond = bisected(lambda steps: gap(scores(moved(steps))) > 0)
+    swapped = gap(scores(moved(beyond)))[..., 0] < 0
+    assert swapped[choosing].float().mean() > 0.8
+    assert (chosen(moved(beyond)) != chosen(query)).any(2)[swapped].all()
+
+
+@pytest.mark.parametrize("gathered", [True, False], ids=["gathered", "behind a mask"])
+def test_gradients_are_those_of_small_differences(gathered, monkeypatch):
+    """With blocks chosen before, rows that answers share, compressed blocks across a fork, and rows that have none. A
+    random direction of all inputs and one of all outputs at once: all entries count, and few differences are taken."""
+    monkeypatch.setattr(plain, "_SPARSE", 1 if gathered else 8)
+    sizes = Sizes(2, 1, 2, 1, Grid(4, 2, 4), Choice(3, 1, 1))
+    batch = one_pack(random_examples([(9, (5, 4))]), "prompt", tokens=18)
+    leaves = [rows.requires_grad_() for rows in random_inputs(Known().rows(batch), sizes)]
+    _, chosen = Form(PlainNsa, batch.layout).read(leaves, sizes)
+    assert chosen[-1, 0, [0, 2]].tolist() == [0, 3]  # and one of the two blocks between
+    form = Form(PlainNsa, batch.layout, chosen=chosen)
+    read = lambda *rows: form.read(rows, sizes)[0]  # noqa: E731
+    assert torch.autograd.gradcheck(read, leaves, eps=1e-6, atol=1e-8, rtol=1e-7, fast_mode=True)
 
 
 def test_blocks_are_those_of_the_page():

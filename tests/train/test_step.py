@@ -183,10 +183,10 @@ CUTS = {
 }
 
 
-def cut(how: str, **settings) -> Done:
+def cut(how: str, examples=BATCH, **settings) -> Done:
     settings = {**CUTS[how], **settings}
-    order = settings.pop("order", range(len(BATCH)))
-    return step([BATCH[i] for i in order], **settings)
+    order = settings.pop("order", range(len(examples)))
+    return step([examples[i] for i in order], **settings)
 
 
 @cache
@@ -269,6 +269,19 @@ def test_cut_batches_of_other_families(family):
     whole = step(BATCH, family=family)
     for how in ("another order, many packs, small chunks", "prompts not shared"):
         assert distance(cut(how, family=family).moved, whole.moved) < 1e-7
+
+
+# The same answers behind prompts so long that rows of sparse attention choose among their blocks.
+LONG = random_examples([(60 + len(e.prompt_ids), [len(a.ids) for a in e.answers]) for e in BATCH], holes=True)
+
+
+@pytest.mark.parametrize(("family", "examples", "scale"), [("nsa", LONG, 3), ("ccgqa", BATCH, 1)], ids=["nsa", "ccgqa"])
+def test_cut_batches_of_families_of_our_own(family, examples, scale):
+    """Blocks that are compressed and chosen, and convolutions, across forks and beside other examples; all of it in
+    float64."""
+    whole = step(examples, family=family, tokens=768)
+    for how, tokens in (("another order, many packs, small chunks", 72), ("prompts not shared", 128)):
+        assert distance(cut(how, examples, family=family, tokens=scale * tokens).moved, whole.moved) < 1e-12
 
 
 @pytest.mark.parametrize("name", NAMES)
