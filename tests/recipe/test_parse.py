@@ -167,7 +167,13 @@ def test_a_section_may_be_empty() -> None:
         (["--train.max_steps="],
          "command line: train.max_steps is the text ''; allowed: a whole number, at least 1, or null."),
         (["--data.eval", ""], "command line: data.eval is the text ''; allowed: text that is not empty or a list "
-         "with each entry text, or null."),
+         "with each entry text that is not empty, or null."),
+        (["--data.train", "[a.jsonl, '']"],
+         "command line: data.train is a list; allowed: text or a list with each entry text that is not empty."),
+        (["--model.init="], "command line: model.init is the text ''; allowed: text that is not empty or a mapping of "
+         "settings, or null."),
+        (["--model.tokenizer="],
+         "command line: model.tokenizer is the text ''; allowed: text that is not empty, or null."),
         (["--train.seed", "1", "--train.seed", "2"], "--train.seed is given twice; keep one."),
         (["more.yaml"], "'more.yaml' is not expected here. Settings are given as --train.seed 3."),
     ],
