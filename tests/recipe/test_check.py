@@ -255,7 +255,7 @@ def test_a_path_that_would_be_right_beside_the_recipe_is_said(tmp_path: Path, mo
 
 
 def test_an_evaluation_takes_no_training_data_that_is_not_set_for_the_current_folder() -> None:
-    flags = "--model.path m --data.eval held.jsonl --data.template none --data.max_length 256".split()
+    flags = ["--model.path", "m", "--data.eval", "held.jsonl", "--data.template", "none", "--data.max_length", "256"]
     config = load_run_config(None, flags, "tuningfork eval", required=TO_EVALUATE)
     assert config.data.train == "" and config.output.dir == "runs/first"
     with pytest.raises(ConfigError, match=r"^output.dir runs/first lies in data.eval \., so that"):
