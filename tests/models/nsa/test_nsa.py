@@ -55,6 +55,10 @@ def logits(model: Any, ids: torch.Tensor = IDS, **given: Any) -> torch.Tensor:
             {"select_local": 0},
             "select_local must be at least 1, for a row reads its own block, and select_local is 0",
         ),
+        ({"select_count": "2"}, "select_count must be a whole number, and select_count is '2'"),
+        ({"hidden_size": None}, "hidden_size must be a whole number, and hidden_size is None"),
+        ({"sparse": 1}, "sparse must be true or false, and sparse is 1"),
+        ({"rope_theta": "1e4"}, "rope_theta must be a number, and rope_theta is '1e4'"),
         ({"phi": "mlpp"}, "phi must be one of mean, linear, mlp, and phi is mlpp"),
         (
             {"blok_length": 32},
