@@ -112,13 +112,15 @@ def _check_types(own: dict[str, Any]) -> None:
     kinds = {
         **dict.fromkeys(_COUNTS | _LEAST_ZERO | {"select_count", "select_local", "max_position_embeddings"}, whole),
         **dict.fromkeys(("rope_theta", "rms_norm_eps", "initializer_range"), number),
-        **dict.fromkeys(("phi_shared", "pe_values", "sparse", "use_cache", "tie_word_embeddings"), (bool,)),
+        **dict.fromkeys(("phi_shared", "pe_values", "sparse", "tie_word_embeddings"), (bool,)),
         "phi_hidden": whole,
     }
     said = {whole: "a whole number", number: "a number", (bool,): "true or false"}
     for name, kind in kinds.items():
         if type(own[name]) not in kind and not (own[name] is None and name in _FOLLOW):
             raise ValueError(f"{name} must be {said[kind]}, and {name} is {own[name]!r}")
+    if own["use_cache"]:
+        raise ValueError("use_cache is true: this model has no cache of keys and values")
 
 
 def _check_sizes(own: dict[str, Any]) -> None:
