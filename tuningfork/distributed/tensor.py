@@ -36,7 +36,8 @@ def check_has_plan(config: Any, size: int) -> None:
     """Refuse to split, over `size` processes, a model whose family has no plan for it. A config tells, so that this is
     said before weights are there, and to one process that tries a recipe of many. Raises ConfigError."""
     if size > 1 and not config.base_model_tp_plan:
-        raise _without_plan(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__, size)
+        model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        raise _without_plan(model.__name__, size)
 
 
 def split_blocks(policy: Policy, mesh: DeviceMesh) -> list[nn.Parameter]:
