@@ -114,6 +114,13 @@ def test_help_of_a_command_shows_all_that_it_takes(command, own, capsys):
     assert named == ["recipe", *own]
 
 
+def test_a_policy_without_a_name_is_no_folder(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["eval", "--model.path", "m", "--data.eval", "e.jsonl", "--policy="])
+    assert caught.value.code == 2
+    assert "argument --policy: it is empty; name a model folder" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", [[], ["data"], ["train"], ["reference"], ["eval"], ["check-cluster"]])
 def test_help_fits_80_columns(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")

@@ -14,7 +14,7 @@ from contextlib import suppress
 from difflib import get_close_matches
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from tuningfork import __version__
 from tuningfork.commands.launched import end_with_launcher
@@ -185,7 +185,8 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("recipe", nargs="?", type=Path)
         for option in _OWN[name]:
-            command.add_argument(option, action="store" if option == "--policy" else "store_true")
+            how: dict[str, Any] = {"type": _named} if option == "--policy" else {"action": "store_true"}
+            command.add_argument(option, **how)
     text = "run another command on several processes, one a GPU"
     command = commands.add_parser(LAUNCH, help=text, description=text)
     command.add_argument(
@@ -219,6 +220,13 @@ def _whole(text: str, least: int = 1) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{visible(repr(text))} is no whole number from {least} on")
     return int(text)
+
+
+def _named(text: str) -> str:
+    """The path of a model folder. An empty one would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; name a model folder, or leave it out")
+    return text
 
 
 def _read(

@@ -12,7 +12,7 @@ import torch
 
 from tests.distributed.worlds import together
 from tuningfork.commands.check_cluster import cluster_table
-from tuningfork.distributed import shared
+from tuningfork.distributed import measure, shared
 from tuningfork.distributed.measure import measured
 from tuningfork.distributed.preflight import BETWEEN, WITHIN, Folder, Report, findings, links, medians
 from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
@@ -124,6 +124,13 @@ def test_each_process_measures_and_all_know(blind: bool, tmp_path: Path) -> None
     assert not (tmp_path / "runs").exists()
     assert "median link within a machine" in cluster_table(reports)
     assert any("not seen by" in line for line in findings(reports)) == blind
+
+
+def test_a_model_from_nothing_has_no_files_to_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Least of all those of the current folder, which may be another one on each machine."""
+    monkeypatch.chdir(tmp_path)
+    versions = [measure._versions(torch.device("cpu"), model) for model in ("", ".")]
+    assert ["model.path" in found for found in versions] == [False, True]
 
 
 def _ring(ranks: Ranks) -> list[float | None]:

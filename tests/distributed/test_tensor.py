@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from tests.distributed.test_sharding import steps_of
 from tests.distributed.worlds import together
 from tests.graphs import graphs_of
-from tests.tiny import HYBRIDS, one_pack, random_examples, scorer_of, tiny_model
+from tests.tiny import CCGQA, FAMILIES, HYBRIDS, SHORT_CONVS, SPARSE, one_pack, random_examples, scorer_of, tiny_model
 from tuningfork.distributed.layout import Layout
 from tuningfork.distributed.parallelize import parallelize
 from tuningfork.distributed.ranks import ONE_PROCESS, Ranks
-from tuningfork.distributed.tensor import split_blocks
+from tuningfork.distributed.tensor import check_has_plan, split_blocks
 from tuningfork.errors import ConfigError
 from tuningfork.models.policy import Policy
 from tuningfork.records import TokenExample
@@ -205,6 +205,17 @@ def test_plans_that_are_not_enough_are_refused(plan: dict[str, str] | None, word
     model.base_model._tp_plan = plan if plan is None else {**whole, **plan}
     with pytest.raises(ConfigError, match=words):
         split_blocks(Policy.plain(model, torch.float32), SimpleNamespace(size=lambda: 2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS, *SHORT_CONVS, *SPARSE, *CCGQA])
+def test_a_config_tells_whether_its_model_has_a_plan(family: str) -> None:
+    model = tiny_model(family, torch.float32)
+    check_has_plan(model.config, 1)
+    if model.base_model.tp_plan:
+        check_has_plan(model.config, 2)
+        return
+    with pytest.raises(ConfigError, match=f"parallel.tensor is 2, but {type(model).__name__} has no plan of how to"):
+        check_has_plan(model.config, 2)
 
 
 @pytest.mark.parametrize("family", HYBRIDS)

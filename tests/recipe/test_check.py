@@ -8,7 +8,7 @@ import pytest
 from tests.recipe.workbench import error, load
 from tuningfork.errors import ConfigError
 from tuningfork.objective.kinds import readers
-from tuningfork.recipe.check import PATHS, REQUIRED, check_run_config
+from tuningfork.recipe.check import PATHS, REQUIRED, TO_EVALUATE, check_run_config
 from tuningfork.recipe.dialect import to_text
 from tuningfork.recipe.load import from_yaml, load_run_config
 from tuningfork.recipe.run_config import SETTINGS
@@ -252,6 +252,14 @@ def test_a_path_that_would_be_right_beside_the_recipe_is_said(tmp_path: Path, mo
     (tmp_path / "dd" / "owner" / "name").mkdir(parents=True)
     Path("dd/r.yaml").write_text("{data: {template: chat}, model: {path: owner/name}}")  # neither is a path
     load_run_config(Path("dd/r.yaml"), ["--data.train=m"], "tuningfork train")
+
+
+def test_an_evaluation_takes_no_training_data_that_is_not_set_for_the_current_folder() -> None:
+    flags = ["--model.path", "m", "--data.eval", "held.jsonl", "--data.template", "none", "--data.max_length", "256"]
+    config = load_run_config(None, flags, "tuningfork eval", required=TO_EVALUATE)
+    assert config.data.train == "" and config.output.dir == "runs/first"
+    with pytest.raises(ConfigError, match=r"^output.dir runs/first lies in data.eval \., so that"):
+        load_run_config(None, [*flags[:2], "--data.eval", "."], "tuningfork eval", required=TO_EVALUATE)
 
 
 @pytest.mark.parametrize("written", ["output.dir", "data.cache", "reference.cache"])

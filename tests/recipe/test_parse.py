@@ -111,6 +111,9 @@ def test_a_wrong_value_gets_the_same_message_in_a_recipe_and_as_a_flag(key: str,
         ("zzz: 1", f"zzz is not a setting; the sections are {SECTIONS}."),
         ("1: 1", f"1 is not a setting; the sections are {SECTIONS}."),
         ("train.seed: 1", "train.seed is written with a dot; in a recipe, seed stands below train."),
+        ("model:\n  init.window: 8",
+         "model.init.window is not a setting; model.init is one mapping, which is given as a whole: model.init: "
+         "{window: 8, ...}."),
         ("train: 3", "train is 3; allowed: settings below it, such as train.learning_rate."),
         ("train: [seed]", "train is a list; allowed: settings below it, such as train.learning_rate."),
         ("train:\n  seed: {a: 1}",
@@ -160,6 +163,14 @@ def test_a_section_may_be_empty() -> None:
         (["--train.lr", "1"], "--train.lr is not a setting; here it is --train.learning_rate 1."),
         (["--lr", "1"], "--lr is not a setting; here it is --train.learning_rate 1."),
         (["--train.wd", "1"], "--train.wd is not a setting; did you mean --train.weight_decay?"),
+        (["--model.init.select_count", "2"], "--model.init.select_count is not a setting; model.init is one mapping, "
+         "which is given as a whole: in the recipe, or by --model.init '{select_count: 2, ...}'."),
+        (["--model.init.rope_parameters.rope_theta=1e6"], "--model.init.rope_parameters.rope_theta is not a setting; "
+         "model.init is one mapping, which is given as a whole: in the recipe, or by --model.init "
+         "'{rope_parameters: {rope_theta: 1e6}, ...}'."),
+        (["--data.columns.question"], "--data.columns.question is not a setting; data.columns is one mapping, which is "
+         "given as a whole: in the recipe, or by --data.columns '{question: ..., ...}'."),
+        (["--train.seed.x", "1"], "--train.seed.x is not a setting; did you mean --train.seed?"),
         (["--resum"], "--resum is not a setting; did you mean --resume?"),
         (["--train", "1"], "--train is a section; name a setting in it, such as --train.learning_rate."),
         (["--train.seed"], "--train.seed needs a value: a whole number, at least 0 and less than 4294967296."),
@@ -167,7 +178,13 @@ def test_a_section_may_be_empty() -> None:
         (["--train.max_steps="],
          "command line: train.max_steps is the text ''; allowed: a whole number, at least 1, or null."),
         (["--data.eval", ""], "command line: data.eval is the text ''; allowed: text that is not empty or a list "
-         "with each entry text, or null."),
+         "with each entry text that is not empty, or null."),
+        (["--data.train", "[a.jsonl, '']"],
+         "command line: data.train is a list; allowed: text or a list with each entry text that is not empty."),
+        (["--model.init="], "command line: model.init is the text ''; allowed: text that is not empty or a mapping of "
+         "settings, or null."),
+        (["--model.tokenizer="],
+         "command line: model.tokenizer is the text ''; allowed: text that is not empty, or null."),
         (["--train.seed", "1", "--train.seed", "2"], "--train.seed is given twice; keep one."),
         (["more.yaml"], "'more.yaml' is not expected here. Settings are given as --train.seed 3."),
     ],

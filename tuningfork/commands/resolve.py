@@ -6,9 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from tuningfork.data.sources.hub import commit_in, newest_commit, pinned_sources
+from tuningfork.distributed.tensor import check_has_plan
 from tuningfork.errors import ConfigError, RunFolderError
+from tuningfork.files import scratch
 from tuningfork.models.hf.hub import HUB, HubName, fetch, hub_name
 from tuningfork.models.hf.initial import has_weights, make
+from tuningfork.models.hf.load import load_config
 from tuningfork.recipe.check import check_run_config
 from tuningfork.recipe.load import from_yaml
 from tuningfork.recipe.run_config import RunConfig
@@ -69,6 +72,7 @@ def located(config: RunConfig, console: Console, weights: bool = True, to_begin:
     nothing; and as config.yaml keeps it, where the model's name with that commit, or what it is made from, stands for
     its path. `to_begin` says that a run is to begin, or to go on, in output.dir, which is held for it. Raises
     ConfigError, ModelError, RunFolderError."""
+    _check_splits(config, console)
     data = replace(config.data, train=pinned_sources(config.data.train, newest_commit))
     if data.eval is not None:
         data = replace(data, eval=pinned_sources(data.eval, newest_commit))
@@ -82,6 +86,23 @@ def located(config: RunConfig, console: Console, weights: bool = True, to_begin:
     folder, fixed = fetched(name, console, weights)
     kept = replace(config, model=replace(config.model, path=f"{HUB}{fixed}"))
     return replace(config, model=replace(config.model, path=folder)), kept.to_yaml()
+
+
+def _check_splits(config: RunConfig, console: Console) -> None:
+    """Raises ConfigError where parallel.tensor is to split a model that has no plan for it, before weights are made,
+    fetched or read, and whatever the number of processes: a run that begins on one could not go on with many."""
+    model, tensor = config.model, config.parallel.tensor
+    if tensor == 1:
+        return
+    with scratch() as aside:
+        if model.init is not None:
+            assert model.tokenizer is not None
+            path = str(aside / run_folder.START)
+            make(Path(path), model.init, model.init_seed, model.tokenizer, weights=False)
+        else:
+            name = hub_name(model.path)
+            path = model.path if name is None else fetched(name, console, weights=False)[0]
+        check_has_plan(load_config(path), tensor)
 
 
 def made_model(config: RunConfig, console: Console, weights: bool, to_begin: bool) -> str:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 else:  # so that a format has one declaration, its own
     FormatName = Literal["auto", *FORMATS]
 
+Named = Annotated[str, Field(min_length=1)]
+"""What names something: an empty path would be the current folder."""
+
 CHAT, NO_TEMPLATE = "chat", "none"
 TEMPLATE = r"^(chat|none|.+\.(jinja|jinja2|j2))$"
 TEMPLATE_FORMS = "chat (the tokenizer's own template), none, or the path of a file that ends in .jinja"
@@ -26,7 +29,7 @@ TEMPLATE_FORMS = "chat (the tokenizer's own template), none, or the path of a fi
 class DataConfig:
     """Which rows are read and how they become tokens."""
 
-    train: str | list[str] = ""
+    train: str | list[Named] = ""
     """Examples to train on, from one source or a list of them: a file (JSONL, JSON, Parquet, CSV or TSV, plain or
     gzipped), a pattern such as shards/*.parquet, a folder, or hub:owner/name:split, also with @revision behind the name
     and without hub: where there is no such path. Of a folder or a hub name with splits, the one for training.
@@ -38,7 +41,7 @@ class DataConfig:
     """Examples to take from each source of a list."""
     mix_seed: Annotated[int, Field(ge=0)] = 0
     """Decides which examples of a source a mix takes."""
-    eval: Annotated[str, Field(min_length=1)] | list[str] | None = None
+    eval: Named | list[Named] | None = None
     """Held-out examples from any of the same sources; scored before and after training. Of a folder or a hub name with
     splits, the validation split, else the test split."""
     format: FormatName = "auto"
@@ -62,11 +65,11 @@ class DataConfig:
     other, each an example, of which nothing is lost: a piece begins with the last token of the one before, which
     predicts its first. stream: as others do it, documents of a file, short ones too, are joined behind their end tokens
     and the whole is cut so; within a piece documents see one another, which leaks from one into the next by design."""
-    cache: Annotated[str, Field(min_length=1)] | None = "./token-cache"
+    cache: Named | None = "./token-cache"
     """Folder that keeps tokens between runs, by content, so never stale; null keeps them in memory only."""
     workers: Annotated[int, Field(ge=1)] | None = None
     """Most processes that turn rows into tokens; a short table needs fewer. null: one for each core."""
-    date: Annotated[str, Field(min_length=1)] | None = None
+    date: Named | None = None
     """The day that a chat template prints, where it prints one: 2026-01-31. null: when the run in output.dir began, or
     today."""
     control_tokens: Literal["keep", "as_text", "drop"] | None = None

@@ -11,7 +11,7 @@ from pydantic import Field
 @dataclass
 class ParallelConfig:
     """How several processes, one a GPU, share a run; torchrun or `tuningfork launch` starts them. replicate x shard x
-    tensor is their number. One process has nothing to share, and reads none of these."""
+    tensor is their number. One process has nothing to share, whatever these ask for."""
 
     replicate: Annotated[int, Field(ge=1)] | None = None
     """Copies of the model, each spread over shard x tensor processes, that train on different examples. null: one for
@@ -21,7 +21,8 @@ class ParallelConfig:
     own. null: all that replicate and tensor leave."""
     tensor: Annotated[int, Field(ge=1)] = 1
     """Processes that compute each matrix product together, by the model's own plan, on the same examples. Attention
-    heads, of keys too, must divide by it. Log-probs have other last bits: the reference is scored anew."""
+    heads, of keys too, must divide by it. Log-probs have other last bits: the reference is scored anew. A family
+    without such a plan is refused, also on one process."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """In what gradients are added up over processes. bfloat16 halves what travels, and rounds each sum."""
     reshard_after_forward: bool = True

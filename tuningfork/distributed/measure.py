@@ -54,7 +54,9 @@ def measured(ranks: Ranks, device: torch.device, folders: Mapping[str, tuple[str
 
 def _versions(device: torch.device, model: str) -> dict[str, str]:
     """What decides numbers, and should be the same on all processes."""
-    found = versions() | {"model.path": _files(Path(model))}
+    found = versions()
+    if model:  # a model from nothing has no folder yet
+        found["model.path"] = _files(Path(model))
     if device.type == "cuda":
         import triton
 

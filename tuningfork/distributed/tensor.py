@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.nn.functional import linear
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from tuningfork.distributed.sums import Group
 from tuningfork.errors import ConfigError
@@ -29,6 +30,14 @@ from tuningfork.models.policy import Policy
 from tuningfork.models.sink import SharedVocabulary
 
 PARTLY = "replicated_with_grad_allreduce"  # whole on every process, of which each computes a part of its gradient
+
+
+def check_has_plan(config: Any, size: int) -> None:
+    """Refuse to split, over `size` processes, a model whose family has no plan for it. A config tells, so that this is
+    said before weights are there, and to one process that tries a recipe of many. Raises ConfigError."""
+    if size > 1 and not config.base_model_tp_plan:
+        model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        raise _without_plan(model.__name__, size)
 
 
 def split_blocks(policy: Policy, mesh: DeviceMesh) -> list[nn.Parameter]:
@@ -45,7 +54,7 @@ def split_blocks(policy: Policy, mesh: DeviceMesh) -> list[nn.Parameter]:
     model: Any = policy.model
     kind, size = type(model).__name__, mesh.size()
     if not model.base_model.tp_plan:
-        raise _refused(size, f"{kind} has no plan of how to split its blocks (base_model_tp_plan of its config)")
+        raise _without_plan(kind, size)
     names = {module: name for name, module in model.base_model.named_modules()}
     planned = [
         _Planned(names[module], module, _style(model.base_model.tp_plan, names[module]))
@@ -249,6 +258,10 @@ def _check_divides(one: _Planned, size: int) -> None:
     width, what = (one.module.out_features, "outputs") if columns else (one.module.in_features, "inputs")
     if width % size:
         raise _refused(size, f"{one.name} has {width:,} {what}, which do not divide by it")
+
+
+def _without_plan(kind: str, size: int) -> ConfigError:
+    return _refused(size, f"{kind} has no plan of how to split its blocks (base_model_tp_plan of its config)")
 
 
 def _refused(size: int, words: str) -> ConfigError:

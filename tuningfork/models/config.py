@@ -20,13 +20,13 @@ class ModelConfig:
     """A Hugging Face model folder: config.json, safetensors weights, tokenizer. Or a model of the hub, owner/name or
     owner/name@revision, which is fetched into its cache: a folder of that name here wins, unless hub: stands in front.
     config.yaml has the commit."""
-    init: str | dict[str, Any] | None = None
+    init: Annotated[str, Field(min_length=1)] | dict[str, Any] | None = None
     """A model from nothing, in the place of path: a config.json, or its settings, model_type among them, of any family
     that is trained. Its weights are drawn from init_seed by the family's own rules, on the CPU in float32, so they are
     the same whatever the run computes with. output.dir/start has it as a model folder."""
     init_seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the initial values of a model from nothing."""
-    tokenizer: str | None = None
+    tokenizer: Annotated[str, Field(min_length=1)] | None = None
     """Tokenizer of a model from nothing: bytes, one token for each byte of UTF-8; or a folder with a tokenizer.json.
     Where init does not say vocab_size and the ids of bos, eos and pad, they follow from it."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"

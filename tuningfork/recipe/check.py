@@ -321,7 +321,7 @@ def _check_apart(values: Mapping[str, Any]) -> None:
     """Refuse to write into a folder of which all files are data: the next command would take ours for data, too."""
     for key in ("data.train", "data.eval"):
         given = values[key]
-        for source in [given] if isinstance(given, str) else given or []:
+        for source in given if isinstance(given, list) else [given] if given else []:  # not set: the current folder is
             for written in WRITTEN:
                 if (folder := values[written]) is not None and would_read(source, Path(folder)):
                     raise ConfigError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
@@ -121,6 +122,8 @@ def unknown(
     key = shortened(key, 80)
     if key in sections_of(settings):
         return _Wrong(f"{dashes}{key} is a section; name a setting in it, such as {dashes}{_first(key, settings)}.")
+    if within := _of_mapping(key, settings, dashes, value):
+        return _Wrong(within)
     choices = {
         name: {choice: f"[{choice}]" if get_origin(setting) is list else choice for choice in _choices(setting)}
         for name, setting in settings.items()
@@ -141,6 +144,22 @@ def unknown(
     if not near:
         return _Wrong(f"{dashes}{key} is not a setting; the sections are {', '.join(sections_of(settings))}.", False)
     return _Wrong(f"{dashes}{key} is not a setting; did you mean {dashes}{near[0]}?", bool(same_name or short_for))
+
+
+def _of_mapping(key: str, settings: Mapping[str, Any], dashes: str, value: Any) -> str:
+    """How to give an entry of a setting that is a mapping, where `key` names one as if it were a setting of its own;
+    empty where it does not."""
+    whole = next((name for name in settings if key.startswith(f"{name}.")), None)
+    if whole is None or not any(get_origin(arm) is dict for arm in (settings[whole], *get_args(settings[whole]))):
+        return ""
+    entry = "..."
+    if value is not None and not isinstance(value, (dict, list)):
+        entry = shortened(value if isinstance(value, str) else as_written(value), 80)
+    for name in reversed(key.removeprefix(f"{whole}.").split(".")):
+        entry = f"{{{name}: {entry}}}"
+    entry = f"{entry[:-1]}, ...}}"  # the outermost has others
+    how = f"in the recipe, or by {dashes}{whole} {shlex.quote(entry)}" if dashes else f"{whole}: {entry}"
+    return f"{dashes}{key} is not a setting; {whole} is one mapping, which is given as a whole: {how}."
 
 
 def allowed(hint: Any) -> str:

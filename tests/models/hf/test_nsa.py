@@ -28,12 +28,15 @@ model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 assert type(model).__module__.startswith("transformers_modules.") and "tuningfork" not in sys.modules
 assert type(model.config) is type(AutoConfig.from_pretrained(folder, trust_remote_code=True))
 with torch.no_grad():
-    torch.save(model(input_ids=ids).logits, sys.argv[2])
+    told = model.generate(ids[:1, :9], max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)
+    torch.save((model(input_ids=ids).logits, told), sys.argv[2])
 """
 
 
 def test_plain_transformers_reads_an_export_by_the_code_in_it(tmp_path: Path) -> None:
     folder_of(tmp_path / "model", "nsa")
+    edit(tmp_path / "model" / "config.json", use_cache=None)
+    (tmp_path / "model" / "generation_config.json").unlink()  # a model from nothing has none, and none says use_cache
     byte_bpe().save_pretrained(tmp_path / "model")
     loaded = load(str(tmp_path / "model"))
     save(loaded, tmp_path / "export")
@@ -49,9 +52,13 @@ def test_plain_transformers_reads_an_export_by_the_code_in_it(tmp_path: Path) ->
     environment |= {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+    logits, told = torch.load(tmp_path / "l")
     with torch.no_grad():
-        ours = loaded.model(input_ids=IDS).logits
-    assert torch.equal(torch.load(tmp_path / "l"), ours)
+        assert torch.equal(logits, loaded.model(input_ids=IDS).logits)
+        greedy = IDS[:1, :9]
+        for _ in range(3):
+            greedy = torch.cat([greedy, loaded.model(input_ids=greedy).logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(told, greedy)
     again = load(str(tmp_path / "export"))
     assert again.notes == ()  # its auto_map is what we wrote
     assert all(map(torch.equal, again.model.parameters(), loaded.model.parameters()))

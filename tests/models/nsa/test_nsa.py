@@ -55,6 +55,11 @@ def logits(model: Any, ids: torch.Tensor = IDS, **given: Any) -> torch.Tensor:
             {"select_local": 0},
             "select_local must be at least 1, for a row reads its own block, and select_local is 0",
         ),
+        ({"select_count": "2"}, "select_count must be a whole number, and select_count is '2'"),
+        ({"hidden_size": None}, "hidden_size must be a whole number, and hidden_size is None"),
+        ({"use_cache": True}, "use_cache is true: this model has no cache of keys and values"),
+        ({"sparse": 1}, "sparse must be true or false, and sparse is 1"),
+        ({"rope_theta": "1e4"}, "rope_theta must be a number, and rope_theta is '1e4'"),
         ({"phi": "mlpp"}, "phi must be one of mean, linear, mlp, and phi is mlpp"),
         (
             {"blok_length": 32},
@@ -110,12 +115,12 @@ def test_padding_on_either_side_changes_nothing(family):
 
 def test_it_generates_without_a_cache_and_refuses_one():
     model = tiny_model("nsa", torch.float32).eval()
-    told = model.generate(IDS[:1, :20], max_new_tokens=4, do_sample=False, use_cache=False, pad_token_id=0)
+    told = model.generate(IDS[:1, :20], max_new_tokens=4, do_sample=False, pad_token_id=0)
     greedy = IDS[:1, :20]
     while greedy.shape[1] < told.shape[1]:
         greedy = torch.cat([greedy, logits(model, greedy)[:, -1:].argmax(-1)], 1)
     assert torch.equal(told, greedy)
-    with pytest.raises(ValueError, match="has no use_cache: leave it out, and generate with use_cache=False"):
+    with pytest.raises(ValueError, match="has no use_cache: leave it out"):
         model(input_ids=IDS, use_cache=True)
     with pytest.raises(ValueError, match="position_ids must count each sequence's tokens from 0"):
         model(input_ids=IDS, position_ids=torch.arange(90)[None] % 45)

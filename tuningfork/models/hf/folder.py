@@ -211,23 +211,28 @@ def settings(path: str) -> dict[str, Any]:
         raise ModelError(
             f"{path}: config.json names no model_type, so it is not known what model this is. Get it anew."
         )
+    check_values(
+        config,
+        f"{path}: {CONFIG}",
+        f"Correct {CONFIG}, or get it anew.",
+        f"Get the model in float32, float16 or bfloat16, or correct {CONFIG} if its weights are.",
+    )
+    return config
+
+
+def check_values(config: Mapping[str, Any], whose: str, cure: str, cure_of_dtype: str) -> None:
+    """Raises ModelError for a dtype that is not trained, or a size that no model has. `whose` config it is, and what is
+    to be done about it, begin and end what is said."""
     for key in ("dtype", "torch_dtype"):
         if config.get(key) not in (None, "auto", *_DTYPES, *(f"torch.{name}" for name in _DTYPES)):
-            raise ModelError(
-                f"{path}: config.json sets {key} to {config[key]!r}. Get the model in float32, float16 or bfloat16, or "
-                "correct config.json if its weights are."
-            )
+            raise ModelError(f"{whose} sets {key} to {config[key]!r}. {cure_of_dtype}")
     for name, value in _flat(config):
         key = name.rpartition(".")[2]
         most = _MOST if _is_count(key) else _LARGEST if _SIZES.search(key) else None
         if not isinstance(value, int):
             continue
         if (name in _AT_LEAST_ONE and value < 1) or (most is not None and abs(value) > most):
-            raise ModelError(
-                f"{path}: config.json sets {name} to {shortened(str(value), 40)}; there is no such model. "
-                "Correct config.json, or get it anew."
-            )
-    return config
+            raise ModelError(f"{whose} sets {name} to {shortened(str(value), 40)}; there is no such model. {cure}")
 
 
 def _is_count(key: str) -> bool:

@@ -10,8 +10,8 @@ import gc
 import hashlib
 import json
 import math
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from tuningfork.errors import ConfigError, ModelError, RunFolderError, enough_me
 from tuningfork.files import check_plain, remove, whole_folder
 from tuningfork.json_files import read_object
 from tuningfork.models.hf import byte_tokenizer, digests, export
-from tuningfork.models.hf.folder import CONFIG, TOKENIZER, Origin, to_json
+from tuningfork.models.hf.folder import CONFIG, TOKENIZER, Origin, check_values, to_json, unknown_value
 from tuningfork.models.hf.load import Loaded, load_config, without_memory
 from tuningfork.models.hf.released import PARTS_OF_MORE
 from tuningfork.models.hf.support import check_modules, positions
@@ -72,6 +72,7 @@ def make(
     for key, value in _of_tokenizer(words).items():
         settings.setdefault(key, value)
     _check_settings(settings)
+    check_values(settings, "model.init", "Correct it.", "Set it to float32, float16 or bfloat16, or leave it out.")
     identity = hashlib.sha256(words.backend_tokenizer.to_str().encode()).hexdigest()  # type: ignore[attr-defined]
     facts = {"config": settings, "seed": seed, "tokenizer": identity, "weights": weights}
     if _is_made_from(folder, facts):
@@ -107,10 +108,8 @@ def _write(
 ) -> None:
     words.save_pretrained(folder)
     (folder / CONFIG).write_bytes(to_json(settings))
-    try:
+    with _said_of_settings(folder):
         config = load_config(str(folder))
-    except ModelError as error:
-        raise ModelError(*(str(line).replace(str(folder), "model.init") for line in error.args)) from error
     if config.vocab_size < len(words):
         raise ConfigError(
             f"model.init sets vocab_size to {config.vocab_size:,}, but the tokenizer has {len(words):,} tokens. Set it "
@@ -118,7 +117,8 @@ def _write(
         )
     _check_heads(config)
     _check_positions(config, max_length)
-    check_modules(_empty(config), "model.init")
+    with _said_of_settings(folder):
+        check_modules(_empty(config, folder), str(folder))
     if not weights:
         return
     with enough_memory("making the model"):
@@ -128,6 +128,18 @@ def _write(
         export.write_config(loaded, folder, torch.float32)
     del model, loaded
     gc.collect()  # modules refer to each other, and the next thing that is done is to read the weights
+
+
+@contextmanager
+def _said_of_settings(folder: Path) -> Iterator[None]:
+    """Say of model.init what a ModelError says of the config.json that is written of it, which is nowhere yet."""
+    try:
+        yield
+    except ModelError as error:
+        words = (str(line).replace(f"{folder}: {CONFIG}", "model.init") for line in error.args)
+        raise ModelError(
+            *(w.replace(str(folder), "model.init").replace(CONFIG, "model.init") for w in words)
+        ) from error
 
 
 def initial_model(config: Any, seed: int) -> PreTrainedModel:
@@ -158,11 +170,14 @@ def initial_model(config: Any, seed: int) -> PreTrainedModel:
     return model
 
 
-def _empty(config: Any) -> PreTrainedModel:
-    """The model without values. Raises ModelError where the family's code cannot build it."""
+def _empty(config: Any, folder: Path | None = None) -> PreTrainedModel:
+    """The model without values. Raises ModelError where the family's code cannot build it, with the setting of the
+    folder's config.json that this is about, if that can be told."""
     try:
         return without_memory(config)
     except Exception as error:  # whatever the family's code comes upon, such as an activation that there is not
+        if folder is not None and (said := unknown_value(str(folder), error)):
+            raise ModelError(f"{folder}: {said}") from error
         why = f"{type(error).__name__}: {first_line(error)}"
         raise ModelError(
             f"model.init: transformers cannot build a {config.model_type} model of these settings ({why}). Correct the "

@@ -78,6 +78,7 @@ class NsaConfig(PreTrainedConfig):
     ) -> None:
         own = {name: value for name, value in locals().items() if name in _SETTINGS}
         _check_names(kwargs)
+        _check_types(own)
         own["intermediate_size"] = intermediate_size or 4 * hidden_size
         own["value_head_dim"] = value_head_dim or head_dim
         _check_sizes(own)
@@ -86,6 +87,12 @@ class NsaConfig(PreTrainedConfig):
             setattr(self, name, value)
 
 
+_COUNTS = frozenset(
+    {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"}
+    | {"num_key_value_heads", "value_head_dim", "block_length", "block_stride", "select_length", "window"}
+)
+_LEAST_ZERO = frozenset({"select_initial", "gate_hidden"})
+_FOLLOW = frozenset({"intermediate_size", "value_head_dim", "phi_hidden"})  # others, where they are null
 _SETTINGS = frozenset(inspect.signature(NsaConfig.__init__).parameters) - {"self", "kwargs"}
 
 
@@ -99,6 +106,23 @@ def _check_names(others: dict[str, Any]) -> None:
             raise ValueError(f"{name} is no setting of a model of type {NsaConfig.model_type}{hint}")
 
 
+def _check_types(own: dict[str, Any]) -> None:
+    """Before sizes are compared. A truth value is no number."""
+    whole, number = (int,), (int, float)
+    kinds = {
+        **dict.fromkeys(_COUNTS | _LEAST_ZERO | {"select_count", "select_local", "max_position_embeddings"}, whole),
+        **dict.fromkeys(("rope_theta", "rms_norm_eps", "initializer_range"), number),
+        **dict.fromkeys(("phi_shared", "pe_values", "sparse", "tie_word_embeddings"), (bool,)),
+        "phi_hidden": whole,
+    }
+    said = {whole: "a whole number", number: "a number", (bool,): "true or false"}
+    for name, kind in kinds.items():
+        if type(own[name]) not in kind and not (own[name] is None and name in _FOLLOW):
+            raise ValueError(f"{name} must be {said[kind]}, and {name} is {own[name]!r}")
+    if own["use_cache"]:
+        raise ValueError("use_cache is true: this model has no cache of keys and values")
+
+
 def _check_sizes(own: dict[str, Any]) -> None:
     wrong = []
 
@@ -106,14 +130,12 @@ def _check_sizes(own: dict[str, Any]) -> None:
         if not holds:
             wrong.append(f"{rule}, and {' and '.join(f'{name} is {own[name]}' for name in names)}")
 
-    counts = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"}
-    counts |= {"num_key_value_heads", "value_head_dim", "block_length", "block_stride", "select_length", "window"}
-    for name in sorted(counts):
+    for name in sorted(_COUNTS):
         must(own[name] >= 1, f"{name} must be at least 1", name)
     must(own["phi"] in PHI, f"phi must be one of {', '.join(PHI)}", "phi")
     must(own["cmp_rope"] in CMP_ROPE, f"cmp_rope must be one of {', '.join(CMP_ROPE)}", "cmp_rope")
     must(own["head_dim"] % 2 == 0, "head_dim must be even, for it is rotated in halves", "head_dim")
-    for name in ("select_initial", "gate_hidden"):
+    for name in sorted(_LEAST_ZERO):
         must(own[name] >= 0, f"{name} must be at least 0", name)
     must(own["select_local"] >= 1, "select_local must be at least 1, for a row reads its own block", "select_local")
     forced = ("select_count", "select_initial", "select_local")

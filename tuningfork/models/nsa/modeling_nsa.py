@@ -11,7 +11,7 @@ A layer reads its path through three branches, each with keys and values of its 
 
 and adds them up, each times a gate of its own for each head. What these run on, a layer is handed: `fork` for the
 window and `nsa` for the other two. Sequences side by side (sequences_nsa.py) are the readable form of both. There is
-no cache, so generate with ``use_cache=False``.
+no cache: each token that is generated comes from the whole sequence.
 """
 
 from __future__ import annotations
@@ -241,11 +241,9 @@ class NsaModel(NsaPreTrainedModel):
         Raises:
             ValueError: it is asked for what it has not.
         """
-        for name in ("past_key_values", "cache", "use_cache", "output_attentions", "output_hidden_states"):
+        for name in ("use_cache", "past_key_values", "cache", "output_attentions", "output_hidden_states"):
             if kwargs.get(name):
-                raise ValueError(
-                    f"{type(self).__name__} has no {name}: leave it out, and generate with use_cache=False"
-                )
+                raise ValueError(f"{type(self).__name__} has no {name}: leave it out")
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if fork is not None and position_ids is not None:
             return BaseModelOutput(last_hidden_state=self._run(hidden, position_ids[0], fork, nsa))
@@ -301,3 +299,7 @@ class NsaForCausalLM(NsaPreTrainedModel, GenerationMixin):
         logits = self.lm_head(hidden[:, kept])
         loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)
         return CausalLMOutput(loss=loss, logits=logits)
+
+    def generate(self, *args: Any, **more: Any) -> Any:
+        """As every model of transformers generates, each token from the whole sequence: there is no cache."""
+        return super().generate(*args, **{"use_cache": False, **more})
