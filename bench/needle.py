@@ -12,7 +12,7 @@ l = --block: d = l / 2, l' = 2 l, w = 4 l; 8 blocks are chosen. Unless it is sai
 trained on first, l = length / 32.
 
 Stages, so many steps on documents of one length each, follow one another with the same weights, each with a new
-optimizer and schedule: what is learnt on short documents, where a choice of blocks is soon right, is used on longer ones.
+optimizer and schedule: what is learnt on short documents, where choices are soon right, is used on longer ones.
 
 One JSON line for each model and length asked: `recall` is the share of values that are the likeliest token, `loss` the
 mean loss of the last tenth of the last stage's steps.

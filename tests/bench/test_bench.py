@@ -24,7 +24,6 @@ from bench import (
     head,
     learning,
     memory,
-    nsa,
     parts,
     peers,
     products,
@@ -300,18 +299,6 @@ def test_the_scan_is_timed_and_compared_with_float64(capsys):
     assert [line["layout"] for line in lines] == ["shared", "unshared", "document"]
     assert all(line["kernel"] == "plain" and line["train_ms"] > 0 and "note" not in line for line in lines)
     assert all(0 < max(line["error"], line["error_gradient"]) < 1e-5 for line in lines)
-
-
-def test_native_sparse_attention_is_timed_beside_dense(capsys):
-    nsa.main(["--rows", "128"])
-    *steps, dense, ours = json_lines(capsys.readouterr().out)
-    assert all(step["loop_ms"] > 0 for step in steps)
-    assert "note" not in {**dense, **ours}
-    assert ours["ratio"] == pytest.approx(dense["train_ms"] / ours["train_ms"], rel=1e-2)
-    # Two sequences of six rows, blocks of two: -1 is none, neighbours are joined, and a row's own end cuts.
-    chosen = [[[0]], [[-1, 0]], [[1, 0]], [[0]], [[2]], [[2, 0]]]
-    expected = [[[(0, 1)]], [[(0, 2)]], [[(0, 3)]], [[(0, 2)]], [[(4, 5)]], [[(0, 2), (4, 6)]]]
-    assert nsa.ranges(chosen * 2, 6, 2) == expected * 2
 
 
 def test_attention_counts_visible_pairs():
