@@ -55,7 +55,7 @@ TARGETS = {
 }
 """Ratios that we ask of ourselves on an H100 or H200, by shape and rows of the document."""
 OF_PAIRS_MOST = 1.1
-KERNELS_SHOWN = 16
+KERNELS_SHOWN = 24
 COLUMNS = {
     "kernel": "kernel",
     "heads": "heads",
