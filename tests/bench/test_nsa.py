@@ -80,6 +80,23 @@ def test_native_sparse_attention_is_timed_beside_dense_and_in_a_pack(capsys):
     assert two["of_pairs"] == pytest.approx(two["train_ms"] / one["train_ms"] * pairs[0] / pairs[1], abs=2e-3)
 
 
+def test_kernels_are_printed_with_the_least_time_of_their_work(monkeypatch, capsys):
+    monkeypatch.setattr(nsa, "peak", lambda: 1e9)
+    monkeypatch.setattr(nsa, "peak_bytes", lambda: 1e12)
+    monkeypatch.setattr(nsa, "index_line", lambda name, repeats: {"kernel": name})
+
+    def lines(shape, rows, repeats, seconds):
+        found = nsa.roofline(shape, [rows], {"fork_forward": 50.0, "other": 0.5})
+        return [{"heads": str(shape), "rows": rows, "kernels": found}]
+
+    monkeypatch.setattr(nsa, "attention_lines", lines)
+    nsa.main(["--shapes", "2x1x4x6", "--rows", "100", "--documents"])
+    *_, forward, other = [line.split() for line in capsys.readouterr().out.splitlines()]
+    # 5,050 pairs, 2 heads, 2 flops for each of 10 numbers; bytes: queries 1,600, results 2,400, sums 800, keys 2,000.
+    expected = ["2x1x4x6", "100", "fork_forward", "50.0", "0.202", "6.8e-06", "flops", "0.004", "-"]
+    assert forward == expected and other == ["2x1x4x6", "100", "other", "0.5", "-", "-", "-", "-", "-"]
+
+
 def test_the_literal_loop_and_lists_let_rows_read_the_same():
     """Two sequences of six rows, blocks of two: -1 is none, neighbours are joined, and a row's own end cuts."""
     chosen = [[[0]], [[-1, 0]], [[1, 0]], [[0]], [[2]], [[2, 0]]]
