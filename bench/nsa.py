@@ -8,22 +8,25 @@ attention and FlexAttention, for the same heads; values are padded where a kerne
     train_ms        forward and backward
     transient_gb    the most memory that forward and backward hold beyond inputs, in 1e9 bytes
     ratio           train_ms of the fastest dense kernel / that of native sparse attention
+    target          the ratio that we ask of ourselves; of the index step, times
+    memory_x        transient_gb / that of the fastest dense kernel; at 65,536 rows we ask for 2 at most
     mean_ms, compressed_ms, selected_ms, window_ms   train_ms of these alone
-    kernels         of one training step, ms by kernel, the longest first
+    kernels         of one training step by kernel, the longest first: ms, beside the time of its flops and bytes at the
+                    card's stated speeds, see nsa_roofline.py; printed as a table of their own
 
-The step from blocks to rows: a loop in Python over sequences, rows and groups that sorts a row's blocks and joins them
-to ranges of positions (`ranges`), on a CPU; and what stands for it here: `lists_ms` turns blocks into what attention
-reads, and `readers_ms` turns these about: which rows read a block.
+Many documents in one pack, `--documents`, beside one of as many rows:
 
-    loop_ms         of the loop
-    times           loop_ms / lists_ms
+    pairs           keys that queries read in the three branches, over all rows
+    pairs_x         the pack's pairs / the one document's
+    of_pairs        the pack's train_ms / the one document's, over pairs_x; we ask for 1.1 at most
+
+The step from blocks to rows: nsa_index.py.
 
     python -m bench.nsa
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -32,9 +35,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bench.device_time import DeviceProfile
-from bench.output import device, emit, environment, failure, parser, table
+from bench.nsa_index import INDEX_STEPS, index_line
+from bench.nsa_roofline import Pairs, beside, works
+from bench.output import device, emit, environment, failure, parser, peak, peak_bytes, table
 from bench.shapes import random_pairs
-from bench.timing import free_memory, median_ms, transient_bytes
+from bench.timing import free_memory, timed, transient_bytes
 from tuningfork.data.packing.layout import lay
 from tuningfork.data.packing.tree import grow
 from tuningfork.kernels.nsa.plain import Choice, Grid
@@ -42,8 +47,15 @@ from tuningfork.kernels.select import Kernels, select
 from tuningfork.records import ForkLayout
 
 GRID, CHOICE, WINDOW = Grid(32, 16, 64), Choice(16, 1, 2), 512
-INDEX_STEPS = {"report": (2, 256, 4, 32, 8), "m7c": (2, 2048, 2, 16, 64)}  # sequences, rows, groups, blocks a row, l'
-KERNELS_SHOWN = 16
+PAPER = {8192: 1.0, 16384: 1.8, 32768: 3.0, 65536: 5.0}
+TARGETS = {
+    "64x4x128x128": PAPER,
+    "64x4x192x128": PAPER,
+    "12x2x64x64": {8192: 0.7, 16384: 1.3, 32768: 2.2, 65536: 4.0},
+}
+"""Ratios that we ask of ourselves on an H100 or H200, by shape and rows of the document."""
+OF_PAIRS_MOST = 1.1
+KERNELS_SHOWN = 24
 COLUMNS = {
     "kernel": "kernel",
     "heads": "heads",
@@ -51,10 +63,27 @@ COLUMNS = {
     "forward_ms": "forward ms",
     "train_ms": "train ms",
     "ratio": "ratio",
+    "target": "target",
     "transient_gb": "GB",
+    "memory_x": "GB x",
     **{f"{part}_ms": f"{part} ms" for part in ("mean", "compressed", "selected", "window", "lists", "readers", "loop")},
     "times": "times",
+    "reported": "reported",
+    "equal_sets": "equal sets",
+    "pairs_x": "pairs x",
+    "of_pairs": "of pairs",
     "note": "note",
+}
+OF_KERNELS = {
+    "heads": "heads",
+    "rows": "rows",
+    "kernel": "kernel",
+    "ms": "ms",
+    "flops_ms": "flops ms",
+    "bytes_ms": "bytes ms",
+    "bound": "bound",
+    "of_bound": "of bound",
+    "cache_tb_s": "cache TB/s",
 }
 Run = Callable[[], Any]
 
@@ -98,10 +127,11 @@ class Inputs(NamedTuple):
         return cls(draw(heads, 3), draw(heads, dk), keys, values, draw(heads, dv).detach())
 
 
-def document(tokens: int, where: torch.device) -> ForkLayout:
-    """One of so many rows."""
-    [example] = [example.alone()[0] for example in random_pairs([(0, tokens, 1)], vocabulary=1000)]
-    return lay([example], grow([example], "none").of([0]), tokens).to(where).layout
+def pack(documents: int, rows: int, where: torch.device) -> ForkLayout:
+    """So many documents of so many rows each."""
+    examples = [example.alone()[0] for example in random_pairs([(0, rows, 1)] * documents, vocabulary=1000)]
+    forest = grow(examples, "none").of(range(documents))
+    return lay(examples, forest, documents * rows).to(where).layout
 
 
 def gated(gates: Tensor, compressed: Tensor, selected: Tensor, window: Tensor) -> Tensor:
@@ -192,14 +222,6 @@ def _like(out: Tensor, given: Inputs) -> Tensor:
     return given.gradient if out.shape == given.gradient.shape else out.detach()
 
 
-def timed(run: Run, where: torch.device, repeats: int, seconds: float) -> float:
-    """Median milliseconds of so many repeats, or of as many as there are in so many seconds, 3 at least."""
-    run()
-    once = median_ms(run, where, 1, warmup=1)
-    times = max(3 if repeats > 1 else 1, min(repeats, int(1e3 * seconds / max(once, 1e-3))))
-    return float(f"{median_ms(run, where, times, warmup=0, device_only=True):.4g}")
-
-
 def by_kernel(run: Run) -> dict[str, float]:
     """Milliseconds of one run by kernel."""
     watched = DeviceProfile()
@@ -222,96 +244,88 @@ def measure(run: Run, given: Inputs, repeats: int, seconds: float) -> dict[str, 
     return line if held is None else {**line, "transient_gb": round(held / 1e9, 3)}
 
 
-def attention_lines(shape: Shape, rows: int, repeats: int, seconds: float) -> list[dict[str, Any]]:
-    """Of every dense kernel, then of native sparse attention."""
-    where = device()
+def kernels_of(shape: Shape, where: torch.device) -> Kernels:
     asked = {
         "nsa": {"key_width": shape.key_width, "value_width": shape.value_width},
         "attention": {"head_width": max(shape.key_width, shape.value_width)},
     }
-    kernels = select(asked, where, torch.bfloat16)
-    layout, given = document(rows, where), Inputs.random(rows, shape, where)
-    lines = []
+    return select(asked, where, torch.bfloat16)
 
-    def add(name: str, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        line: dict[str, Any] = {"bench": "nsa", "kernel": name, "heads": str(shape), "rows": rows}
-        try:
-            line |= find()
-        except Exception as error:  # what a kernel cannot do is a result
-            line["note"] = failure(error)
-        free_memory()
-        lines.append(line)
-        return line
 
-    for name, run in dense(kernels, layout, given).items():
-        add(name, lambda run=run: measure(run, given, repeats, seconds))  # type: ignore[misc]
-    fastest = min((line["train_ms"] for line in lines if "train_ms" in line), default=None)
+def roofline(shape: Shape, documents: list[int], milliseconds: Mapping[str, float]) -> dict[str, dict[str, Any]]:
+    """Of kernels of a training step on such documents, what nsa_roofline.beside says."""
+    pairs = Pairs.of(documents, GRID, CHOICE, WINDOW)
+    return beside(milliseconds, works(pairs, *shape, GRID, CHOICE), peak(), peak_bytes())
+
+
+def attempted(line: dict[str, Any], find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A line with what is found; or why nothing is: what a kernel cannot do is a result."""
+    try:
+        line |= find()
+    except Exception as error:
+        line["note"] = failure(error)
+    free_memory()
+    return line
+
+
+def attention_lines(shape: Shape, rows: int, repeats: int, seconds: float) -> list[dict[str, Any]]:
+    """Of every dense kernel, then of native sparse attention."""
+    where = device()
+    kernels = kernels_of(shape, where)
+    layout, given = pack(1, rows, where), Inputs.random(rows, shape, where)
+    about = {"bench": "nsa", "heads": str(shape), "rows": rows}
+    lines = [
+        attempted({**about, "kernel": name}, lambda run=run: measure(run, given, repeats, seconds))  # type: ignore[misc]
+        for name, run in dense(kernels, layout, given).items()
+    ]
+    measured = [line for line in lines if "train_ms" in line]
+    fastest = min(measured, key=lambda line: line["train_ms"], default=None)
 
     def ours() -> dict[str, Any]:
         whole, parts = sparse(kernels, layout, given, compiled=where.type == "cuda")
         line = measure(whole, given, repeats, seconds)
         line |= {f"{name}_ms": timed(trained(part, given), where, repeats, seconds) for name, part in parts.items()}
         if where.type == "cuda":
-            line["kernels"] = by_kernel(trained(whole, given))
-        return line if fastest is None else {**line, "ratio": round(fastest / line["train_ms"], 3)}
+            line["kernels"] = roofline(shape, [rows], by_kernel(trained(whole, given)))
+        return {**line, **against(line, fastest, str(shape), rows)}
 
-    add(f"nsa {kernels.names['nsa']}", ours)
-    return lines
-
-
-# --- from blocks to rows ----------------------------------------------------------------------------------------------
+    return [*lines, attempted({**about, "kernel": f"nsa {kernels.names['nsa']}"}, ours)]
 
 
-def ranges(chosen: list[list[list[int]]], length: int, select: int) -> list[list[list[tuple[int, int]]]]:
-    """The positions [begin, end) that rows of sequences of so many read for each group, by their chosen blocks: in
-    order, each once, neighbours joined, none behind the row. Literally, one row and group after the other."""
-    found = []
-    for row, groups in enumerate(chosen):
-        position = row % length
-        of_row = []
-        for blocks in groups:
-            joined: list[tuple[int, int]] = []
-            for block in sorted({block for block in blocks if block >= 0}):
-                begin, end = block * select, min((block + 1) * select, position + 1)
-                if joined and joined[-1][1] == begin:
-                    joined[-1] = (joined[-1][0], end)
-                else:
-                    joined.append((begin, end))
-            of_row.append(joined)
-        found.append(of_row)
+def against(line: Mapping[str, Any], fastest: Mapping[str, Any] | None, shape: str, rows: int) -> dict[str, Any]:
+    """A line of native sparse attention beside that of the fastest dense kernel, and what is asked of it."""
+    found: dict[str, Any] = {"target": TARGETS.get(shape, {}).get(rows)}
+    if fastest is None:
+        return found
+    found["ratio"] = round(fastest["train_ms"] / line["train_ms"], 3)
+    if fastest.get("transient_gb") and "transient_gb" in line:
+        found["memory_x"] = round(line["transient_gb"] / fastest["transient_gb"], 2)
     return found
 
 
-def index_line(name: str, repeats: int) -> dict[str, Any]:
-    """Of the step from blocks to rows."""
-    where = device()
-    sequences, length, groups, count, size = INDEX_STEPS[name]
-    own = torch.arange(length) // size
-    scores = torch.rand(sequences, length, groups, (length - 1) // size + 1, generator=torch.Generator().manual_seed(0))
-    scores = scores.masked_fill(torch.arange(scores.shape[3]) > own[:, None, None], -1)
-    best = scores.topk(min(count, scores.shape[3]), dim=-1)
-    chosen = F.pad(best.indices.masked_fill(best.values < 0, -1), (0, max(0, count - scores.shape[3])), value=-1)
-    chosen = chosen.flatten(0, 1).int()
-    line: dict[str, Any] = {"bench": "nsa", "kernel": f"index step: {name}", "rows": len(chosen)}
-    line |= {"groups": groups, "count": count}
-    listed, begun = chosen.tolist(), time.perf_counter()
-    ranges(listed, length, size)
-    line["loop_ms"] = round(1e3 * (time.perf_counter() - begun), 3)
-    if where.type != "cuda":
-        return {**line, "note": "the rest needs a GPU"}
-    from tuningfork.kernels.nsa._readers import Readers
-    from tuningfork.kernels.nsa._selected import lists_of
-    from tuningfork.kernels.nsa.fast import TritonNsa
+def pack_lines(shape: Shape, documents: int, rows: int, repeats: int, seconds: float) -> list[dict[str, Any]]:
+    """Of native sparse attention on one document of documents * rows rows, and on a pack of so many."""
+    where, total = device(), documents * rows
+    kernels, given = kernels_of(shape, where), Inputs.random(total, shape, where)
+    lines: list[dict[str, Any]] = []
+    for many, of in ((1, total), (documents, rows)):
+        pairs = Pairs.of([of] * many, GRID, CHOICE, WINDOW).read
+        about = {"bench": "nsa", "heads": str(shape), "rows": total, "documents": many, "pairs": pairs}
 
-    examples = [example.alone()[0] for example in random_pairs([(0, length, 1)] * sequences, vocabulary=1000)]
-    forest = grow(examples, "none").of(range(sequences))
-    op = TritonNsa.prepare(lay(examples, forest, len(chosen)).to(where).layout, Grid(size, size, size))
-    tables = [op.segments, op.steps, op.seams, op.position_of_row, *op.pieces]
-    chosen = chosen.to(where)
-    lists, pieces = lists_of(tables, chosen), len(op.pieces.rows)
-    line["lists_ms"] = timed(lambda: lists_of(tables, chosen), where, repeats, 1)
-    line["readers_ms"] = timed(lambda: Readers.of(lists, pieces, len(lists), 1024), where, repeats, 1)
-    return {**line, "times": round(line["loop_ms"] / line["lists_ms"], 1)}
+        def find(many: int = many, of: int = of) -> dict[str, Any]:
+            whole, _ = sparse(kernels, pack(many, of, where), given, compiled=where.type == "cuda")
+            line = measure(whole, given, repeats, seconds)
+            if where.type == "cuda":
+                line["kernels"] = roofline(shape, [of] * many, by_kernel(trained(whole, given)))
+            return line
+
+        lines.append(attempted({**about, "kernel": f"nsa, {many} x {of:,}"}, find))
+    one, all_of_them = lines
+    if "train_ms" in one and "train_ms" in all_of_them:
+        pairs_x = all_of_them["pairs"] / one["pairs"]
+        of_pairs = all_of_them["train_ms"] / one["train_ms"] / pairs_x
+        all_of_them |= {"pairs_x": round(pairs_x, 4), "of_pairs": round(of_pairs, 3), "of_pairs_most": OF_PAIRS_MOST}
+    return lines
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -321,6 +335,8 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--shapes", nargs="*", help="heads x groups x widths of keys and values", default=shapes)
     lengths = [256] if small else [8192, 16384, 32768, 65536]
     options.add_argument("--rows", type=int, nargs="+", help="of the document", default=lengths)
+    packs = ["2x128"] if small else ["64x1024"]
+    options.add_argument("--documents", nargs="*", help="of a pack: how many, x rows of each", default=packs)
     options.add_argument("--repeats", type=int, default=1 if small else 20)
     options.add_argument("--seconds", type=float, default=2.0, help="that repeats of one measurement take at most")
     args = options.parse_args(argv)
@@ -337,7 +353,18 @@ def main(argv: list[str] | None = None) -> None:
         for rows in args.rows:
             for line in attention_lines(shape, rows, args.repeats, args.seconds):
                 keep(line)
+        for text in args.documents:
+            documents, rows = map(int, text.split("x"))
+            for line in pack_lines(shape, documents, rows, args.repeats, args.seconds):
+                keep(line)
     print(table(lines, COLUMNS))
+    of_kernels = [
+        {"heads": line["heads"], "rows": line["rows"], "kernel": name, **found}
+        for line in lines
+        for name, found in line.get("kernels", {}).items()
+    ]
+    if of_kernels:
+        print("\n" + table(of_kernels, OF_KERNELS))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -17,6 +18,20 @@ from typing import Any
 import torch
 
 from tuningfork.report.run.throughput import peak_flops
+
+# Bytes per second between a card and its memory, from the same data sheets as tuningfork.report.run.throughput's peaks;
+# cards whose name leaves open which memory they have are left out. Tried in order, the first match counts.
+PEAK_BYTES = {
+    r"\bH200\b": 4.8e12,  # SXM and NVL
+    r"\bH100 NVL\b": 3.9e12,
+    r"\bH100 PCIe\b": 2.0e12,
+    r"\bH100\b": 3.35e12,
+    r"\bA100-SXM4-80GB\b": 2.039e12,
+    r"\bA100-SXM4-40GB\b": 1.555e12,
+    r"\bL40S\b": 0.864e12,
+    r"\bL4\b": 0.3e12,
+    r"\bA10\b": 0.6e12,
+}
 
 
 def device() -> torch.device:
@@ -42,6 +57,15 @@ def environment(*packages: str) -> dict[str, Any]:
 def peak() -> float | None:
     """Dense bfloat16 peak of this card, flops per second; None where it is not known, as for every CPU."""
     return peak_flops(environment()["device"], "bfloat16")
+
+
+def peak_bytes(name: str | None = None) -> float | None:
+    """Bytes per second between this card, or one of that name, and its memory; None where it is not known, as for every
+    CPU and every slice of a card."""
+    name = environment()["device"] if name is None else name
+    if "MIG" in name:
+        return None
+    return next((peak for pattern, peak in PEAK_BYTES.items() if re.search(pattern, name)), None)
 
 
 def emit(line: Mapping[str, Any], out: Path | None = None) -> None:

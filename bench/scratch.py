@@ -16,7 +16,8 @@ and `target` what we ask of ourselves, if anything. docs/from_scratch.md says wh
     graphs        one pack's forward and backward pass replayed as a CUDA graph: speed, bits, or what cannot be captured
 
 Models are those of recipes/scratch, by name, of random ids. On a CPU sizes are small, to see that it works, and what a
-CPU cannot tell says so in its note.
+CPU cannot tell says so in its note. Rows of which a call has no number stand behind its table, each with what stands
+for it instead: a test, another command, raw lines, an entry of docs/log.md. So every call prints each row.
 
     python -m bench.scratch --lengths 512 1024 2048 4096 8192 32768
     python -m bench.scratch --parts start --models hydra-100m
@@ -35,7 +36,7 @@ import torch
 
 from bench import ccgqa, elementwise, head, nothing, scratch_forms, scratch_runs
 from bench.output import device, emit, environment, failure, parser, table
-from bench.scratch_claims import CLAIMS, NO_CLAIM, RATES, SPREAD_MOST, line
+from bench.scratch_claims import CLAIMS, NO_CLAIM, RATES, SPREAD_MOST, line, unmeasured
 from bench.scratch_runs import begin
 from tuningfork.data.packing.layout import build_pack
 from tuningfork.kernels.select import select
@@ -355,6 +356,8 @@ def main(argv: list[str] | None = None) -> None:
             emit({**found, **environment()}, options.out)
             lines.append(found)
     print(table(lines, COLUMNS))
+    if others := unmeasured(lines):
+        print("\n" + table(others, {"row": "row", "says": "the report", "proof": "no number in this call; proof"}))
 
 
 def _positive(text: str) -> int:

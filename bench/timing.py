@@ -72,3 +72,11 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def timed(run: Callable[[], object], where: torch.device, repeats: int, seconds: float) -> float:
+    """Median milliseconds of so many repeats, or of as many as there are in so many seconds, 3 at least."""
+    run()
+    once = median_ms(run, where, 1, warmup=1)
+    times = max(3 if repeats > 1 else 1, min(repeats, int(1e3 * seconds / max(once, 1e-3))))
+    return float(f"{median_ms(run, where, times, warmup=0, device_only=True):.4g}")

@@ -24,7 +24,6 @@ from bench import (
     head,
     learning,
     memory,
-    nsa,
     parts,
     peers,
     products,
@@ -302,18 +301,6 @@ def test_the_scan_is_timed_and_compared_with_float64(capsys):
     assert all(0 < max(line["error"], line["error_gradient"]) < 1e-5 for line in lines)
 
 
-def test_native_sparse_attention_is_timed_beside_dense(capsys):
-    nsa.main(["--rows", "128"])
-    *steps, dense, ours = json_lines(capsys.readouterr().out)
-    assert all(step["loop_ms"] > 0 for step in steps)
-    assert "note" not in {**dense, **ours}
-    assert ours["ratio"] == pytest.approx(dense["train_ms"] / ours["train_ms"], rel=1e-2)
-    # Two sequences of six rows, blocks of two: -1 is none, neighbours are joined, and a row's own end cuts.
-    chosen = [[[0]], [[-1, 0]], [[1, 0]], [[0]], [[2]], [[2, 0]]]
-    expected = [[[(0, 1)]], [[(0, 2)]], [[(0, 3)]], [[(0, 2)]], [[(4, 5)]], [[(0, 2), (4, 6)]]]
-    assert nsa.ranges(chosen * 2, 6, 2) == expected * 2
-
-
 def test_attention_counts_visible_pairs():
     layouts = attention.Layouts.of(shapes.random_pairs([(3, 2, 1)], 10), 1024)
     assert attention.visible_pairs(layouts.examples) == (6 + (15 - 6) + (10 - 6), 15 + 10)
@@ -337,8 +324,17 @@ def test_ccgqa_stands_beside_attention_of_full_width(capsys):
     for line in lines:
         assert "note" not in line
         assert line["train_x"] == pytest.approx(line["mha_train_ms"] / line["train_ms"], abs=2e-3)
-        assert line["mix_ms"] > 0
+        assert line["mix_ms"] > 0 and "reported_forward_x" not in line
         assert 0 < line["error_results"] < 1e-6 and 0 < line["error_gradients"] < 1e-5  # float32 on a CPU
+    asked = {
+        text: ccgqa.Shape.parse(text).asked(16384)
+        for text in ("2048/4x4x128/2x2", "2048/8x2x128/2x2", "768/12x3x16/3x3")
+    }
+    assert list(asked.values()) == [
+        {"reported_forward_x": 1.7, "reported_backward_x": 1.3, "target_train_x": 2.2},
+        {"target_train_x": 1.5},
+        {},
+    ]
     # By hand: 4 products of 64 x 64 and 4 flops a pair and channel, over those of 32 and 16 channels and what mixes.
     pairs = 96 * 97 // 2
     full, mixing = 8 * 64**2 * 96 + 4 * 64 * pairs, 2 * 48 * (2 + 8 * 3) * 96

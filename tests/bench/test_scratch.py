@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import re
 import time
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 
+import bench
 from bench import nothing, scratch, scratch_forms, scratch_runs
+from bench.scratch_claims import CLAIMS, RATES, ROWS, unmeasured
 from tuningfork.data.packing.loader import build_packs
 from tuningfork.errors import ConfigError
 from tuningfork.models.head import _Projection
@@ -115,7 +119,12 @@ def test_the_lines_say_what_is_measured_and_what_a_cpu_cannot_tell(capsys, tmp_p
     assert [(line["ours"], line["note"]) for line in lines if line["row"] in ("H8", "H12")] == [
         (None, scratch.NEEDS_GPU)
     ] * 2
-    assert "max/min of tokens/s" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "max/min of tokens/s" in printed
+    without = printed.split("no number in this call; proof")[1]
+    listed = {words[0] for words in map(str.split, without.splitlines()) if words and words[0] in ROWS}
+    # Of a model with neither a claim on its tokens/s nor a GPU: checkpointing, and how far apart lengths are.
+    assert listed == ROWS.keys() - {"N3", "H5"}
 
 
 def test_the_head_is_held_against_float64():
@@ -192,4 +201,34 @@ def test_lines_of_forms_and_graphs_are_ratios_or_say_what_went_wrong(monkeypatch
         (True, ""),
         (None, "host read: models/policy.py:1 f"),
         (None, ""),
+    ]
+
+
+def test_every_row_of_both_reports_has_a_proof_that_there_is_and_that_its_page_names():
+    assert list(ROWS) == [*(f"N{n}" for n in range(1, 23)), *(f"H{n}" for n in range(1, 19))]
+    rows = [*CLAIMS.values(), *RATES.values()]
+    assert {claim.row for claim in rows} <= ROWS.keys()
+    root = Path(bench.__file__).parents[1]
+    log = " ".join((root / "docs/log.md").read_text().split())
+    page = (root / "docs/from_scratch.md").read_text()
+    told = dict(zip(ROWS, re.findall(r"^\| \d+ \| .*$", page, re.MULTILINE), strict=True))
+    for row, (_, proofs) in ROWS.items():
+        for proof in proofs:
+            if proof.startswith("log: "):
+                assert proof.removeprefix("log: ") in log, (row, proof)
+            elif proof.startswith("python -m "):
+                assert (root / f"{proof.split()[2].replace('.', '/')}.py").is_file(), (row, proof)
+            else:
+                path, _, test = proof.partition("::")
+                assert (f"def {test}(" if test else "") in (root / path).read_text(), (row, proof)
+                assert proof in told[row] or told[row].endswith("| as N18 |"), (row, proof)
+    assert [row for row, (_, proofs) in ROWS.items() if not proofs] == ["N17"]
+
+
+def test_rows_with_a_number_are_not_listed_again():
+    measured = [{"row": row, "ours": None if row == "H1" else 1} for row in ROWS if row not in ("N9", "N17")]
+    assert [(line["row"], line["proof"]) for line in unmeasured(measured)] == [
+        *zip(("N9", "", ""), ROWS["N9"].proofs, strict=True),
+        ("N17", "nothing to set; see docs/from_scratch.md"),
+        *zip(("H1", "", ""), ROWS["H1"].proofs, strict=True),
     ]
