@@ -791,15 +791,27 @@ MUTATIONS = (
     ),
     Mutation(
         "choices-of-blocks-not-compared",
-        "_check_choices(what, choices[-1], choices[0], scores)",
-        "_check_choices(what, choices[0], choices[0], scores)",
+        "_check_choices(what, found, expected, self._scores(",
+        "_check_choices(what, expected, expected, self._scores(",
         ("test_a_wrong_choice_is_named_with_a_row_that_has_it",),
     ),
     Mutation(
         "gradients-of-ops-not-compared",
-        "for name, f, u, e, more in zip(names, found, usual, exact, units, strict=True):",
-        "for name, f, u, e, more in list(zip(names, found, usual, exact, units, strict=True))[: len(outputs)]:",
+        "for name, f, u, e, floor, part in zip(names, found, usual, exact, floors, more, strict=True):",
+        "for name, f, u, e, floor, part in list(zip(names, found, usual, exact, floors, more))[: len(outputs)]:",
         ("test_a_wrong_gradient_of_the_scan_is_named", "test_a_wrong_attention_kernel_is_named"),
+    ),
+    Mutation(
+        "padding-compared",
+        "t[: self._used] if len(t) == rows else t",
+        "t",
+        ("test_rows_of_padding_are_nobodys",),
+    ),
+    Mutation(
+        "rounded-results-of-attention-not-counted",
+        "unit * _of_rounded_results(",
+        "0 * _of_rounded_results(",
+        ("test_a_kernel_that_loses_what_flash_attention_loses_passes",),
     ),
     # --- native sparse attention
     Mutation(

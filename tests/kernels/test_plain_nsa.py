@@ -183,8 +183,8 @@ def test_low_precision_is_summed_in_float32():
 
 
 def scores_of_blocks(query: torch.Tensor, keys: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-    """Of one sequence, S[t, g, j] of queries [T, H, dk] and compressed keys [m, G, dk]: the strides that each compressed
-    block has in j, times its weight."""
+    """Of one sequence, S[t, g, j] of queries [T, H, dk] and compressed keys [m, G, dk]: the strides that each
+    compressed block has in j, times its weight."""
     (length, d, select), t, i = sizes.grid, torch.arange(len(query)), torch.arange(len(keys))
     products = torch.einsum("tgad,igd->tgai", query.unflatten(1, (sizes.groups, -1)), keys) * sizes.scale
     hidden = i * d + length > t[:, None] + 1
