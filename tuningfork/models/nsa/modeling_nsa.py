@@ -113,7 +113,7 @@ class NsaAttention(nn.Module):
         window = fork.attend(
             query, turn.rows(keys["win"]), values["win"], scale=self.scale, window=config.window, softcap=None
         )
-        gates = self._gates(x).unflatten(-1, (-1, 3, 1))  # [T, H, 3, 1]
+        gates = self._gates(nsa.ops, x.to(raw.dtype)).unflatten(-1, (-1, 3, 1))  # [T, H, 3, 1]
         if nsa.gates is not None:
             nsa.gates.copy_(_noted(gates.detach()[..., 0]))
         out = gates[:, :, 0] * compressed + gates[:, :, 1] * selected + gates[:, :, 2] * window
@@ -122,11 +122,15 @@ class NsaAttention(nn.Module):
     def _pooled(self, ops: Any, rows: Tensor, phi: str) -> Tensor:
         return ops.mean(rows) if self.config.phi == "mean" else getattr(self, phi)(ops.blocks(rows))
 
-    def _gates(self, x: Tensor) -> Tensor:
+    def _gates(self, ops: Any, x: Tensor) -> Tensor:
         """[T, 3 H], of each head those of the compressed branch, the selected one and the window."""
+
+        def linear(layer: nn.Linear, x: Tensor) -> Tensor:
+            return ops.gate_linear(x, layer.weight.to(x.dtype), layer.bias.to(x.dtype))  # type: ignore[no-any-return]
+
         if self.gate_hidden is not None:
-            x = F.silu(self.gate_hidden(x))
-        return self.gate(x).sigmoid()
+            x = F.silu(linear(self.gate_hidden, x))
+        return linear(self.gate, x).sigmoid()
 
 
 def _noted(gates: Tensor) -> Tensor:
