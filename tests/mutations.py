@@ -845,9 +845,33 @@ MUTATIONS = (
         ("test_each_path_finds_its_blocks_and_a_shared_one_is_made_once",),
     ),
     Mutation(
+        "nsa-blocks-of-rows-that-lie-together",
+        "rows = rows_at(layout, segment, first[:, None] + torch.arange(grid.length, device=device))",
+        "rows = (last[:, None] + torch.arange(1 - grid.length, 1, device=device)).clamp(0, total - 1)",
+        ("test_cut_batches_of_families_of_our_own[nsa]",),
+    ),
+    Mutation(
+        "nsa-a-groups-first-head-chooses",
+        "weights.unflatten(2, (BLOCK, per_group)).unbind(3)",
+        "weights.unflatten(2, (BLOCK, per_group)).unbind(3)[:1]",
+        ("test_a_choice_holds_where_scores_move_less_than_half_their_gap_and_ends_where_two_change_places",),
+    ),
+    Mutation(
+        "nsa-rows-without-a-block-have-gradients",
+        "masked_fill_(hidden.all(-1, keepdim=True), 0)",
+        "masked_fill_(hidden.all(-1, keepdim=True), 1e-3)",
+        ("test_gradients_are_those_of_small_differences",),
+    ),
+    Mutation(
         "nsa-values-are-not-compressed",
         'self._pooled(nsa.ops, values["cmp"], "phi_v")',
         'nsa.ops.mean(values["cmp"])',
+        ("test_a_run_starts_at_a_margin_of_0_and_exports_what_it_learned",),
+    ),
+    Mutation(
+        "nsa-gates-that-collapse-are-not-said",
+        "if said := self._gates.add(step.statistics.values()):",
+        "if said := None:",
         ("test_a_run_starts_at_a_margin_of_0_and_exports_what_it_learned",),
     ),
     Mutation(

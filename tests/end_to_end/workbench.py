@@ -25,7 +25,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.distributed.checkpoint import FileSystemReader
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
 from tests.distributed.worlds import environment, free_port
 from tuningfork import cli
@@ -87,8 +87,14 @@ def make_tokenizer(chat_template: str | None = CHATML, vocab: int = VOCAB) -> Pr
     return tokenizer
 
 
-def make_model(folder: Path, seed: int = 0, tokenizer: PreTrainedTokenizerFast | None = None, **config: Any) -> Path:
-    """A random two-layer Llama, saved with its tokenizer as a Hugging Face folder."""
+def make_model(
+    folder: Path,
+    seed: int = 0,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    kind: type[PreTrainedConfig] = LlamaConfig,
+    **config: Any,
+) -> Path:
+    """A random model of two layers, a Llama by default, saved with its tokenizer as a Hugging Face folder."""
     torch.manual_seed(seed)
     settings: dict[str, Any] = {
         "vocab_size": VOCAB,
@@ -103,7 +109,7 @@ def make_model(folder: Path, seed: int = 0, tokenizer: PreTrainedTokenizerFast |
         "eos_token_id": 2,
         "dtype": torch.float32,
     }
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**settings | config))
+    model = AutoModelForCausalLM.from_config(kind(**settings | config))
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim >= 2:

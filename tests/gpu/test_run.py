@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.end_to_end.workbench import make_model, make_pairs, write_rows
+from tuningfork.models.hf.own import FAMILIES
 
 pytestmark = pytest.mark.gpu
 STEPS = 4
@@ -27,6 +28,14 @@ KINDS = {
         "train.activation_memory": "offload",
     },
 }
+# Blocks so short that rows choose among them in most pairs.
+MODELS = {
+    "native sparse attention": {
+        "kind": FAMILIES["tuningfork_nsa"].config, "head_dim": 16, "block_length": 4, "block_stride": 2,
+        "select_length": 4, "select_count": 4, "window": 5,
+    },
+    "CCGQA": {"kind": FAMILIES["tuningfork_ccgqa"].config, "head_dim": 16},
+}  # fmt: skip
 
 
 def train(folder: Path, settings: dict[str, object], *options: str) -> str:
@@ -37,12 +46,13 @@ def train(folder: Path, settings: dict[str, object], *options: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *MODELS])
 def test_a_run_and_its_continuation(tmp_path, kind):
-    settings = KINDS[kind]
+    settings = KINDS.get(kind, {})
     if "train.optimizer" in settings:
         pytest.importorskip("torchao", reason="torchao is not installed")
-    make_model(tmp_path / "model", hidden_size=64, intermediate_size=128, dtype=torch.bfloat16)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, **MODELS.get(kind, {})}
+    make_model(tmp_path / "model", dtype=torch.bfloat16, **sizes)
     write_rows(tmp_path / "pairs.jsonl", make_pairs(40))
     job: dict[str, object] = {
         "model.path": "model",
