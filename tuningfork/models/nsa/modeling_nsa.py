@@ -65,7 +65,15 @@ def _products(x: Tensor, weight: Tensor) -> Tensor:
     return torch.bmm(x, weight.to(x.dtype).expand(len(x), -1, -1).mT)
 
 
-class NsaGates(nn.Linear):
+class NsaGateLinear(nn.Linear):
+    """A layer of the gates, whose few outputs are an op of their own."""
+
+    def forward(self, x: Tensor, ops: Any) -> Tensor:
+        """Rows [T, n] -> [T, m], in their dtype."""
+        return ops.gate_linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))  # type: ignore[no-any-return]
+
+
+class NsaGates(NsaGateLinear):
     """The last layer of the gates, which begins at zero: each gate at one half."""
 
 
@@ -86,7 +94,7 @@ class NsaAttention(nn.Module):
             self.phi_k = NsaCompression(config, config.head_dim, positions=True)
             self.phi_v = NsaCompression(config, config.value_head_dim, positions=config.pe_values)
         if config.sparse:
-            self.gate_hidden = nn.Linear(size, config.gate_hidden) if config.gate_hidden else None
+            self.gate_hidden = NsaGateLinear(size, config.gate_hidden) if config.gate_hidden else None
             self.gate = NsaGates(config.gate_hidden or size, 3 * heads)
 
     def forward(self, x: Tensor, turn: NsaTurn, fork: Any, nsa: Any) -> Tensor:
@@ -124,13 +132,9 @@ class NsaAttention(nn.Module):
 
     def _gates(self, ops: Any, x: Tensor) -> Tensor:
         """[T, 3 H], of each head those of the compressed branch, the selected one and the window."""
-
-        def linear(layer: nn.Linear, x: Tensor) -> Tensor:
-            return ops.gate_linear(x, layer.weight.to(x.dtype), layer.bias.to(x.dtype))  # type: ignore[no-any-return]
-
         if self.gate_hidden is not None:
-            x = F.silu(linear(self.gate_hidden, x))
-        return linear(self.gate, x).sigmoid()
+            x = F.silu(self.gate_hidden(x, ops))
+        return self.gate(x, ops).sigmoid()
 
 
 def _noted(gates: Tensor) -> Tensor:
