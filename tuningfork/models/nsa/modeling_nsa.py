@@ -68,7 +68,7 @@ def _products(x: Tensor, weight: Tensor) -> Tensor:
 class NsaGateLinear(nn.Linear):
     """A layer of the gates, whose few outputs are an op of their own."""
 
-    def forward(self, x: Tensor, ops: Any) -> Tensor:
+    def forward(self, x: Tensor, ops: Any) -> Tensor:  # type: ignore[override]
         """Rows [T, n] -> [T, m], in their dtype."""
         return ops.gate_linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))  # type: ignore[no-any-return]
 
