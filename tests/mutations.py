@@ -802,15 +802,21 @@ MUTATIONS = (
         ("test_a_wrong_gradient_of_the_scan_is_named", "test_a_wrong_attention_kernel_is_named"),
     ),
     Mutation(
+        "gates-not-compared",
+        'self.compare(lambda form, *given: form.gate_linear(*given), given, ["products of gates"], of_rows=True)',
+        "pass",
+        ("test_a_wrong_gradient_is_named", "test_a_wrong_output_of_two_rows_is_named"),
+    ),
+    Mutation(
         "padding-compared",
-        "t[: self._used] if len(t) == rows else t",
-        "t",
+        "tuple(t[: self._used] for t in results) if of_rows else results",
+        "results",
         ("test_rows_of_padding_are_nobodys",),
     ),
     Mutation(
         "rounded-results-of-attention-not-counted",
-        "unit * _of_rounded_results(",
-        "0 * _of_rounded_results(",
+        "t + of_it for t, of_it in",
+        "t + 0 * of_it for t, of_it in",
         ("test_a_kernel_that_loses_what_flash_attention_loses_passes",),
     ),
     # --- native sparse attention

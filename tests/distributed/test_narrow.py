@@ -22,6 +22,7 @@ from tuningfork.distributed.world import ALONE, world
 from tuningfork.models.policy import Policy
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.train.batch import StepBatch
+from tuningfork.train.checks.kernel_check import KernelCheck
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.optimizer import build_optimizer
 from tuningfork.train.step import train_step
@@ -61,7 +62,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("activations", ["none", "block"])
-@pytest.mark.parametrize("family", ["llama", "olmo_hybrid"])
+@pytest.mark.parametrize("family", ["llama", "olmo_hybrid", "nsa_mean"])
 def test_over_one_process_all_bits_are_those_of_whole_weights(family: str, activations: str, alone: None) -> None:
     expected, weights = steps_of(spread_over(Layout(), family, always=False))
     policy = spread_over(Layout(), family, always=True, activations=activations)
@@ -69,6 +70,12 @@ def test_over_one_process_all_bits_are_those_of_whole_weights(family: str, activ
     assert isinstance(policy.spread, Sharding) and policy.spread._narrow_blocks == policy.blocks
     assert [torch.equal(one, other) for one, other in zip(found, expected, strict=True)] == [True] * 3
     assert [name for name, weight in weights.items() if not torch.equal(weight, theirs[name])] == []
+
+
+def test_a_start_checks_layers_that_hand_an_op_their_weights(alone: None) -> None:
+    """As gates of sparse attention do: where all else of a block is a linear layer, it is gathered in fewer bits."""
+    policy = spread_over(Layout(), "nsa_mean", always=True)
+    KernelCheck.begin(policy, "here", "prompt", compiling=False).compare(policy)
 
 
 def in_a_pass(ranks: Ranks) -> tuple[Tensor, dict[str, set[torch.dtype]], dict[str, tuple[torch.dtype, Tensor]]]:

@@ -156,7 +156,7 @@ def test_a_block_that_was_compiled_wrongly_is_found(where, share, dtype):
     """A compiler puts other code in the place of a block; here it computes something a little else."""
     policy, check = begun(plain(), "llama", dtype, share)
     forward = policy.blocks[2].forward
-    change = (lambda x: 1.1 * x) if where == "forward" else _HalfGradient.apply
+    change = (lambda x: 1.2 * x) if where == "forward" else _HalfGradient.apply  # 1.1 is 3 roundings of bfloat16
     policy.blocks[2].forward = lambda x, *args, **how: forward(change(x), *args, **how)
     said = "hidden states" if where == "forward" else "gradients of embedded tokens"
     with pytest.raises(ModelError, match=f"the blocks: {said} are"):

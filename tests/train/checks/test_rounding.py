@@ -14,7 +14,7 @@ from tuningfork.errors import ModelError
 from tuningfork.kernels.attention.plain import PlainAttention
 from tuningfork.models.policy import Policy
 from tuningfork.train.checks.kernel_check import KernelCheck
-from tuningfork.train.checks.rounding import rounded_products
+from tuningfork.train.checks.rounding import check_rounding, rounded_products
 
 
 class _Flash(torch.autograd.Function):
@@ -35,12 +35,18 @@ class _Flash(torch.autograd.Function):
         q, k, v = (t.detach().float() for t in leaves)
         exact = PlainAttention.attend(ctx.form, q, k, v, **ctx.how)
         off = ((exact.to(grad.dtype) - exact) * grad).sum(-1, keepdim=True)
-        keys = ctx.how["scale"] * PlainAttention.attend(ctx.form, q, k, k, **ctx.how)
-        return None, None, None, ctx.times * (d_q.float() - off * keys).to(d_q.dtype), d_k, d_v
+        with torch.enable_grad():
+            keys = k.clone().requires_grad_()
+            mean = ctx.how["scale"] * PlainAttention.attend(ctx.form, q, k, keys, **ctx.how)
+        (of_keys,) = torch.autograd.grad(mean, keys, off * q)
+        d_q, d_k = (d_q.float() - off * mean.detach(), d_k.float() - of_keys)
+        return None, None, None, ctx.times * d_q.to(grad.dtype), d_k.to(grad.dtype), d_v
 
 
-def _begin(times: float = 1.0, junk: float = 0.0, wrong_row: bool = False, dtype=torch.bfloat16) -> None:
-    """A start of a model whose keys are much alike, as a large bias of theirs has them.
+def _begin(
+    times: float = 1.0, junk: float = 0.0, wrong_row: bool = False, keys: float = 30.0, values: float = 0.0
+) -> None:
+    """A start of a model whose keys, or values, are much alike, as a large bias of theirs has them.
 
     Args:
         times: what queries' gradients are multiplied with, wrongly.
@@ -58,11 +64,12 @@ def _begin(times: float = 1.0, junk: float = 0.0, wrong_row: bool = False, dtype
         for layer in model.model.layers:
             for weights in layer.self_attn.q_proj.parameters():
                 weights.mul_(0.01)  # so that queries look at many of them
-            layer.self_attn.k_proj.bias.add_(30)
+            layer.self_attn.k_proj.bias.add_(keys)
+            layer.self_attn.v_proj.bias.add_(values)
     kernels = replace(with_form("attention", Flash), names={"attention": "other", "row_logps": "other"})
-    policy = Policy(model, kernels, dtype)
+    policy = Policy(model, kernels, torch.bfloat16)
     used = _probe_rows(policy)
-    KernelCheck.begin(policy, "here", "prompt", compiling=False)
+    KernelCheck.begin(policy, "here", "prompt", compiling=False).compare(policy)
 
 
 def _probe_rows(policy: Policy) -> int:
@@ -71,8 +78,9 @@ def _probe_rows(policy: Policy) -> int:
     return batch.used_slots
 
 
-def test_a_kernel_that_loses_what_flash_attention_loses_passes():
-    _begin()
+@pytest.mark.parametrize(("keys", "values"), [(0, 0), (30, 0), (0, 3), (0, 30), (30, 30)])
+def test_a_kernel_that_loses_what_flash_attention_loses_passes(keys, values):
+    _begin(keys=keys, values=values)
 
 
 def test_and_is_named_where_it_loses_more():
@@ -86,6 +94,11 @@ def test_rows_of_padding_are_nobodys():
         _begin(junk=100.0, wrong_row=True)
 
 
+def test_nothing_passes_where_the_measure_is_no_number():
+    with pytest.raises(ModelError, match=r"are 1\.0e"):
+        check_rounding("here", "outputs", torch.zeros(3), torch.full((3,), torch.inf), torch.ones(3))
+
+
 def test_operands_of_products_are_rounded_those_of_gradients_too():
     a, b = (torch.randn(5, 5, requires_grad=True) for _ in range(2))
     grad = torch.randn(5, 5)
@@ -96,6 +109,9 @@ def test_operands_of_products_are_rounded_those_of_gradients_too():
     ra, rb, rg = (t.detach().bfloat16().float() for t in (a, b, grad))
     assert torch.equal(out, ra @ rb) and torch.equal(d_a, rg @ rb.T) and torch.equal(d_b, ra.T @ rg)
     assert torch.equal(added, a + b)
+    with rounded_products(torch.bfloat16):
+        torch.testing.assert_close(torch.addmm(grad, a, b), grad + ra @ rb, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(a @ b[0], ra @ rb[0], rtol=1e-6, atol=1e-6)
 
 
 def test_attention_of_pytorch_is_made_of_products_there():

@@ -93,7 +93,7 @@ class PlainNsa(NamedTuple):
 
     def gate_linear(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """A linear layer of gates, of few outputs: rows [T, n] times weight [m, n], plus bias [m], all of one dtype,
-        are [T, m]. A row's bits are those that it has in any pack."""
+        are [T, m]. A row's bits are those that it has in any pack, on a CPU."""
         return linear(x, weight, bias)
 
     @torch.compiler.disable

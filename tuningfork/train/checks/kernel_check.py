@@ -24,7 +24,7 @@ from tuningfork.errors import LOADING, enough_memory
 from tuningfork.models.policy import Policy, Spread
 from tuningfork.records import PackedBatch
 from tuningfork.train.checks.op_check import check_ops
-from tuningfork.train.checks.rounding import FLOOR, check_rounding, noise, rounded_products
+from tuningfork.train.checks.rounding import FLOOR, check_rounding, farther, noise, rounded_products
 from tuningfork.train.checks.self_check import in_float32, probe_pack, probes
 
 _DIRECTIONS = 16  # of a sketch: the size of a gradient of rank one is then met within a fifth, of others much closer
@@ -43,6 +43,17 @@ class _Numbers:
     d_embedded: Tensor
     d_weights: dict[str, Tensor]
 
+    def farther(self, other: _Numbers, exact: _Numbers) -> _Numbers:
+        """Of each quantity the one of two that lies farther from the exact: both are how plain kernels round."""
+        return _Numbers(
+            farther(exact.hidden, self.hidden, other.hidden),
+            farther(exact.d_embedded, self.d_embedded, other.d_embedded),
+            {
+                name: farther(true, self.d_weights[name], other.d_weights[name])
+                for name, true in exact.d_weights.items()
+            },
+        )
+
 
 @dataclass(frozen=True)
 class KernelCheck:
@@ -51,7 +62,7 @@ class KernelCheck:
     path: str
     batch: PackedBatch
     exact: _Numbers  # in float32
-    usual: _Numbers  # in the run's dtype, products within ops too
+    usual: _Numbers  # in the run's dtype, products within ops in float32 or in it, whichever lies farther
 
     @classmethod
     def begin(cls, policy: Policy, path: str, share: Share, compiling: bool) -> KernelCheck:
@@ -69,14 +80,15 @@ class KernelCheck:
         with enough_memory("checking the kernels", LOADING):
             check_ops(policy, batch, path)
             usual_policy.keep_activations("block")  # where memory is short, it is short here too
+            usual = _through(usual_policy, batch)
             with rounded_products(policy.dtype):
-                usual = _through(usual_policy, batch)
+                within = usual if policy.dtype == torch.float32 else _through(usual_policy, batch)
             with in_float32(policy.model, policy.spread):
                 exact_policy = Policy.plain(policy.model, torch.float32, policy.spread)
                 exact_policy.keep_activations("block")
                 exact = _through(exact_policy, batch)
             usual_policy.keep_activations("none")
-        return cls(path, batch, exact, usual)
+        return cls(path, batch, exact, usual.farther(within, exact))
 
     def compare(self, policy: Policy) -> None:
         """Take the pack through the policy as it will train. Raises ModelError where its numbers are not the plain."""

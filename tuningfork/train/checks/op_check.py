@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tuningfork.models.policy import Policy
 from tuningfork.records import ForkLayout, PackedBatch
-from tuningfork.train.checks.rounding import FLOOR, check_rounding, noise, rounded_products, wrong
+from tuningfork.train.checks.rounding import FLOOR, check_rounding, noise, rounded, rounded_products, wrong
 
 Call = Callable[..., "Tensor | tuple[Tensor, ...]"]
 """(prepared form, tensors...) -> outputs."""
@@ -60,7 +60,8 @@ class _Beside:
         given: dict[str, Tensor],
         outputs: Sequence[str],
         few: Sequence[str] = (),
-        mean_keys: Callable[[], Tensor] | None = None,
+        read: Call | None = None,
+        of_rows: bool = True,
     ) -> tuple[str, list[Tensor], list[Tensor]]:
         """Check one call.
 
@@ -69,54 +70,66 @@ class _Beside:
             given: tensors, by what their gradients are called.
             outputs: what the results are called.
             few: which of `given` have so few numbers that the plain form's rounding may be little by chance.
-            mean_keys: of softmax attention of queries [T, H, dk], the first of `given`: [T, H, dk], each query's keys
-                by its weights and times the scale.
+            read: of softmax attention, whose queries, keys and values are the first of `given`: has a form read values
+                by the weights that it gives keys, times the scale.
+            of_rows: whether results have a line for each row of the pack.
 
         Returns:
             What is compared, and the results and gradients of the plain form in float32, and of the other.
         """
         self._calls += 1
-        tensors, dtype = list(given.values()), next(iter(given.values())).dtype
-        exact = self.through(call, self._plain, tensors, torch.float32)
+        tensors = list(given.values())
+        wide, dtype = [t.float() for t in tensors], tensors[0].dtype
+        exact = self.through(call, self._plain, wide, of_rows)
         with rounded_products(dtype):
-            usual = [t.to(dtype).float() for t in self.through(call, self._plain, tensors, torch.float32)]
-        found = self.through(call, self._other, tensors)
+            usual = self.through(call, self._plain, wide, of_rows)
+        if read is not None:
+            lost = self._by_rounded_results(read, exact[0], wide, dtype)
+            usual[1:3] = [t + of_it for t, of_it in zip(usual[1:3], lost, strict=True)]
+        usual = [rounded(t, dtype) for t in usual]
+        found = self.through(call, self._other, tensors, of_rows)
         gradients = [float(t.double().norm()) for t in exact[len(outputs) :]]
         # A gradient that is 0 but for rounding, such as that of scores of a single key, has no size to go by.
         floors = [0.0] * len(outputs) + [FLOOR * 1e-2 * max(gradients)] * len(given)
-        unit = torch.finfo(dtype).eps
-        if mean_keys is not None:
-            floors[len(outputs)] += unit * _of_rounded_results(exact[0], mean_keys()[: self._used])
         what = f"{self._what}, call {self._calls}"
         names = [*outputs, *(f"gradients of {name}" for name in given)]
+        unit = torch.finfo(dtype).eps
         more = [0.0] * len(outputs) + [unit * (name in few) for name in given]
         for name, f, u, e, floor, part in zip(names, found, usual, exact, floors, more, strict=True):
             check_rounding(what, name, f, u, e, floor + part * float(e.double().norm()))
         return what, exact, found
 
-    def through(self, call: Call, form: Any, given: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-        """`through` a call of a form, of rows that are no padding, with what is given in another dtype if one is."""
+    def through(self, call: Call, form: Any, given: Sequence[Tensor], of_rows: bool = True) -> list[Tensor]:
+        """`through` a call of a form, of rows that are no padding."""
 
         def used(*tensors: Tensor) -> tuple[Tensor, ...]:
-            out, rows = call(form, *tensors), len(self._positions)
-            return tuple(t[: self._used] if len(t) == rows else t for t in (out if isinstance(out, tuple) else (out,)))
+            out = call(form, *tensors)
+            results = out if isinstance(out, tuple) else (out,)
+            return tuple(t[: self._used] for t in results) if of_rows else results
 
-        return through(used, given if dtype is None else [t.to(dtype) for t in given])
+        return through(used, given)
 
+    def _by_rounded_results(
+        self, read: Call, out: Tensor, given: Sequence[Tensor], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """What gradients of queries and keys lose where attention's results are there in a dtype alone.
 
-def _of_rounded_results(out: Tensor, mean_keys: Tensor) -> float:
-    """What a rounding of attention's results by a whole of their size would change queries' gradients by, by its norm.
+        A score's gradient is P (dP - D). Kernels take D, the sum of a row's dP by its weights P, from the row's result
+        and its gradient (FlashAttention, arXiv:2205.14135, equation 4). What D is off by comes to a query's gradient
+        times the mean of its keys, and to each key's times the query and P: little, unless keys, or values, are alike.
 
-    A score's gradient is P (dP - D). Kernels take D, the sum of a row's dP by its weights P, from the row's result and
-    its gradient (FlashAttention, arXiv:2205.14135, equation 4), and the result is there in the run's dtype. What D is
-    off by comes to the query times the mean of its keys: little beside its gradient, unless its keys are much alike.
-
-    Args:
-        out: [T, H, dv], of which `through` took the gradient of a sum by noise.
-        mean_keys: [T, H, dk].
-    """
-    off = (out * noise(out, seed=1)).double().norm(dim=-1)
-    return float((off * mean_keys.double().norm(dim=-1)).norm())
+        Args:
+            out: float32 [used rows, H, dv], of which `through` took the gradient of a sum by noise.
+            given: queries, keys and values, float32, and what else `read` is given.
+        """
+        query, key, _, *more = given
+        off = ((out.to(dtype).float() - out) * noise(out, seed=1)).sum(-1)
+        off = torch.cat([off, off.new_zeros(len(query) - len(off), off.shape[1])])[..., None]
+        keys = key.detach().requires_grad_()
+        with torch.enable_grad(), torch.autocast(key.device.type, enabled=False):
+            mean = read(self._plain, query, key, keys, *more)
+            (of_keys,) = torch.autograd.grad(mean, keys, off * query)
+        return -off * mean.detach(), -of_keys
 
 
 class _Attention(_Beside):
@@ -128,16 +141,15 @@ class _Attention(_Beside):
             out: Tensor = form.attend(*rows, **how, **({"sinks": its_sinks[0]} if its_sinks else {}))
             return out
 
-        def mean_keys() -> Tensor:
-            of_sinks = [] if sinks is None else [sinks]
-            return how["scale"] * attend(self._plain, query.float(), key.float(), key.float(), *of_sinks)
+        def read(form: Any, *tensors: Tensor) -> Tensor:
+            return how["scale"] * attend(form, *tensors)  # type: ignore[no-any-return]
 
-        what, exact, found = self.compare(attend, given, ["outputs"], few=["sinks"], mean_keys=mean_keys)
+        what, exact, found = self.compare(attend, given, ["outputs"], few=["sinks"], read=read)
         edge = self._at_the_windows_edge(how["window"])
         if edge:  # one key more or less is one of many, which only float32 shows
             again = found
             if query.dtype != torch.float32:
-                again = self.through(attend, self._other, list(given.values()), torch.float32)
+                again = self.through(attend, self._other, [t.float() for t in given.values()])
             floor = FLOOR * 1e-2 * max(float(t.double().norm()) for t in exact[1:])
             for name, f, e in zip(("outputs", *(f"gradients of {name}" for name in given)), again, exact, strict=True):
                 if name in edge:
@@ -222,18 +234,18 @@ class _Nsa(_Beside):
         return first
 
     def blocks(self, rows: Tensor) -> Tensor:
-        self.compare(lambda form, rows: form.blocks(rows), {"rows": rows}, ["rows of blocks"])
+        self.compare(lambda form, rows: form.blocks(rows), {"rows": rows}, ["rows of blocks"], of_rows=False)
         out: Tensor = self._plain.blocks(rows)
         return out
 
     def mean(self, rows: Tensor) -> Tensor:
-        self.compare(lambda form, rows: form.mean(rows), {"rows": rows}, ["means of blocks"])
+        self.compare(lambda form, rows: form.mean(rows), {"rows": rows}, ["means of blocks"], of_rows=False)
         out: Tensor = self._plain.mean(rows)
         return out
 
     def gate_linear(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         given = {"rows of gates": x, "weights of gates": weight, "biases of gates": bias}
-        self.compare(lambda form, *given: form.gate_linear(*given), given, ["products of gates"])
+        self.compare(lambda form, *given: form.gate_linear(*given), given, ["products of gates"], of_rows=True)
         out: Tensor = self._plain.gate_linear(x, weight, bias)
         return out
 
@@ -243,11 +255,11 @@ class _Nsa(_Beside):
         def attend(form: Any, *tensors: Tensor) -> Tensor:
             return form.compressed(*tensors, scale=scale, choice=choice)[0]  # type: ignore[no-any-return]
 
-        def mean_keys() -> Tensor:
-            return scale * attend(self._plain, query.float(), keys.float(), keys.float())
+        def read(form: Any, *tensors: Tensor) -> Tensor:
+            return scale * attend(form, *tensors)
 
         given = {"queries": query, "keys of blocks": keys, "values of blocks": values}
-        what, _, _ = self.compare(attend, given, ["compressed outputs"], mean_keys=mean_keys)
+        what, _, _ = self.compare(attend, given, ["compressed outputs"], read=read)
         wide = [t.float() for t in given.values()]
         _, expected = self._plain.compressed(*wide, scale=scale, choice=choice)
         _, found = self._other.compressed(*given.values(), scale=scale, choice=choice)
@@ -260,11 +272,11 @@ class _Nsa(_Beside):
             out: Tensor = form.selected(*tensors, chosen, scale=scale)
             return out
 
-        def mean_keys() -> Tensor:
-            return scale * attend(self._plain, query.float(), key.float(), key.float())
+        def read(form: Any, *tensors: Tensor) -> Tensor:
+            return scale * attend(form, *tensors)
 
         given = {"queries": query, "keys": key, "values": value}
-        self.compare(attend, given, ["selected outputs"], mean_keys=mean_keys)
+        self.compare(attend, given, ["selected outputs"], read=read)
         return attend(self._plain, *given.values())
 
     def _scores(self, query: Tensor, keys: Tensor, scale: float, choice: Any) -> Tensor:

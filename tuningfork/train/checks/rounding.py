@@ -7,6 +7,7 @@ one size, and one that is several times the other is no rounding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -30,7 +31,7 @@ FLOOR = 1e-4
 def check_rounding(what: str, quantity: str, found: Tensor, usual: Tensor, exact: Tensor, floor: float = 0.0) -> None:
     """Raises ModelError where one is further from the exact than rounding takes it; `floor` is added to what may be."""
     size, error, rounding = (float(t.double().norm()) for t in (exact, found - exact, usual - exact))
-    if error <= _TIMES * rounding + FLOOR * size + floor:  # not so for NaN
+    if math.isfinite(rounding) and error <= _TIMES * rounding + FLOOR * size + floor:  # not so for NaN
         return
     size = size or 1.0
     raise wrong(
@@ -60,7 +61,18 @@ class _RoundedProducts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-_PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.bmm.default]
+_PRODUCTS = [getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv")]
+
+
+def rounded(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Float32 numbers as a dtype has them, float32 again; those beyond its range stay."""
+    narrow = t.to(dtype).float()
+    return torch.where(narrow.isfinite(), narrow, t)
+
+
+def farther(exact: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """Of two, the one that lies farther from the exact: each is how plain kernels may round."""
+    return max(one, other, key=lambda t: float((t - exact).double().norm()))
 
 
 def wrong(found: str) -> ModelError:
