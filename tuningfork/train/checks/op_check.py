@@ -60,7 +60,7 @@ class _Beside:
         given: dict[str, Tensor],
         outputs: Sequence[str],
         few: Sequence[str] = (),
-        read: Call | None = None,
+        read: Callable[..., Tensor] | None = None,
         of_rows: bool = True,
     ) -> tuple[str, list[Tensor], list[Tensor]]:
         """Check one call.
@@ -110,7 +110,7 @@ class _Beside:
         return through(used, given)
 
     def _by_rounded_results(
-        self, read: Call, out: Tensor, given: Sequence[Tensor], dtype: torch.dtype
+        self, read: Callable[..., Tensor], out: Tensor, given: Sequence[Tensor], dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """What gradients of queries and keys lose where attention's results are there in a dtype alone.
 
