@@ -72,12 +72,6 @@ def test_over_one_process_all_bits_are_those_of_whole_weights(family: str, activ
     assert [name for name, weight in weights.items() if not torch.equal(weight, theirs[name])] == []
 
 
-def test_a_start_checks_layers_that_hand_an_op_their_weights(alone: None) -> None:
-    """As gates of sparse attention do: where all else of a block is a linear layer, it is gathered in fewer bits."""
-    policy = spread_over(Layout(), "nsa_mean", always=True)
-    KernelCheck.begin(policy, "here", "prompt", compiling=False).compare(policy)
-
-
 def in_a_pass(ranks: Ranks) -> tuple[Tensor, dict[str, set[torch.dtype]], dict[str, tuple[torch.dtype, Tensor]]]:
     """Of two processes, each with the same pack: its log-probs, the dtypes that weights had in the blocks, by their
     number of dimensions, and all gradients."""
@@ -154,3 +148,9 @@ def test_filters_stay_whole_and_several_matrices_in_one_do_not() -> None:
     several = nn.Linear(4, 4)
     several.register_parameter("others", nn.Parameter(torch.empty(3, 4, 4)))
     assert not narrows(several, torch.bfloat16)  # they are no weight of a linear layer
+
+
+def test_a_start_checks_layers_that_hand_an_op_their_weights(alone: None) -> None:
+    """As gates of sparse attention do: where all else of a block is a linear layer, it is gathered in fewer bits."""
+    policy = spread_over(Layout(), "nsa_mean", always=True)
+    KernelCheck.begin(policy, "here", "prompt", compiling=False).compare(policy)
