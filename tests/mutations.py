@@ -803,7 +803,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gates-not-compared",
-        'self.compare(lambda form, *given: form.gate_linear(*given), given, ["products of gates"], of_rows=True)',
+        'self.compare(lambda form, *given: form.gate_linear(*given), given, ["products of gates"])',
         "pass",
         ("test_a_wrong_gradient_is_named", "test_a_wrong_output_of_two_rows_is_named"),
     ),

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula  # private: torch.utils.flop_counter
 
 from tuningfork.kernels.nsa import _gate_kernels as kernels
-from tuningfork.kernels.nsa._launch import readable
+from tuningfork.kernels.nsa._launch import precision, readable
 
 
 @torch.library.custom_op("tuningfork::nsa_gates", mutates_args=())
@@ -22,12 +22,11 @@ def gates(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     x, weight, bias = readable(x, weight, bias)
     (rows, inputs), outputs = x.shape, len(weight)
     out = x.new_empty(rows, outputs)
-    wide = x.dtype.itemsize == 4
     columns = min(64, max(16, triton.next_power_of_2(outputs)))
     kernels.nsa_gates[(triton.cdiv(rows, 64), triton.cdiv(outputs, columns))](
         x, weight, bias, out, rows, x.stride(0), weight.stride(0),
-        INPUTS=inputs, OUTPUTS=outputs, ROWS=64, STEP=32 if wide else 64, COLUMNS=columns,
-        PRECISION="tf32x3" if wide else "tf32", num_warps=4, num_stages=2,
+        INPUTS=inputs, OUTPUTS=outputs, ROWS=64, STEP=128 // x.dtype.itemsize, COLUMNS=columns,
+        PRECISION=precision(x), num_warps=4, num_stages=2,
     )  # fmt: skip
     return out
 
@@ -52,6 +51,6 @@ gates.register_autograd(_backward, setup_context=_save)
 
 
 @register_flop_formula(torch.ops.tuningfork.nsa_gates)
-def _flops(x, weight, bias, *_, out_shape=None, **__) -> int:
-    """Of two dimensions each, by shapes alone."""
+def _flops(x, weight, *_, **__) -> int:
+    """From shapes alone."""
     return 2 * x[0] * x[1] * weight[0]

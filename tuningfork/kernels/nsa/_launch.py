@@ -58,8 +58,13 @@ def widths(q: Tensor, v: Tensor) -> dict[str, Any]:
         "KEY_LANES": lanes_of(key),
         "VALUE": value,
         "VALUE_LANES": lanes_of(value),
-        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",  # three products: float32 but for its last bit
+        "PRECISION": precision(q),
     }
+
+
+def precision(like: Tensor) -> str:
+    """Of products: of float32 three each, which are as exact but for its last bit."""
+    return "tf32x3" if like.dtype == torch.float32 else "tf32"
 
 
 def strides(*tensors: Tensor) -> list[int]:

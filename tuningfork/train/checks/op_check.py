@@ -60,7 +60,7 @@ class _Beside:
         given: dict[str, Tensor],
         outputs: Sequence[str],
         few: Sequence[str] = (),
-        read: Callable[..., Tensor] | None = None,
+        scale: float | None = None,
         of_rows: bool = True,
     ) -> tuple[str, list[Tensor], list[Tensor]]:
         """Check one call.
@@ -70,8 +70,8 @@ class _Beside:
             given: tensors, by what their gradients are called.
             outputs: what the results are called.
             few: which of `given` have so few numbers that the plain form's rounding may be little by chance.
-            read: of softmax attention, whose queries, keys and values are the first of `given`: has a form read values
-                by the weights that it gives keys, times the scale.
+            scale: of softmax attention, whose queries, keys and values are the first of `given` and whose only result
+                is what it reads.
             of_rows: whether results have a line for each row of the pack.
 
         Returns:
@@ -83,8 +83,8 @@ class _Beside:
         exact = self.through(call, self._plain, wide, of_rows)
         with rounded_products(dtype):
             usual = self.through(call, self._plain, wide, of_rows)
-        if read is not None:
-            lost = self._by_rounded_results(read, exact[0], wide, dtype)
+        if scale is not None:
+            lost = self._by_rounded_results(call, scale, exact[0], wide, dtype)
             usual[1:3] = [t + of_it for t, of_it in zip(usual[1:3], lost, strict=True)]
         usual = [rounded(t, dtype) for t in usual]
         found = self.through(call, self._other, tensors, of_rows)
@@ -110,7 +110,7 @@ class _Beside:
         return through(used, given)
 
     def _by_rounded_results(
-        self, read: Callable[..., Tensor], out: Tensor, given: Sequence[Tensor], dtype: torch.dtype
+        self, attend: Call, scale: float, out: Tensor, given: Sequence[Tensor], dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """What gradients of queries and keys lose where attention's results are there in a dtype alone.
 
@@ -120,14 +120,15 @@ class _Beside:
 
         Args:
             out: float32 [used rows, H, dv], of which `through` took the gradient of a sum by noise.
-            given: queries, keys and values, float32, and what else `read` is given.
+            given: queries, keys and values, float32, and what else `attend` is given.
         """
         query, key, _, *more = given
         off = ((out.to(dtype).float() - out) * noise(out, seed=1)).sum(-1)
         off = torch.cat([off, off.new_zeros(len(query) - len(off), off.shape[1])])[..., None]
         keys = key.detach().requires_grad_()
         with torch.enable_grad(), torch.autocast(key.device.type, enabled=False):
-            mean = read(self._plain, query, key, keys, *more)
+            mean: Any = attend(self._plain, query, key, keys, *more)
+            mean = scale * mean
             (of_keys,) = torch.autograd.grad(mean, keys, off * query)
         return -off * mean.detach(), -of_keys
 
@@ -141,10 +142,7 @@ class _Attention(_Beside):
             out: Tensor = form.attend(*rows, **how, **({"sinks": its_sinks[0]} if its_sinks else {}))
             return out
 
-        def read(form: Any, *tensors: Tensor) -> Tensor:
-            return how["scale"] * attend(form, *tensors)  # type: ignore[no-any-return]
-
-        what, exact, found = self.compare(attend, given, ["outputs"], few=["sinks"], read=read)
+        what, exact, found = self.compare(attend, given, ["outputs"], few=["sinks"], scale=how["scale"])
         edge = self._at_the_windows_edge(how["window"])
         if edge:  # one key more or less is one of many, which only float32 shows
             again = found
@@ -245,7 +243,7 @@ class _Nsa(_Beside):
 
     def gate_linear(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         given = {"rows of gates": x, "weights of gates": weight, "biases of gates": bias}
-        self.compare(lambda form, *given: form.gate_linear(*given), given, ["products of gates"], of_rows=True)
+        self.compare(lambda form, *given: form.gate_linear(*given), given, ["products of gates"])
         out: Tensor = self._plain.gate_linear(x, weight, bias)
         return out
 
@@ -255,11 +253,8 @@ class _Nsa(_Beside):
         def attend(form: Any, *tensors: Tensor) -> Tensor:
             return form.compressed(*tensors, scale=scale, choice=choice)[0]  # type: ignore[no-any-return]
 
-        def read(form: Any, *tensors: Tensor) -> Tensor:
-            return scale * attend(form, *tensors)
-
         given = {"queries": query, "keys of blocks": keys, "values of blocks": values}
-        what, _, _ = self.compare(attend, given, ["compressed outputs"], read=read)
+        what, _, _ = self.compare(attend, given, ["compressed outputs"], scale=scale)
         wide = [t.float() for t in given.values()]
         _, expected = self._plain.compressed(*wide, scale=scale, choice=choice)
         _, found = self._other.compressed(*given.values(), scale=scale, choice=choice)
@@ -272,11 +267,8 @@ class _Nsa(_Beside):
             out: Tensor = form.selected(*tensors, chosen, scale=scale)
             return out
 
-        def read(form: Any, *tensors: Tensor) -> Tensor:
-            return scale * attend(form, *tensors)
-
         given = {"queries": query, "keys": key, "values": value}
-        self.compare(attend, given, ["selected outputs"], read=read)
+        self.compare(attend, given, ["selected outputs"], scale=scale)
         return attend(self._plain, *given.values())
 
     def _scores(self, query: Tensor, keys: Tensor, scale: float, choice: Any) -> Tensor:
