@@ -30,9 +30,7 @@ CATEGORIES: dict[str, str] = {
     "selected attention": r"^nsa_(lists|block|selected)",
     "sums of gradients of compressed and selected keys": r"^nsa_sum_",
     "attention or window": r"flash|fmha|attention|attend|^fork_|_(query|key|weighted)_gradient",
-    "matrix products": (
-        r"^nsa_gates|nvjet|gemm|gemv|cutlass|cublas|splitK|triton_tem_fused|^aten::(mm|addmm|bmm|baddbmm)$"
-    ),
+    "matrix products": r"nvjet|gemm|gemv|cutlass|cublas|splitK|triton_tem_fused|^aten::(mm|addmm|bmm|baddbmm)$",
     "gather/scatter": r"index|gather|scatter|compute_grad_weight|radix_sort|unique_by_key|embedding",
     "head rows": r"^_(forward|backward)(_|$)|row_logps|logits_gradient",
     "elementwise": "",  # the rest: fused blocks, casts, reductions

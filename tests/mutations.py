@@ -802,12 +802,6 @@ MUTATIONS = (
         ("test_a_wrong_gradient_of_the_scan_is_named", "test_a_wrong_attention_kernel_is_named"),
     ),
     Mutation(
-        "gates-not-compared",
-        'self.compare(lambda form, *given: form.gate_linear(*given), given, ["products of gates"])',
-        "pass",
-        ("test_a_wrong_gradient_is_named", "test_a_wrong_output_of_two_rows_is_named"),
-    ),
-    Mutation(
         "padding-compared",
         "tuple(t[: self._used] for t in results) if of_rows else results",
         "results",

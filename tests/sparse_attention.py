@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.forests import MOST_PATHS, Known, normal, paths
-from tests.tiny import one_pack, random_examples
 from tuningfork.kernels.nsa.plain import Choice, Grid, PlainNsa, _by_block
 from tuningfork.records import ForkLayout, PackedBatch
 
@@ -209,28 +208,6 @@ def check_error(name: str, ours: torch.Tensor, truth: torch.Tensor, dtype: torch
     bound = 1e-5 if dtype == torch.float32 else (2.6 if gradient else 1.3) * torch.finfo(dtype).eps
     error = ((ours.double() - truth).norm() / truth.norm()).item()
     assert error <= bound, f"{name}: {error:.1e}"
-
-
-def check_gates(
-    kind: Any, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device, rows: Sequence[int]
-) -> None:
-    """Gates' linear layer has its error, gradients too, and a row's bits do not depend on how many there are."""
-    torch.manual_seed(0)
-    shapes = (max(rows), inputs), (outputs, inputs), (outputs,)
-    x, weight, bias = (torch.randn(shape).to(device, dtype) for shape in shapes)
-    form = kind.prepare(one_pack(random_examples([(0, (40,))]), "none").to(device).layout, Grid(8, 4, 16))
-    whole = None
-    for many in sorted(rows, reverse=True):
-        leaves = [t.detach().requires_grad_() for t in (x[:many], weight, bias)]
-        out = form.gate_linear(*leaves)
-        found = [out.detach(), *torch.autograd.grad(out, leaves, torch.cos(out.detach()))]
-        wide = [t.detach().double().requires_grad_() for t in leaves]
-        true = torch.nn.functional.linear(*wide)
-        truth = [true.detach(), *torch.autograd.grad(true, wide, torch.cos(out.detach()).double())]
-        for name, o, t in zip(("out", "d rows", "d weight", "d bias"), found, truth, strict=True):
-            check_error(name, o, t, dtype, gradient=name != "out")
-        whole = found[0] if whole is None else whole
-        assert torch.equal(found[0], whole[:many])
 
 
 def check_choices(kind: Any, batch: PackedBatch, sizes: Sizes, dtype: torch.dtype) -> None:

@@ -1,11 +1,14 @@
 """`python -m tuningfork` and the program `tuningfork`: the command line, which Ctrl-C ends from its first moment on."""
 
+import os
 import signal
 import sys
 
 
 def main() -> int:
     """Run the command line; the exit status, see `cli.main`. Its import takes a while in which Ctrl-C may come too."""
+    # What models/split_k.py prefers anyway, but by setting it in the running process, of which PyTorch warns.
+    os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")
     try:
         from tuningfork import cli
 

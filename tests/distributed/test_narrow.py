@@ -22,7 +22,6 @@ from tuningfork.distributed.world import ALONE, world
 from tuningfork.models.policy import Policy
 from tuningfork.objective.config import ObjectiveConfig
 from tuningfork.train.batch import StepBatch
-from tuningfork.train.checks.kernel_check import KernelCheck
 from tuningfork.train.config import TrainConfig
 from tuningfork.train.optimizer import build_optimizer
 from tuningfork.train.step import train_step
@@ -148,9 +147,3 @@ def test_filters_stay_whole_and_several_matrices_in_one_do_not() -> None:
     several = nn.Linear(4, 4)
     several.register_parameter("others", nn.Parameter(torch.empty(3, 4, 4)))
     assert not narrows(several, torch.bfloat16)  # they are no weight of a linear layer
-
-
-def test_a_start_checks_layers_that_hand_an_op_their_weights(alone: None) -> None:
-    """As gates of sparse attention do: where all else of a block is a linear layer, it is gathered in fewer bits."""
-    policy = spread_over(Layout(), "nsa_mean", always=True)
-    KernelCheck.begin(policy, "here", "prompt", compiling=False).compare(policy)

@@ -12,7 +12,6 @@ from tests.sparse_attention import (
     Sizes,
     check_choices,
     check_error_and_repeat,
-    check_gates,
     check_paths_decide_bits,
     check_selected,
     random_inputs,
@@ -78,12 +77,6 @@ def test_launches_and_parts_do_not_touch_what_a_row_has(dtype, sizes, fast, monk
     monkeypatch.setattr("tuningfork.kernels.nsa._by_block._PART", 5)
     parts = check_selected(fast, batch, sizes, dtype)
     assert torch.equal(whole[0], parts[0]) and torch.equal(whole[1], parts[1])
-
-
-@dtypes
-@pytest.mark.parametrize(("inputs", "outputs"), [(32, 12), (768, 36), (768, 64), (64, 100), (70, 3)])
-def test_gates_have_their_error_and_the_same_bits_among_any_rows(inputs, outputs, dtype, fast):
-    check_gates(fast, inputs, outputs, dtype, DEVICE, [1, 1024, 2048, 8192])
 
 
 @dtypes

@@ -23,7 +23,6 @@ from tests.sparse_attention import (
     Sizes,
     check_choices,
     check_error_and_repeat,
-    check_gates,
     check_paths_decide_bits,
     check_selected,
     random_inputs,
@@ -238,10 +237,3 @@ def test_readers_of_a_piece_are_cut_into_parts_of_one_launch_each(rows, chunk, m
     assert sorted(used) == list(range(int(found.slot_starts[-1])))
     assert all(len({launch for launch, _ in of_slot}) == len(of_slot) for of_slot in used.values())
     assert (found.parts[int(found.launches[-1]) :, 2] == 0).all()
-
-
-@interpreted
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("inputs", "outputs"), [(32, 12), (70, 3), (8, 100), (129, 36)])
-def test_gates_have_their_error_and_the_same_bits_among_any_rows(inputs, outputs, dtype, fast):
-    check_gates(fast, inputs, outputs, dtype, torch.device("cpu"), [1, 70, 129])

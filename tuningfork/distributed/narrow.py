@@ -53,11 +53,8 @@ def widened(blocks: Iterable[nn.Module]) -> Iterator[None]:
                 layer.forward = forward  # type: ignore[method-assign]
 
 
-def _linear(layer: nn.Linear, rows: Tensor, ops: Any = None) -> Tensor:
-    """`ops` have a product of their own for some layers, see kernels/nsa."""
-    linear = nn.functional.linear if ops is None else ops.gate_linear
-    out: Tensor = linear(rows, _Wide.apply(layer.weight, rows.dtype), layer.bias)
-    return out
+def _linear(layer: nn.Linear, rows: Tensor) -> Tensor:
+    return nn.functional.linear(rows, _Wide.apply(layer.weight, rows.dtype), layer.bias)
 
 
 class _Wide(torch.autograd.Function):

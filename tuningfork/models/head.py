@@ -30,6 +30,7 @@ from torch.nn.functional import pad
 from tuningfork.kernels.select import Kernels
 from tuningfork.kernels.sums import sum_by_answer, sum_by_place
 from tuningfork.models.sink import WHOLE, Gradient, Vocabulary, product
+from tuningfork.models.split_k import without_split_k
 from tuningfork.ranges import phase
 from tuningfork.records import ChunkLoss, LogitTransform, PackedBatch
 
@@ -163,7 +164,7 @@ class _Projection:
 
     A matrix library chooses its kernel, and so its order of addition, by shape and alignment. Rows are therefore
     rounded up, to a multiple of 128 on a GPU and of 4 on a CPU, and a GPU's vocabulary to one of 64; what is added is
-    zero, and cut off again.
+    zero, and cut off again. Of a small vocabulary and few rows it might cut the sums, too: see split_k.py.
     """
 
     padded: Tensor  # [V', D]
@@ -184,7 +185,8 @@ class _Projection:
         """Raw logits [r, V] of hidden rows [r, D], float32 at least; a view with unit column stride."""
         padding = -len(hidden) % (128 if hidden.is_cuda else 4)
         rows = pad(hidden, (0, 0, 0, padding)) if padding else hidden
-        logits = product(rows, self.padded.t())[: len(hidden), : self.vocabulary]
+        with without_split_k(rows.device, rows.dtype):
+            logits = product(rows, self.padded.t())[: len(hidden), : self.vocabulary]
         return logits if self.bias is None else logits.add_(self.bias)
 
 

@@ -23,6 +23,7 @@ from tuningfork.models.hf.support import positions
 from tuningfork.models.hf.watch import watch
 from tuningfork.models.mixers.mixer import Mixer, Noting
 from tuningfork.models.sink import Output
+from tuningfork.models.split_k import running_without_split_k, without_split_k
 from tuningfork.records import LogitTransform, PackedBatch
 
 _HEAD_OPS: Mapping[str, Sizes] = {"row_logps": {}}
@@ -175,7 +176,7 @@ class Policy:
             self.spread.begin(last)
             backbone = self.spread.run
         prepared = {mixer.keyword: mixer.prepare(batch.layout, self.kernels) for mixer in self.mixers}
-        with self._precision():
+        with self._precision(), without_split_k(self.device, self.dtype):
             hidden = backbone(
                 input_ids=batch.input_ids[None],
                 position_ids=batch.layout.position_of_row[None],
@@ -228,7 +229,8 @@ class Policy:
             forward: Any = block.forward
             if self.compiled:
                 forward = torch.compile(forward, dynamic=True, **compiling)
-            forwards.append(forward)
+            # A backward pass, which may compute the block again, is outside of what `hidden_rows` does.
+            forwards.append(running_without_split_k(forward, self.device, self.dtype))
         # Not by transformers' own switch: depending on its version that recomputes inside the compiled block.
         for block, forward in zip(self.blocks, activations.keeping(mode, forwards), strict=True):
             block.forward = forward

@@ -44,9 +44,6 @@ def begin(family: str, dtype: torch.dtype, **changed: Change) -> tuple[Policy, K
 
             return changed.get("selected", as_it_is)(plain, query, key, value)
 
-        def gate_linear(self, *given):
-            return changed.get("gate_linear", as_it_is)(super().gate_linear, *given)
-
     if "first_positions" in changed:
         Other.first_positions = property(lambda self: changed["first_positions"](self.table.first_positions))
     kernels = with_form("nsa", Other)
@@ -80,7 +77,6 @@ GRADIENTS = {
     "mean": ("nsa_mean", ["rows"]),
     "compressed": ("nsa", ["queries", "keys of blocks", "values of blocks"]),
     "selected": ("nsa", ["queries", "keys", "values"]),
-    "gate_linear": ("nsa_mean", ["rows of gates", "weights of gates", "biases of gates"]),
 }
 
 
@@ -104,7 +100,6 @@ def test_a_wrong_gradient_is_named(function, place, dtype):
         ("blocks", "nsa", "call 1: rows of blocks are"),
         ("mean", "nsa_mean", "call 1: means of blocks are"),
         ("selected", "nsa", "call 4: selected outputs are"),
-        ("gate_linear", "nsa", "call 5: products of gates are"),
     ],
 )
 def test_a_wrong_output_of_two_rows_is_named(function, family, words, dtype):

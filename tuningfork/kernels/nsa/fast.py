@@ -36,7 +36,6 @@ from torch import Tensor
 from tuningfork.kernels.nsa._blocks import Choice, Grid
 from tuningfork.kernels.nsa._by_block import attend_by_block
 from tuningfork.kernels.nsa._compressed import attend_compressed
-from tuningfork.kernels.nsa._gates import gates
 from tuningfork.kernels.nsa._selected import attend_selected
 from tuningfork.kernels.nsa._tables import Entries, Pieces
 from tuningfork.kernels.nsa._take import mean, take
@@ -84,10 +83,6 @@ class TritonNsa(NamedTuple):
         """As PlainNsa.mean has it."""
         entries = self.entries
         return mean(entries.rows, entries.row_starts, entries.row_places, rows)
-
-    def gate_linear(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """As PlainNsa.gate_linear has it."""
-        return gates(x, weight, bias)
 
     def compressed(
         self, query: Tensor, keys: Tensor, values: Tensor, *, scale: float, choice: Choice

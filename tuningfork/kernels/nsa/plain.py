@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear, pad
+from torch.nn.functional import pad
 
 from tuningfork.kernels.attention.plain import BLOCK, PlainAttention
 from tuningfork.kernels.nsa._blocks import Blocks, Choice, Grid
@@ -90,11 +90,6 @@ class PlainNsa(NamedTuple):
         for row in others:
             total = total + row
         return (total / self.grid.length).to(rows.dtype)
-
-    def gate_linear(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """A linear layer of gates, of few outputs: rows [T, n] times weight [m, n], plus bias [m], all of one dtype,
-        are [T, m]. A row's bits are those that it has in any pack, on a CPU."""
-        return linear(x, weight, bias)
 
     @torch.compiler.disable
     def compressed(

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode  # private: torch.utils._python_dispatch
 from transformers import PreTrainedModel
 
@@ -145,9 +144,6 @@ class _Onlooker:
 
     def mean(self, rows: Tensor) -> Tensor:
         return torch.zeros_like(rows[:1])
-
-    def gate_linear(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return functional.linear(x, weight, bias)
 
     def compressed(self, query: Tensor, keys: Tensor, values: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
         return query.new_zeros(*query.shape[:2], values.shape[2]), query.new_zeros(len(query), 0, 0)

@@ -65,15 +65,7 @@ def _products(x: Tensor, weight: Tensor) -> Tensor:
     return torch.bmm(x, weight.to(x.dtype).expand(len(x), -1, -1).mT)
 
 
-class NsaGateLinear(nn.Linear):
-    """A layer of the gates, whose few outputs are an op of their own."""
-
-    def forward(self, x: Tensor, ops: Any) -> Tensor:  # type: ignore[override]
-        """Rows [T, n] -> [T, m], in their dtype."""
-        return ops.gate_linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))  # type: ignore[no-any-return]
-
-
-class NsaGates(NsaGateLinear):
+class NsaGates(nn.Linear):
     """The last layer of the gates, which begins at zero: each gate at one half."""
 
 
@@ -94,7 +86,7 @@ class NsaAttention(nn.Module):
             self.phi_k = NsaCompression(config, config.head_dim, positions=True)
             self.phi_v = NsaCompression(config, config.value_head_dim, positions=config.pe_values)
         if config.sparse:
-            self.gate_hidden = NsaGateLinear(size, config.gate_hidden) if config.gate_hidden else None
+            self.gate_hidden = nn.Linear(size, config.gate_hidden) if config.gate_hidden else None
             self.gate = NsaGates(config.gate_hidden or size, 3 * heads)
 
     def forward(self, x: Tensor, turn: NsaTurn, fork: Any, nsa: Any) -> Tensor:
@@ -121,7 +113,7 @@ class NsaAttention(nn.Module):
         window = fork.attend(
             query, turn.rows(keys["win"]), values["win"], scale=self.scale, window=config.window, softcap=None
         )
-        gates = self._gates(nsa.ops, x.to(raw.dtype)).unflatten(-1, (-1, 3, 1))  # [T, H, 3, 1]
+        gates = self._gates(x).unflatten(-1, (-1, 3, 1))  # [T, H, 3, 1]
         if nsa.gates is not None:
             nsa.gates.copy_(_noted(gates.detach()[..., 0]))
         out = gates[:, :, 0] * compressed + gates[:, :, 1] * selected + gates[:, :, 2] * window
@@ -130,11 +122,11 @@ class NsaAttention(nn.Module):
     def _pooled(self, ops: Any, rows: Tensor, phi: str) -> Tensor:
         return ops.mean(rows) if self.config.phi == "mean" else getattr(self, phi)(ops.blocks(rows))
 
-    def _gates(self, ops: Any, x: Tensor) -> Tensor:
+    def _gates(self, x: Tensor) -> Tensor:
         """[T, 3 H], of each head those of the compressed branch, the selected one and the window."""
         if self.gate_hidden is not None:
-            x = F.silu(self.gate_hidden(x, ops))
-        return self.gate(x, ops).sigmoid()
+            x = F.silu(self.gate_hidden(x))
+        return self.gate(x).sigmoid()
 
 
 def _noted(gates: Tensor) -> Tensor:

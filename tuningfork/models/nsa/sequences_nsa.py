@@ -51,10 +51,6 @@ class NsaSequences:
         """Their mean, [E, G, w]."""
         return self.blocks(rows).mean(1)
 
-    def gate_linear(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """Rows [T, n] times weight [m, n], plus bias [m]: [T, m]."""
-        return F.linear(x, weight, bias)
-
     def compressed(
         self, query: Tensor, keys: Tensor, values: Tensor, *, scale: float, choice: NsaChoice
     ) -> tuple[Tensor, Tensor]:

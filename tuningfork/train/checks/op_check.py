@@ -241,12 +241,6 @@ class _Nsa(_Beside):
         out: Tensor = self._plain.mean(rows)
         return out
 
-    def gate_linear(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        given = {"rows of gates": x, "weights of gates": weight, "biases of gates": bias}
-        self.compare(lambda form, *given: form.gate_linear(*given), given, ["products of gates"])
-        out: Tensor = self._plain.gate_linear(x, weight, bias)
-        return out
-
     def compressed(
         self, query: Tensor, keys: Tensor, values: Tensor, *, scale: float, choice: Any
     ) -> tuple[Tensor, Tensor]:

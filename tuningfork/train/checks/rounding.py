@@ -64,6 +64,11 @@ class _RoundedProducts(TorchDispatchMode):
 _PRODUCTS = [getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv")]
 
 
+def relative(found: Tensor, exact: Tensor) -> float:
+    """How far one lies from the exact, as a part of its size."""
+    return float((found - exact).double().norm()) / (float(exact.double().norm()) or 1.0)
+
+
 def rounded(t: Tensor, dtype: torch.dtype) -> Tensor:
     """Float32 numbers as a dtype has them, float32 again; those beyond its range stay."""
     narrow = t.to(dtype).float()

@@ -1,0 +1,74 @@
+"""Products of matrices on a GPU whose sums over inputs are not cut into parts.
+
+Where a product has too few outputs to fill a card, cuBLAS may have several programs add up parts of each sum (split-K).
+Whether it does so depends on the number of rows, and a row would have other bits in a pack of another size: of 176
+shapes of layers in bfloat16, on an H200 in packs of 1,024 to 16,384 rows, 41 had, all of at most 96 outputs; without
+split-K none. Backward passes keep it, whose sums over rows it makes several times as fast: a gradient is added up over
+a pack, and has no bits of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from typing import Any
+
+import torch
+
+
+def without_split_k(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:
+    """Around forward passes whose products are in a dtype of 16 bits: on a GPU none of them is cut."""
+    return _whole_sums() if _has_switch(device, dtype) else nullcontext()
+
+
+def running_without_split_k(run: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> Callable[..., Any]:
+    """A block's forward function, which a backward pass may call to compute the block again."""
+    if not _has_switch(device, dtype):
+        return run
+
+    @wraps(run)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _whole_sums():
+            return run(*args, **kwargs)
+
+    return forward
+
+
+def forgo_workspace() -> None:
+    """For float32, which has no switch: products of this process have no room for partial sums from here on.
+
+    Products of TF32 take twice their time without, true ones up to a tenth more but for narrow gradients. To be called
+    before the first product of the process, for cuBLAS asks once. cuBLASLt does not work without a workspace.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    _prefer(torch._C._BlasBackend.Cublas)  # private: torch._C._BlasBackend
+
+
+def _has_switch(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cuda" and dtype.itemsize == 2
+
+
+@contextmanager
+def _whole_sums() -> Iterator[None]:
+    """Of cuBLAS' interfaces cuBLASLt alone has the switch, so it is preferred meanwhile."""
+    backends, matmul = torch.backends.cuda, torch.backends.cuda.matmul
+    names = "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"
+    before = {name: (getattr(matmul, name), getattr(matmul, f"{name}_split_k")) for name in names}
+    library = backends.preferred_blas_library()
+    _prefer(torch._C._BlasBackend.Cublaslt)  # private: torch._C._BlasBackend
+    for name in names:
+        setattr(matmul, name, (False, False))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(matmul, name, value)
+        _prefer(library)
+
+
+def _prefer(library: Any) -> None:
+    """PyTorch warns of setting another one, once in a process: see __main__.py."""
+    if torch.backends.cuda.preferred_blas_library() != library:
+        torch.backends.cuda.preferred_blas_library(library)
