@@ -24,6 +24,7 @@ CASES = [
     Case(2, 1, 128),
     Case(2, 2, 128, softcap=20.0),
     Case(2, 1, 256, softcap=50.0, window=100),
+    Case(4, 2, 192, value_width=128),
     Case(16, 8, 64, has_sinks=True, window=40),  # gpt-oss
     Case(2, 2, 24, value_width=16),  # MiniCPM3's compressed attention, made small
     Case(2, 2, 16, value_width=24, softcap=20.0, has_sinks=True),

@@ -26,6 +26,7 @@ SIZES = [
     Sizes(12, 2, 64, 64, SHORT, FEW),  # six heads a group
     Sizes(32, 2, 128, 128, SHORT, FEW),
     Sizes(16, 1, 192, 128, SHORT, FEW),
+    Sizes(6, 2, 136, 256, SHORT, FEW),
     Sizes(2, 2, 16, 24, Grid(8, 4, 16), Choice(4, 1, 2)),
     Sizes(3, 1, 24, 16, Grid(16, 4, 48), Choice(2, 1, 1)),
     Sizes(4, 1, 32, 32, Grid(32, 16, 128), Choice(1, 0, 1)),

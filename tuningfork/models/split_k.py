@@ -43,6 +43,7 @@ def forgo_workspace() -> None:
     before the first product of the process, for cuBLAS asks once. cuBLASLt does not work without a workspace.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")  # for products with biases
     _prefer(torch._C._BlasBackend.Cublas)  # private: torch._C._BlasBackend
 
 

@@ -20,8 +20,8 @@ def lanes_of(width: int) -> int:
 
 class Config(NamedTuple):
     """How kernels are cut up. Fixed by dtype and widths, never tuned at run time: tuning would change the order of
-    addition. Readers of entries are taken by the fastest of twelve ways on an H200; the others were chosen by what fits
-    a multiprocessor's registers and shared memory.
+    addition. Readers of entries are taken by the fastest of twelve ways on an H200, and wide heads by the fastest of ten;
+    the others were chosen by what fits a multiprocessor's registers and shared memory.
 
     tile: rows, or entries, of a program of compressed attention.
     step: entries that rows read at once, and rows of a piece.
@@ -47,7 +47,7 @@ def config_of(q: Tensor, v: Tensor) -> Config:
     if q.dtype.itemsize == 4:  # 4 warps: with 8, products of 16 columns read beyond what they have
         return Config(32, 16, 16, 16, 4, 1, 1, 4) if wide else Config(32, 32, 32, 32, 4, 1, 1, 4)
     if wide:
-        return Config(64, 32, 128, 32, 8, 1, 2, 8)
+        return Config(64, 64, 128, 16, 4, 1, 2, 8)
     return Config(64, 64, 64, 32, 4, 2, 3, 4) if width > 64 else Config(64, 64, 64, 64, 4, 2, 3, 4)
 
 
