@@ -30,6 +30,7 @@ from bench import (
     scale,
     shapes,
     sharing,
+    split_k,
     startup,
     step,
 )
@@ -412,6 +413,21 @@ def test_parts_take_the_dtypes_of_a_training_step(monkeypatch, name, modules):
     given = {part: [x.dtype for x in kind(family(name, 8)).inputs()] for part, kind in parts.PARTS.items()}
     assert taken == {module: given[part][0] for module, part in modules.items()}
     assert rotated[0] == given["rope"]
+
+
+def test_products_vary_with_the_number_of_rows_or_not(capsys, monkeypatch):
+    """Of a product that gives half of the numbers of rows other bits, these are counted, and the largest is named."""
+
+    def halves(rows, weight, bias):
+        return rows @ weight.mT + (len(rows) % 256 == 0)
+
+    monkeypatch.setattr(split_k, "product", halves)
+    split_k.main(["--shapes", "16x4", "--rows", "1920"])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert [(line["form"], line["tried"], line["other"], line["largest"]) for line in lines] == [
+        ("product", 7, 4, 1792),
+        ("with bias", 7, 4, 1792),
+    ]
 
 
 def test_products_add_up_to_a_block(capsys):

@@ -73,9 +73,13 @@ def _packed(policy, examples, weights, share):
 
 
 def _alone(policy, examples, weights, autocast):
-    """By plain transformers, in bfloat16 with autocast; a class's own scan would compute in float32 even so."""
+    """By plain transformers, in bfloat16 with autocast; a class's own scan would compute in float32 even so. Its loop
+    over the rows of a chunk would be minutes of work for the compiler, who has the model's blocks."""
     policy.model.zero_grad()
-    with rounded_products(torch.bfloat16) if autocast else nullcontext():
+    with (
+        torch.compiler.set_stance("force_eager"),
+        rounded_products(torch.bfloat16) if autocast else nullcontext(),
+    ):
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
             sums = torch.stack([s for example in examples for s in score_alone(policy.model, example)])
         (weights * sums).sum().backward()
