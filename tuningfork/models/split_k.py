@@ -18,6 +18,9 @@ from typing import Any
 import torch
 
 
+_forgone: bool | None = None  # whether this process has products without a workspace; None: it has had none yet
+
+
 def without_split_k(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:
     """Around forward passes whose products are in a dtype of 16 bits: on a GPU none of them is cut."""
     return _whole_sums() if _has_switch(device, dtype) else nullcontext()
@@ -40,25 +43,31 @@ def forgo_workspace() -> None:
     """For float32, which has no switch: products of this process have no room for partial sums from here on.
 
     Products of TF32 take twice their time without, true ones up to a tenth more but for narrow gradients. To be called
-    before the first product of the process, for cuBLAS asks once. cuBLASLt does not work without a workspace.
+    before the first product of the process, for cuBLAS asks once: behind a pass in 16 bits nothing is changed.
+    cuBLASLt does not work without a workspace, so passes in 16 bits that follow do without it, too.
     """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":0:0")
-    os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")  # for products with biases
-    _prefer(torch._C._BlasBackend.Cublas)  # private: torch._C._BlasBackend
+    global _forgone
+    if _forgone is None:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+        os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")  # for products with biases
+        _prefer("cublas")
+        _forgone = True
 
 
 def _has_switch(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cuda" and dtype.itemsize == 2
+    return device.type == "cuda" and dtype.itemsize == 2 and not _forgone
 
 
 @contextmanager
 def _whole_sums() -> Iterator[None]:
     """Of cuBLAS' interfaces cuBLASLt alone has the switch, so it is preferred meanwhile."""
+    global _forgone
+    _forgone = False
     backends, matmul = torch.backends.cuda, torch.backends.cuda.matmul
     names = "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"
     before = {name: (getattr(matmul, name), getattr(matmul, f"{name}_split_k")) for name in names}
-    library = backends.preferred_blas_library()
-    _prefer(torch._C._BlasBackend.Cublaslt)  # private: torch._C._BlasBackend
+    library = backends.preferred_blas_library().name.lower()
+    _prefer("cublaslt")
     for name in names:
         setattr(matmul, name, (False, False))
     try:
@@ -69,7 +78,7 @@ def _whole_sums() -> Iterator[None]:
         _prefer(library)
 
 
-def _prefer(library: Any) -> None:
-    """PyTorch warns of setting another one, once in a process: see __main__.py."""
-    if torch.backends.cuda.preferred_blas_library() != library:
+def _prefer(library: str) -> None:
+    """PyTorch warns where that changes to cuBLASLt, once in a process: see __main__.py."""
+    if torch.backends.cuda.preferred_blas_library().name.lower() != library:
         torch.backends.cuda.preferred_blas_library(library)

@@ -44,6 +44,7 @@ SCORING = (
     "models/policy.py",
     "models/scorer.py",
     "models/sink.py",
+    "models/split_k.py",
     "distributed/sums.py",
     "distributed/tensor.py",
     "kernels",
