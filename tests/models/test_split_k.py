@@ -19,6 +19,9 @@ class Library:
     def __init__(self) -> None:
         self.name, self.changes = "Cublas", []
 
+    def __str__(self) -> str:
+        return f"_BlasBackend.{self.name}"
+
     def __call__(self, name=None):
         if name is not None:
             self.name = {"cublas": "Cublas", "cublaslt": "Cublaslt"}[name]

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-
 _forgone: bool | None = None  # whether this process has products without a workspace; None: it has had none yet
 
 
@@ -63,10 +62,10 @@ def _whole_sums() -> Iterator[None]:
     """Of cuBLAS' interfaces cuBLASLt alone has the switch, so it is preferred meanwhile."""
     global _forgone
     _forgone = False
-    backends, matmul = torch.backends.cuda, torch.backends.cuda.matmul
+    matmul = torch.backends.cuda.matmul
     names = "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"
     before = {name: (getattr(matmul, name), getattr(matmul, f"{name}_split_k")) for name in names}
-    library = backends.preferred_blas_library().name.lower()
+    library = _preferred()
     _prefer("cublaslt")
     for name in names:
         setattr(matmul, name, (False, False))
@@ -80,5 +79,10 @@ def _whole_sums() -> Iterator[None]:
 
 def _prefer(library: str) -> None:
     """PyTorch warns where that changes to cuBLASLt, once in a process: see __main__.py."""
-    if torch.backends.cuda.preferred_blas_library().name.lower() != library:
+    if _preferred() != library:
         torch.backends.cuda.preferred_blas_library(library)
+
+
+def _preferred() -> str:
+    """By the name that it is set by: of `_BlasBackend.Cublaslt`, cublaslt."""
+    return str(torch.backends.cuda.preferred_blas_library()).rpartition(".")[2].lower()
