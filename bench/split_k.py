@@ -29,7 +29,7 @@ from torch.nn.functional import linear
 
 from bench.output import device, emit, environment, parser, table
 from bench.timing import free_memory, median_ms
-from tuningfork.models.split_k import forgo_workspace, without_split_k
+from tuningfork.models.split_k import choose_library, without_split_k
 from tuningfork.train.setup.device import DTYPES
 
 FEWEST, STEP = 1024, 128
@@ -40,8 +40,8 @@ NARROW = [
     for outputs in (8, 12, 16, 24, 30, 32, 36, 48, 64, 96, 128, 192, 256, 320, 384, 512, 768)
 ]
 WIDE = [
-    *((512, 512), (512, 2048), (768, 768), (768, 2048), (768, 3072), (896, 896), (896, 4864), (1024, 2048)),
-    *((1024, 3072), (1536, 1536), (1536, 8960), (2048, 768), (2048, 1024), (2048, 2048), (2048, 6144), (2048, 8192)),
+    *((512, 512), (512, 2048), (768, 2048), (768, 3072), (896, 896), (896, 4864), (1024, 2048)),
+    *((1024, 3072), (1536, 1536), (1536, 8960), (2048, 1024), (2048, 2048), (2048, 6144), (2048, 8192)),
     *((3072, 768), (3072, 1024), (3584, 3584), (3584, 18944), (3840, 2880), (3840, 3840), (3840, 5760), (3840, 11008)),
     *((4096, 1024), (4096, 4096), (4096, 11008), (4096, 14336), (4864, 896), (5120, 5120), (5760, 3840), (8192, 2048)),
     *((8960, 1536), (11008, 3840), (11008, 4096), (14336, 4096), (18944, 3584)),
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
                          default=["64x30"] if small else [f"{n}x{m}" for n, m in NARROW + WIDE])  # fmt: skip
     args = options.parse_args(argv)
     if args.forgo:
-        forgo_workspace()
+        choose_library(device(), torch.float32, exact=True)
     settings = ["no room"] if args.forgo else ["split-K", *(["without"] if args.dtype != "float32" else [])]
 
     lines: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)

@@ -946,6 +946,48 @@ MUTATIONS = (
         within="_unit",
     ),
     Mutation(
+        "split-k-in-a-pass",
+        "setattr(matmul, name, (False, False))",
+        "setattr(matmul, name, (False, True))",
+        ("test_a_pass_in_16_bits_goes_without_and_leaves_all_as_it_was",),
+    ),
+    Mutation(
+        "split-k-left-out-behind-a-pass",
+        "            setattr(matmul, name, value)\n",
+        "            pass\n",
+        ("test_a_pass_in_16_bits_goes_without_and_leaves_all_as_it_was",),
+    ),
+    Mutation(
+        "split-k-in-a-policy",
+        "with self._precision(), without_split_k(self.device, self.dtype):",
+        "with self._precision():",
+        ("test_forward_passes_of_a_policy_do_without_and_backward_passes_do_not",),
+    ),
+    Mutation(
+        "split-k-in-a-block-computed-again",
+        "forwards.append(running_without_split_k(forward, self.device, self.dtype))",
+        "forwards.append(forward)",
+        ("test_forward_passes_of_a_policy_do_without_and_backward_passes_do_not",),
+    ),
+    Mutation(
+        "split-k-in-logits",
+        "with without_split_k(rows.device, rows.dtype):",
+        "if True:",
+        ("test_forward_passes_of_a_policy_do_without_and_backward_passes_do_not",),
+    ),
+    Mutation(
+        "no-switch-without-a-workspace",
+        'return device.type == "cuda" and dtype.itemsize == 2 and _workspace is not False',
+        'return device.type == "cuda" and dtype.itemsize == 2',
+        ("test_a_run_in_float32_that_compares_bits_has_none_and_a_later_one_in_16_bits_no_switch",),
+    ),
+    Mutation(
+        "few-numbers-held-to-their-own-rounding",
+        "floor + through * sizes[kind])",
+        "floor)",
+        ("test_a_kind_of_weights_may_be_off_by_what_all_blocks_together_are",),
+    ),
+    Mutation(
         "ccgqa-value-of-another-example",
         "taps[now:, 0] = 1",
         "taps[now:, 1] = 1",

@@ -7,7 +7,7 @@ import sys
 
 def main() -> int:
     """Run the command line; the exit status, see `cli.main`. Its import takes a while in which Ctrl-C may come too."""
-    # What models/split_k.py prefers anyway, but by setting it in the running process, of which PyTorch warns.
+    # What models/split_k.py prefers for most runs; where it is set in the running process, PyTorch warns.
     os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")
     try:
         from tuningfork import cli

@@ -28,6 +28,7 @@ from tuningfork.models.hf.load import Loaded, load
 from tuningfork.models.hf.support import check_config, check_modules
 from tuningfork.models.policy import Policy
 from tuningfork.models.scorer import Scorer
+from tuningfork.models.split_k import choose_library
 from tuningfork.objective.pairs import DPO
 from tuningfork.recipe.load import load_run_config
 from tuningfork.recipe.run_config import RunConfig
@@ -104,8 +105,10 @@ def build_scorer(
     else:
         name = str(model)
         model = load(name, choose_device("auto") if device is None else torch.device(device)).model
+    dtype = dtype or choose_dtype(ModelConfig(), model.device)
+    choose_library(model.device, dtype, exact=True)
     check_packed_equals_alone(model, name)
-    scorer = Scorer.of(Policy.fast(model, dtype or choose_dtype(ModelConfig(), model.device)), chunk_rows)
+    scorer = Scorer.of(Policy.fast(model, dtype), chunk_rows)
     check_head(scorer, name)
     return scorer
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from tuningfork.models.split_k import forgo_workspace, running_without_split_k, without_split_k
+from tuningfork.models.split_k import choose_library, running_without_split_k, without_split_k
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CUDA = torch.device("cuda")
@@ -53,7 +53,7 @@ def test_a_row_has_the_same_bits_in_float32_without_a_workspace():
 
 
 def test_a_backward_pass_has_what_the_process_had():
-    """Its sums over rows are cut; a forward pass that it computes again is not, and both leave all as it was."""
+    """Its sums over rows are cut; a block that it computes again is not, and both leave all as it was."""
 
     def state():
         matmul = torch.backends.cuda.matmul
@@ -73,5 +73,5 @@ def test_a_backward_pass_has_what_the_process_had():
 
 
 if __name__ == "__main__":
-    forgo_workspace()
+    choose_library(CUDA, torch.float32, exact=True)
     print(varying(torch.float32, nullcontext))

@@ -6,7 +6,8 @@
     offload   the same, with the input in host memory meanwhile
 
 No log-prob depends on the choice, and no gradient but by rounding: a budget lets the compiler fuse the backward pass
-otherwise. What is recomputed is computed by the same code from the same input.
+otherwise, and products that it recomputes may be cut as in any backward pass (split_k.py). What the others recompute is
+computed by the same code from the same input.
 """
 
 from __future__ import annotations

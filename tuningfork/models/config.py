@@ -36,7 +36,8 @@ class ModelConfig:
     tf32: bool = False
     """With dtype: float32 on a GPU: PyTorch's products of float32 matrices, those of layers and head, round their
     factors to TF32, which keeps 10 of 23 bits. Kernels of ours and the checks of a start keep float32, so compiled
-    blocks are compiled anew behind these."""
+    blocks are compiled anew behind these. With an objective that has a reference, products take twice as long, for
+    cuBLAS gets no workspace: of layers with 512 inputs and more, a row then has the same bits in every pack."""
     weights: Literal["float32", "bfloat16"] = "float32"
     """Precision in which matrices are kept and updated; norms and biases are always float32. With bfloat16, weights,
     gradients and moments take 6 bytes a weight instead of 16. It needs train.optimizer adamw_8bit, which does not round

@@ -1,7 +1,7 @@
 """Products of matrices on a GPU whose sums over inputs are not cut into parts.
 
 Where a product has too few outputs to fill a card, cuBLAS may have several programs add up parts of each sum (split-K).
-Whether it does so depends on the number of rows, and a row would have other bits in a pack of another size: of 176
+Whether it does so depends on the number of rows, and a row would have other bits in a pack of another size: of 174
 shapes of layers in bfloat16, on an H200 in packs of 1,024 to 16,384 rows, 41 had, all of at most 96 outputs; without
 split-K none. Backward passes keep it, whose sums over rows it makes several times as fast: a gradient is added up over
 a pack, and has no bits of its own.
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-_forgone: bool | None = None  # whether this process has products without a workspace; None: it has had none yet
+_workspace: bool | None = None  # whether products of this process have one; None: there has been no run yet
 
 
 def without_split_k(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:
@@ -38,30 +38,37 @@ def running_without_split_k(run: Callable[..., Any], device: torch.device, dtype
     return forward
 
 
-def forgo_workspace() -> None:
-    """For float32, which has no switch: products of this process have no room for partial sums from here on.
+def choose_library(device: torch.device, dtype: torch.dtype, exact: bool) -> None:
+    """Before a run's first product: which interface of cuBLAS has its products, and whether with a workspace.
 
-    Products of TF32 take twice their time without, true ones up to a tenth more but for narrow gradients. To be called
-    before the first product of the process, for cuBLAS asks once: behind a pass in 16 bits nothing is changed.
-    cuBLASLt does not work without a workspace, so passes in 16 bits that follow do without it, too.
+    cuBLASLt has the switch, for 16 bits. Float32 has none: there only products without a workspace cannot be cut, which
+    for TF32 takes twice the time, and for true float32 up to a tenth more in forward passes. PyTorch asks for the
+    workspace once in a process, so the first run decides, and behind another kind of run step 0 may refuse one.
+
+    Args:
+        exact: log-probs of packs of several sizes are compared to the bit.
     """
-    global _forgone
-    if _forgone is None:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":0:0")
-        os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")  # for products with biases
-        _prefer("cublas")
-        _forgone = True
+    global _workspace
+    if device.type != "cuda":
+        return
+    if _workspace is None:
+        if exact and dtype.itemsize > 2:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+            os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")  # of products with biases
+        _workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG") != ":0:0"
+    _prefer("cublaslt" if _has_switch(device, dtype) else "cublas")
 
 
 def _has_switch(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cuda" and dtype.itemsize == 2 and not _forgone
+    """cuBLASLt does not work without a workspace, and nothing is cut there."""
+    return device.type == "cuda" and dtype.itemsize == 2 and _workspace is not False
 
 
 @contextmanager
 def _whole_sums() -> Iterator[None]:
     """Of cuBLAS' interfaces cuBLASLt alone has the switch, so it is preferred meanwhile."""
-    global _forgone
-    _forgone = False
+    global _workspace
+    _workspace = True
     matmul = torch.backends.cuda.matmul
     names = "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"
     before = {name: (getattr(matmul, name), getattr(matmul, f"{name}_split_k")) for name in names}

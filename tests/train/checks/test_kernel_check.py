@@ -184,6 +184,26 @@ def test_gradients_of_weights_that_are_wrong_are_named(dtype, wrong, mode):
     assert all(weight.grad is None for weight in policy.model.parameters())
 
 
+@pytest.mark.parametrize(("share", "passes"), [(0.9, True), (1.5, False)])
+def test_a_kind_of_weights_may_be_off_by_what_all_blocks_together_are(share, passes, monkeypatch):
+    """Where few numbers decide its error, the plain kernels' own may be little by chance, here 0."""
+    policy, check = begun(plain(), "llama", torch.bfloat16)
+    name = "model.layers.0.mlp.down_proj.weight"
+    kind = {n: t for n, t in check.exact.d_weights.items() if n.endswith("mlp.down_proj.weight")}
+    check = replace(check, usual=replace(check.usual, d_weights=check.usual.d_weights | kind))
+    came = float((check.usual.d_embedded - check.exact.d_embedded).norm() / check.exact.d_embedded.norm())
+    size = float(torch.cat([t.flatten() for t in kind.values()]).norm())
+    off = torch.zeros_like(kind[name])
+    off[0, 0] = share * came * size
+    found = replace(check.usual, d_weights=check.usual.d_weights | {name: kind[name] + off})
+    monkeypatch.setattr(kernel_check, "_through", lambda *_: found)
+    if passes:
+        check.compare(policy)
+    else:
+        with pytest.raises(ModelError, match=r"gradients of model\.layers\.\*\.mlp\.down_proj\.weight are"):
+            check.compare(policy)
+
+
 def test_gradients_that_a_run_adds_up_in_float32_are_compared_as_they_are_added_up():
     policy = Policy(tiny_model("llama", torch.bfloat16), plain(), torch.bfloat16)
     hold_gradients(policy.model, TrainConfig(gradient_dtype="float32"))

@@ -20,8 +20,8 @@ def lanes_of(width: int) -> int:
 
 class Config(NamedTuple):
     """How kernels are cut up. Fixed by dtype and widths, never tuned at run time: tuning would change the order of
-    addition. Readers of entries are taken by the fastest of twelve ways on an H200, heads of 192 by that of ten; the
-    others were chosen by what fits a multiprocessor's registers and shared memory.
+    addition. Readers of entries are taken by the fastest of twelve ways on an H200, and all that is done with heads
+    of 192 by the fastest of ten; the others were chosen by what fits a multiprocessor's registers and shared memory.
 
     tile: rows, or entries, of a program of compressed attention.
     step: entries that rows read at once, and rows of a piece.

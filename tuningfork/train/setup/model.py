@@ -20,7 +20,7 @@ from tuningfork.models.hf import export
 from tuningfork.models.hf.load import Loaded, load
 from tuningfork.models.policy import Policy, Spread
 from tuningfork.models.scorer import Scorer
-from tuningfork.models.split_k import forgo_workspace
+from tuningfork.models.split_k import choose_library
 from tuningfork.recipe.run_config import RunConfig
 from tuningfork.report.run.console import Console
 from tuningfork.train import checkpoint
@@ -61,8 +61,7 @@ def start_model(config: RunConfig, device: torch.device, console: Console, ranks
     check_tf32(model, device)
     set_tf32(False)  # for the checks, whatever a run before in this process had
     activations.check_mode(train.activation_memory, compiled)
-    if device.type == "cuda" and dtype == torch.float32 and config.objective.build().needs_reference:
-        forgo_workspace()  # log-probs of packs of all sizes are held against each other
+    choose_library(device, dtype, exact=config.objective.build().needs_reference)
     layout = Layout.plan(config.parallel, ranks)
     if layout.tensor > 1 and activations.budget_of(train.activation_memory) is not None:
         raise ConfigError(
