@@ -11,8 +11,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+# An example takes as long as the machine is busy; how fast code is belongs in bench/.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 LONGEST = (

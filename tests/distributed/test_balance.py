@@ -18,7 +18,7 @@ RANKS = [2**n for n in range(1, 11)]
 COSTS = st.lists(st.integers(0, 50) | st.integers(0, 10**15), max_size=60)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(costs=COSTS, ranks=st.integers(1, 20))
 def test_every_example_is_on_exactly_one_rank_and_every_rank_has_one(costs, ranks):
     shares = balance_examples(costs, ranks)
@@ -32,7 +32,7 @@ def test_every_example_is_on_exactly_one_rank_and_every_rank_has_one(costs, rank
     assert balance_examples(list(costs), ranks) == shares
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(costs=st.lists(st.integers(0, 30), min_size=1, max_size=7), ranks=st.integers(1, 3))
 def test_the_slowest_rank_is_close_to_the_best_of_all_plans(costs, ranks):
     """Against every plan there is. Costliest first alone is within 4/3 - 1/(3 ranks) of the best (Graham 1969)."""

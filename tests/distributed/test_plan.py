@@ -69,7 +69,7 @@ def check(plan: StepPlan, examples: list[TokenExample], limits: PackLimits, rank
     assert plan.imbalance == pytest.approx(max(plan.costs) / np.mean(plan.costs)) or not examples
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     examples=alike(16), share=st.sampled_from(SHARES), ranks=st.integers(2, 6), room=st.sampled_from([0, 0.05, 0.3, 2])
 )
@@ -84,7 +84,7 @@ def test_each_example_is_laid_once_and_all_ranks_run_as_many_packs(examples, sha
     ]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(examples=alike(16), share=st.sampled_from(SHARES), room=st.sampled_from([0, 0.05, 0.3, 2]))
 def test_one_rank_has_what_pack_evenly_makes_and_no_cost_is_asked_for(examples, share, room):
     sizes = [example.plain_tokens if share == "none" else example.unique_tokens for example in examples]
@@ -98,7 +98,7 @@ def test_one_rank_has_what_pack_evenly_makes_and_no_cost_is_asked_for(examples, 
         assert all(one is other for one, other in zip(found.examples, wanted.examples, strict=True))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(rows=st.lists(st.integers(2, 20), min_size=1, max_size=7), ranks=st.integers(2, 3), tokens=st.integers(20, 40))
 def test_packs_are_as_few_as_in_the_best_of_all_plans_or_one_more(rows, ranks, tokens):
     """Against every way to put examples into packs of all ranks. Best fit needs no more than 11/9 of the fewest packs,
@@ -209,7 +209,7 @@ def test_one_example_cannot_be_parted():
     assert max(plan.costs) == 3 * 500 + 1 and packs_of(plan) == 1
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(examples=alike(10), share=st.sampled_from(SHARES), data=st.data())
 def test_spans_of_some_examples_are_those_of_their_nodes(examples, share, data):
     trie = grow(examples, share)

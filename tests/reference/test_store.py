@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tiny import random_examples, random_pairs
@@ -495,7 +495,6 @@ def test_only_what_was_there_before_is_inherited(tmp_path):
     assert store.inherited(examples[4:]) == []
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 11), max_size=12), st.lists(st.integers(0, 11), max_size=12), st.integers(1, 4))
 def test_whatever_is_added_and_flushed_is_found_once(tmp_path_factory, added: list[int], asked: list[int], every: int):
     """Against a dict: contents in any order, repeated within a flush and over flushes and processes."""

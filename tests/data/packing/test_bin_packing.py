@@ -38,7 +38,7 @@ def filled(sizes, bins: list[list[int]]) -> list[int]:
     return [sum(sizes[i] for i in members) for members in bins]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(sizes=SIZES, capacity=CAPACITY)
 def test_best_fit_finds_what_a_slow_one_finds(sizes, capacity):
     assert best_fit(sizes, capacity).tolist() == slow_best_fit(sizes, capacity)
@@ -59,7 +59,7 @@ def test_best_fit_by_hand():
     assert best_fit([], 10).tolist() == []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(sizes=SIZES, capacity=CAPACITY)
 def test_even_bins_are_as_few_and_as_small_as_best_fit_makes_them(sizes, capacity):
     few = members_of(best_fit(sizes, capacity))
@@ -81,7 +81,7 @@ def test_even_bins_by_hand():
     assert even_fit([], 12).tolist() == []
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(sizes=SIZES, capacity=CAPACITY, window=st.integers(0, 70))
 def test_a_stream_loses_nothing_and_looks_no_further_than_its_window(sizes, capacity, window):
     drawn = 0
@@ -104,7 +104,7 @@ def test_a_stream_loses_nothing_and_looks_no_further_than_its_window(sizes, capa
     assert sorted(out) == list(range(len(sizes)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=40), window=st.integers(1, 9))
 def test_a_bin_of_a_stream_is_as_full_as_any_choice_makes_it(sizes, window):
     capacity = 50

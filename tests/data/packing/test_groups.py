@@ -42,7 +42,7 @@ def by_hand(keys: list[int], most: int, seed: int, epoch: int) -> list[int]:
     return [i for piece in random.permutation(len(pieces)) for i in pieces[piece]]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(keys=KEYS, most=MOST, seed=SEEDS, batch=st.integers(1, 50), epochs=st.integers(1, 3))
 def test_each_epoch_is_whole_and_as_defined_and_each_step_exact(keys, most, seed, batch, epochs):
     order = order_of(keys, most, seed, batch, epochs)
@@ -56,7 +56,7 @@ def test_each_epoch_is_whole_and_as_defined_and_each_step_exact(keys, most, seed
     assert sum(sizes) == epochs * n
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(keys=KEYS, most=MOST, seed=SEEDS)
 def test_a_group_lies_in_as_few_pieces_as_can_be(keys, most, seed):
     """Two pieces of one group may come to lie side by side, so a run is some pieces, of which one may be the rest."""
@@ -83,7 +83,7 @@ def test_no_piece_is_larger_than_asked():
     assert 1 <= runs.count((6,)) <= 25  # 10 expected; five standard deviations are 15
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(keys=KEYS, seed=SEEDS, batch=st.integers(1, 9), stop=st.integers(0, 40))
 def test_a_run_that_goes_on_from_any_step_or_is_made_longer_sees_what_one_run_sees(keys, seed, batch, stop):
     groups = groups_of(keys, 3)
@@ -96,14 +96,14 @@ def test_a_run_that_goes_on_from_any_step_or_is_made_longer_sees_what_one_run_se
     assert sorted(stream(longer, order.total_steps)) == list(range(len(keys)))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(keys=KEYS, most=MOST, epochs=st.floats(0.01, 2.5))
 def test_used_indices_are_exactly_those_that_the_run_meets(keys, most, epochs):
     order = order_of(keys, most, epochs=epochs)
     assert order.used_indices().tolist() == sorted(set(stream(order)))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(keys=KEYS, most=MOST, seed=SEEDS)
 def test_the_order_depends_on_who_belongs_together_and_not_on_the_keys(keys, most, seed):
     others = [key and 2**64 - key for key in keys]

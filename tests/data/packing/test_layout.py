@@ -87,7 +87,7 @@ def pack_of(examples: list[TokenExample], share: str, stem: int, padding: int) -
     return lay(examples, forest, forest.rows + padding), forest
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(examples=alike(), share=SHARE, stem=STEMS, padding=PADDING)
 def test_a_forests_nodes_are_the_first_segments_in_their_order(examples, share, stem, padding):
     batch, forest = pack_of(examples, share, stem, padding)
@@ -105,7 +105,7 @@ def test_a_forests_nodes_are_the_first_segments_in_their_order(examples, share, 
             assert tuple(batch.input_ids[path_of(batch.layout, leaf)].tolist()) == sequence
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(examples=alike(), share=SHARE, stem=STEMS, padding=PADDING)
 def test_padding_is_plain_sequences_of_somebodys_token(examples, share, stem, padding):
     batch, forest = pack_of(examples, share, stem, padding)
@@ -118,7 +118,7 @@ def test_padding_is_plain_sequences_of_somebodys_token(examples, share, stem, pa
     assert set(batch.input_ids[n:].tolist()) <= {PADDING_ID}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(examples=alike(), share=SHARE, stem=STEMS, padding=PADDING)
 def test_segments_tile_the_rows_and_tables_have_few_lengths(examples, share, stem, padding):
     layout = pack_of(examples, share, stem, padding)[0].layout
@@ -135,7 +135,7 @@ def test_segments_tile_the_rows_and_tables_have_few_lengths(examples, share, ste
     assert not layout.steps[ends[-1] :].any()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(examples=alike(), share=SHARE, stem=STEMS, padding=PADDING)
 def test_positions_are_places_in_the_path(examples, share, stem, padding):
     layout = pack_of(examples, share, stem, padding)[0].layout
@@ -146,7 +146,7 @@ def test_positions_are_places_in_the_path(examples, share, stem, padding):
         assert layout.position_of_row[path].tolist() == list(range(len(path)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(examples=alike(), share=SHARE, stem=STEMS, padding=PADDING)
 def test_a_subtree_ends_right_where_its_root_is_seen_no_more(examples, share, stem, padding):
     """A kernel takes the gradient of a segment's keys from all rows between: each must see them, none may lack."""
@@ -158,7 +158,7 @@ def test_a_subtree_ends_right_where_its_root_is_seen_no_more(examples, share, st
         assert mask[segment.end : segment.subtree_end, segment.start : segment.end].all()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(examples=alike(), share=SHARE, stem=STEMS, padding=PADDING)
 def test_steps_lie_on_the_grid_of_positions_whatever_the_cuts(examples, share, stem, padding):
     layout = pack_of(examples, share, stem, padding)[0].layout
@@ -192,7 +192,7 @@ def _cut_within(layout: ForkLayout, entry: int, step: int) -> bool:
     return False
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(examples=alike(), share=SHARE, stem=STEMS, padding=PADDING)
 def test_each_counted_token_has_its_row_and_no_logit_is_computed_twice(examples, share, stem, padding):
     """The definition of the whole layout: what predicts a token sees exactly what comes before it and no more."""
@@ -220,7 +220,7 @@ def test_each_counted_token_has_its_row_and_no_logit_is_computed_twice(examples,
     assert [*dict.fromkeys(places)] == list(range(len(rows)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(examples=alike(), share=SHARE, stem=STEMS)
 def test_groups_share_logit_rows_with_no_other_and_are_as_small_as_can_be(examples, share, stem):
     batch, _ = pack_of(examples, share, stem, 0)

@@ -25,7 +25,7 @@ def stream(order: EpochOrder, first: int = 0) -> list[int]:
     return [i for step in range(first, order.total_steps) for i in order.indices(step)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(examples=st.integers(1, 40), batch=st.integers(1, 50), seed=st.integers(0, 2**32 - 1), epochs=st.integers(1, 4))
 def test_each_epoch_is_a_permutation_and_each_batch_exact(examples, batch, seed, epochs):
     order = EpochOrder.plan(examples, batch, seed, epochs=epochs, max_steps=None)
@@ -39,7 +39,7 @@ def test_each_epoch_is_a_permutation_and_each_batch_exact(examples, batch, seed,
     assert order.epoch_after(order.total_steps - 1) == epochs
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     examples=st.integers(1, 20),
     batch=st.integers(1, 25),
@@ -65,7 +65,7 @@ def test_a_run_that_is_made_longer_loses_no_example_and_sees_none_twice(examples
     assert [len(longer.indices(step)) for step in range(order.total_steps, longer.total_steps)] == [batch] * 2
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(examples=st.integers(1, 30), batch=st.integers(1, 40), steps=st.integers(1, 12))
 def test_max_steps_overrides_epochs_with_full_batches(examples, batch, steps):
     order = EpochOrder.plan(examples, batch, seed=1, epochs=0.01, max_steps=steps)
@@ -76,7 +76,7 @@ def test_max_steps_overrides_epochs_with_full_batches(examples, batch, steps):
     assert max(counts.values()) - min(counts.get(i, 0) for i in range(examples)) <= 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     examples=st.integers(1, 30),
     batch=st.integers(1, 12),
@@ -88,7 +88,7 @@ def test_used_indices_are_exactly_those_that_the_run_meets(examples, batch, epoc
     assert order.used_indices().tolist() == sorted(set(stream(order)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     sizes=st.lists(st.integers(1, 12), min_size=1, max_size=20),
     most=st.integers(1, 60),

@@ -96,7 +96,7 @@ def best_fit_decreasing(examples: list[TokenExample], limits: PackLimits) -> lis
     return [sorted(members) for members in bins]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(shapes=SHAPES, tokens=TOKENS, share=st.sampled_from(FORKS), compiled=st.booleans())
 def test_every_example_once_within_the_limit_in_the_smallest_shape(shapes, tokens, share, compiled):
     examples, dropped = split_fitting(random_examples(shapes), tokens, share)
@@ -111,7 +111,7 @@ def test_every_example_once_within_the_limit_in_the_smallest_shape(shapes, token
         assert [examples.index(e) for e in members] == sorted(examples.index(e) for e in members)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     # Few lengths, so that many examples and many bins are of one size.
     shapes=st.lists(st.tuples(st.integers(0, 4), st.lists(st.integers(1, 30), min_size=1, max_size=3)), max_size=60),
@@ -134,7 +134,7 @@ def test_best_fit_written_out_by_hand():
     assert bins == [[60, 40], [30, 10, 60], [50, 50], [20]]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(shapes=SHAPES, tokens=TOKENS, share=st.sampled_from(FORKS), compiled=st.booleans())
 def test_even_packs_are_as_few_and_no_larger(shapes, tokens, share, compiled):
     examples, _ = split_fitting(random_examples(shapes), tokens, share)
@@ -156,7 +156,7 @@ def test_even_packs_by_hand():
     assert bins == [[60], [30, 20, 10]]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(shapes=SHAPES, tokens=TOKENS, share=st.sampled_from(FORKS), compiled=st.booleans(), window=st.integers(0, 45))
 def test_a_stream_of_packs_has_every_example_once(shapes, tokens, share, compiled, window):
     examples, _ = split_fitting(random_examples(shapes), tokens, share)
@@ -183,7 +183,7 @@ def test_a_stream_of_packs_by_hand():
     ]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(shapes=SHAPES, tokens=TOKENS, share=st.sampled_from(FORKS))
 def test_the_same_examples_give_the_same_packs(shapes, tokens, share):
     examples, _ = split_fitting(random_examples(shapes), tokens, share)
@@ -238,7 +238,7 @@ def test_split_fitting_counts_every_example():
     assert [d.row for d in dropped] == list(range(6, 41))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(shapes=SHAPES, share=st.sampled_from(FORKS))
 def test_the_packer_takes_what_split_fitting_keeps_and_nothing_else(shapes, share):
     examples = random_examples(shapes)
@@ -329,7 +329,7 @@ def check_trees(bins: Sequence[Bin], examples: Sequence[TokenExample], limits: P
         assert found.forest.rows <= limits.tokens
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(examples=alike(20), share=st.sampled_from(SHARES), room=st.integers(0, 100), compiled=st.booleans())
 def test_trees_lie_in_packs_whole_and_never_take_more_rows_than_forks(examples, share, room, compiled):
     tokens = int(slots_of_each(examples, "none").max()) + room
@@ -343,7 +343,7 @@ def test_trees_lie_in_packs_whole_and_never_take_more_rows_than_forks(examples, 
     assert all(sum(found.forest.rows for found in bins) <= rows for bins in every)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(examples=alike(12), copies=st.integers(0, 3), room=st.integers(0, 100), random=st.randoms())
 def test_examples_in_another_order_have_the_same_packs(examples, copies, room, random):
     """Trees lie in the order of their tokens. Examples that are the same as others change places at most."""
@@ -383,7 +383,7 @@ def test_a_stream_looks_for_trees_no_further_than_a_window(monkeypatch):
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shapes=SHAPES, tokens=st.integers(1, 300))
 def test_windows_are_the_examples_in_their_order(shapes, tokens):
     examples = random_examples(shapes)

@@ -39,7 +39,7 @@ def in_path_order(examples: Sequence[TokenExample]) -> list[int]:
     return sorted(range(len(examples)), key=lambda n: min(sequences(examples[n])))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(examples=alike(12), share=st.sampled_from(SHARES), room=ROOM)
 def test_each_example_is_in_one_portion_that_fits_a_pack(examples, share, room):
     capacity = capacity_of(examples, room)
@@ -60,7 +60,7 @@ def test_each_example_is_in_one_portion_that_fits_a_pack(examples, share, room):
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(examples=alike(12))
 def test_a_portion_is_a_whole_tree_where_it_fits(examples):
     """With room for all, no two portions have a first token in common that is worth a cut, and nothing is parted."""
@@ -81,7 +81,7 @@ def test_a_portion_is_a_whole_tree_where_it_fits(examples):
         assert together == {*portion.members}
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(examples=alike(6), data=st.data())
 def test_few_examples_have_the_rows_of_the_best_of_all_ways_to_part_them(examples, data):
     trie = grow(examples, "tree")
@@ -95,7 +95,7 @@ def test_few_examples_have_the_rows_of_the_best_of_all_ways_to_part_them(example
     assert rows_of(portion_out(examples, "tree", capacity)) == best
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(seed=st.integers(0, 2**32), count=st.integers(2, 10), data=st.data())
 def test_a_cut_in_path_order_is_the_best_of_all_cuts(seed, count, data):
     """As few rows as can be, and of these as few portions."""
@@ -160,7 +160,7 @@ def test_a_search_among_larger_trees_finds_hardly_better_parts(seed, count):
     assert rows_of(portions) <= 1.03 * better
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(seed=st.integers(0, 2**32), most=st.integers(1, 5), room=ROOM)
 def test_more_than_are_cut_at_once_are_cut_some_at_a_time(seed, most, room):
     examples = one_tree(12, seed)
@@ -174,7 +174,7 @@ def test_more_than_are_cut_at_once_are_cut_some_at_a_time(seed, most, room):
     assert rows_of(portions) <= sum(example.unique_tokens for example in examples)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(seed=st.integers(0, 2**32), copies=st.integers(1, 3), room=ROOM, random=st.randoms())
 def test_the_order_of_examples_changes_no_portion(seed, copies, room, random):
     """Also where some are the same as others: which of them lies where is all that may change."""
@@ -187,7 +187,7 @@ def test_the_order_of_examples_changes_no_portion(seed, copies, room, random):
     assert contents(portion_out(shuffled, "tree", capacity)) == portions
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(first=alike(6), second=alike(6), share=st.sampled_from(SHARES), data=st.data())
 def test_portions_that_are_joined_share_what_they_have_in_common_again(first, second, share, data):
     capacity = capacity_of([*first, *second], 0)
@@ -205,7 +205,7 @@ def test_portions_that_are_joined_share_what_they_have_in_common_again(first, se
     assert joined([])[0] == [] and joined([])[1].rows == 0
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(examples=alike(8), share=st.sampled_from(SHARES), data=st.data())
 def test_some_of_the_examples_come_in_the_order_of_their_tokens(examples, share, data):
     some = data.draw(st.lists(st.sampled_from(range(len(examples))), unique=True))
@@ -213,7 +213,7 @@ def test_some_of_the_examples_come_in_the_order_of_their_tokens(examples, share,
     assert grow(examples, share).in_order(some) == sorted(some, key=order.index)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(examples=alike(8), share=st.sampled_from(SHARES), parts=st.integers(1, 9))
 def test_a_portion_is_parted_into_parts_alike(examples, share, parts):
     """Against every way to cut it in its order."""

@@ -23,7 +23,7 @@ def drawn(forest: Forest) -> list[tuple[int, int, list[int]]]:
     return [(node.parent, node.position, node.ids.tolist()) for node in forest.nodes]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(examples=alike(), share=st.sampled_from(SHARES), stem=STEMS)
 def test_every_sequence_is_its_paths_tokens_and_nodes_lie_depth_first(examples, share, stem):
     trie = grow(examples, share, stem)
@@ -32,7 +32,7 @@ def test_every_sequence_is_its_paths_tokens_and_nodes_lie_depth_first(examples, 
     assert forest.rows == trie.lengths.sum() == sum(len(node.ids) for node in forest.nodes)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(examples=alike(), stem=STEMS)
 def test_more_sharing_never_takes_more_rows(examples, stem):
     none, prompt, tree = (whole(grow(examples, share, stem)).rows for share in SHARES)
@@ -44,7 +44,7 @@ def test_more_sharing_never_takes_more_rows(examples, stem):
     assert all(trie.of([n]).rows <= example.unique_tokens for n, example in enumerate(examples))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(examples=alike())
 def test_with_every_cut_allowed_each_beginning_is_there_once(examples):
     """A row for each thing that some sequence begins with, and no node more than those places make at which paths part
@@ -64,7 +64,7 @@ def part_there(example: TokenExample, stem: tuple[int, ...]) -> bool:
     return any(common(one, other) == len(stem) for n, one in enumerate(own) for other in own[:n])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(examples=alike(), stem=STEMS)
 def test_a_cut_saves_enough_or_answers_of_one_example_part_there(examples, stem):
     forest = whole(grow(examples, "tree", stem))
@@ -84,7 +84,7 @@ def test_what_is_passed_over_is_a_branch_more_for_what_stays():
     assert drawn(forest) == [(ROOT, 0, [*range(20)]), *((0, 20, end) for end in ends)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(examples=alike(), share=st.sampled_from(SHARES), stem=STEMS, data=st.data())
 def test_some_of_the_examples_have_the_rows_of_their_nodes_and_no_other(examples, share, stem, data):
     trie = grow(examples, share, stem)
@@ -104,7 +104,7 @@ def test_some_of_the_examples_have_the_rows_of_their_nodes_and_no_other(examples
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(examples=alike(), stem=STEMS, random=st.randoms())
 def test_trees_are_the_same_in_whatever_order_the_examples_come(examples, stem, random):
     """And the same examples again have no row of their own."""
@@ -117,7 +117,7 @@ def test_trees_are_the_same_in_whatever_order_the_examples_come(examples, stem, 
     assert drawn(whole(grow(shuffled, "tree", stem))) == drawn(forest)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(parts=st.lists(alike(4), max_size=4), share=st.sampled_from(SHARES))
 def test_forests_side_by_side_are_as_they_were(parts, share):
     forests = [whole(grow(examples, share)) for examples in parts]

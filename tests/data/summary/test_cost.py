@@ -39,7 +39,7 @@ def plan_of(examples: list[TokenExample], order: EpochOrder, limits: PackLimits)
     return plan_run(sizes(examples), order, FirstSteps.of(examples, order), limits)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     examples=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 4)), min_size=1, max_size=6),
     batch=st.integers(1, 7),
@@ -88,7 +88,7 @@ def test_tokens_and_attention_by_hand() -> None:
     assert [layout.parts for layout in (trees, together)] == [shared.parts, shared.parts]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     shapes=st.lists(
         st.tuples(st.integers(0, 20), st.lists(st.integers(1, 12), min_size=1, max_size=3)), min_size=1, max_size=8

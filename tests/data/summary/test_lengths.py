@@ -37,7 +37,7 @@ def test_a_histogram_holds_nearly_all_and_says_how_many_lie_beyond() -> None:
     assert histogram.counts == [4] * 14 + [3] + [2] * 20 + [0] * 5
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(shapes=SHAPES)
 def test_no_histogram_loses_or_misplaces_a_value(shapes: list[tuple[int, int, int]]) -> None:
     examples = random_examples([(p, (c, r)) for p, c, r in shapes])
@@ -119,7 +119,7 @@ def test_what_a_limit_cuts_by_hand() -> None:
     assert at.rows_cut_share == 1.0 and at.tokens_lost_share == pytest.approx(254 / (1030 + 1030 + 1203))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     shapes=st.lists(
         st.tuples(st.integers(0, 12), st.lists(st.integers(1, 12), min_size=1, max_size=3)), min_size=1, max_size=6

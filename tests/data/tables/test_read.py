@@ -53,7 +53,7 @@ def test_strings_are_the_files_own(tmp_path: Path) -> None:
         assert read_rows(path) == [(1, rows[0])]
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=1, max_size=4))
 def test_any_text_survives(tmp_path: Path, texts: list[str]) -> None:
     path = tmp_path / "any.jsonl"

@@ -153,7 +153,7 @@ def said(turn: Message) -> set[str]:
 
 @pytest.mark.parametrize("train_on", ["all_assistant", "last"])
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15, derandomize=True)
 @given(example=examples())
 def test_what_counts_is_what_the_assistant_says_and_nothing_else(name: str, train_on: str, example: Example) -> None:
     tokenizer, encoder = loaded(name)

@@ -67,7 +67,7 @@ def controls(tokenizer: PreTrainedTokenizerBase, ids: list[int], control: Contro
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(tokenizer=tokenizers(), conversation=conversations())
 def test_control_tokens_stand_only_where_the_template_writes_them(
     name: str, tokenizer: PreTrainedTokenizerFast, conversation: tuple[Turns, list[Turns]]
@@ -88,7 +88,7 @@ def test_control_tokens_stand_only_where_the_template_writes_them(
         assert controls(tokenizer, ids) == wanted
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     tokenizers(),
     st.lists(st.one_of(harmless, st.sampled_from(SPECIAL)), min_size=1, max_size=6).map("".join),
@@ -134,7 +134,7 @@ def _without_added(backend: Tokenizer) -> Tokenizer:
 
 
 @pytest.mark.parametrize("name", ["chatml", "inst", "closing"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(tokenizer=tokenizers(), question=harmless, answers=st.lists(harmless, min_size=1, max_size=3))
 def test_words_without_control_tokens_have_the_tokens_of_ever(
     name: str, tokenizer: PreTrainedTokenizerFast, question: str, answers: list[str]

@@ -63,7 +63,7 @@ def check(tokenizer: PreTrainedTokenizerBase, text: str, cut: int) -> None:
     assert before + [(start + cut, stop + cut) for start, stop in behind] == offsets, (text, cut)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(ADDED, st.sampled_from(list(NORMALIZERS)), st.sampled_from(list(SPLITTERS)), TEXT)
 def test_any_added_tokens(added: list, normalizer: str, splitter: str, text: str) -> None:
     tokenizer = made(added, normalizer, splitter)

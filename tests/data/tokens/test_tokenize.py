@@ -217,7 +217,7 @@ def test_a_word_marker_that_no_character_stands_for_goes_with_its_word() -> None
     assert encode(tokenizer, "a", "b", "a").prompt_ids.tolist() == [0, 1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(*[st.text("abc4 6.\n)$é\U0001f600l", max_size=6)] * 3)
 def test_any_text_is_its_joint_encoding_and_masks_the_border_only(prompt: str, chosen: str, rejected: str) -> None:
     tokenizer = byte_bpe([*MERGES, ("b", "c"), ("a", "b")])

@@ -157,7 +157,7 @@ def test_two_turns_of_an_answer_that_begin_with_a_thought_of_their_own_count_it(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @example(tokenizer=byte_bpe(), conversation=LIKE_ITS_END)
 @given(tokenizer=tokenizers(), conversation=conversations())
 def test_what_is_used_is_the_joint_reading_and_nothing_else_is_lost(
@@ -193,7 +193,7 @@ def test_content_that_reads_like_its_end_marker_takes_no_white_space_from_the_te
 harmless = st.text("ab4 .\n\té\u0301\U0001f600你", min_size=1, max_size=5).filter(lambda text: bool(text.strip()))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(tokenizers(), harmless, st.lists(harmless, min_size=1, max_size=3))
 def test_one_bos_in_front_and_one_end_behind_each_answer(
     tokenizer: PreTrainedTokenizerFast, question: str, answers: list[str]
@@ -203,7 +203,7 @@ def test_one_bos_in_front_and_one_end_behind_each_answer(
     assert_framed(example, bos=True)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(tokenizers(), st.one_of(st.just(""), harmless), st.lists(harmless, min_size=1, max_size=3))
 def test_plain_text_is_its_joint_reading_between_bos_and_eos(
     tokenizer: PreTrainedTokenizerFast, prompt: str, answers: list[str]
