@@ -120,8 +120,8 @@ def _check_the_same_bits_in_any_pack(policy):
 
 def test_what_a_pack_follows_decides_no_bit_of_its_gradient():
     """A run that scores held-out pairs between its steps trains as one that scores none."""
-    shapes = [(9, (30, 40)), (5, (8, 60)), (17, (23, 20))]
-    packs = [random_examples(shapes * n) for n in (3, 2, 5, 8)]  # tables of 32 to 96 entries; a seam is 32 wide
+    lengths = [(9, (30, 40)), (5, (8, 60)), (17, (23, 20))]
+    packs = [random_examples(lengths * n) for n in (3, 2, 5, 8)]  # tables of 32 to 96 entries; a seam is 32 wide
     weights = torch.linspace(-1, 2, 500, dtype=torch.float64, device=CUDA)
 
     def gradients(places):

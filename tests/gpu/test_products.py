@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 
 from tuningfork.models.split_k import choose_library, running_without_split_k, without_split_k
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 # Inputs and outputs: of gates, decays, and keys of few heads, where outputs are fewest for what there is to sum up; and
 # of a block's large matrices.

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
 from typing import Any
 
 import torch
@@ -27,15 +26,7 @@ def without_split_k(device: torch.device, dtype: torch.dtype) -> AbstractContext
 
 def running_without_split_k(run: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> Callable[..., Any]:
     """A block's forward function, which a backward pass may call to compute the block again."""
-    if not _has_switch(device, dtype):
-        return run
-
-    @wraps(run)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with _whole_sums():
-            return run(*args, **kwargs)
-
-    return forward
+    return _whole_sums()(run) if _has_switch(device, dtype) else run
 
 
 def choose_library(device: torch.device, dtype: torch.dtype, exact: bool) -> None:
