@@ -53,7 +53,7 @@ def test_hybrid_models_in_float64_packed_equal_alone(family, share, widened):
     logps, loss, gradients = _packed(policy, batch, weights, chunk_rows=16)
     torch.testing.assert_close(logps, expected, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(loss, truth.detach(), rtol=1e-9, atol=1e-9)
-    _assert_same_gradients(policy, truth_gradients, gradients, relative=1e-8)
+    _assert_same_gradients(policy, truth_gradients, gradients, relative=1e-9)
 
 
 @pytest.mark.parametrize("share", ["prompt", "tree"])

@@ -91,8 +91,9 @@ def test_steps_of_a_hybrid_model_are_those_of_one_process(family: str, activatio
     check_steps(2, family, LAYOUTS["FSDP"], activations)
 
 
-def test_steps_of_copies_of_a_hybrid_model_that_is_spread_are_those_of_one_process() -> None:
-    check_steps(4, "olmo_hybrid", LAYOUTS["HSDP"], "none")
+@pytest.mark.parametrize(("layout", "activations"), [("HSDP", "none"), ("FSDP", "block")])
+def test_steps_of_a_hybrid_model_over_four_are_those_of_one_process(layout: str, activations: str) -> None:
+    check_steps(4, "olmo_hybrid", LAYOUTS[layout], activations)
 
 
 @pytest.mark.parametrize("layout", ["FSDP", "DDP"])

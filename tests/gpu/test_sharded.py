@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -134,27 +135,35 @@ def _by_two(folder: Path, out: str, *flags: str) -> list[subprocess.Popen[bytes]
     return running
 
 
+def _end(folder: Path, out: str, running: list[subprocess.Popen[bytes]]) -> None:
+    """Wait for a run that comes to its end."""
+    codes = [process.wait(280) for process in running]
+    assert codes == [0, 0], [(folder / f"{out}-said-{rank}.txt").read_text()[-1000:] for rank in range(2)]
+
+
 def _lines(folder: Path, out: str) -> list[dict]:
     path = folder / out / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def _killed_in_the_middle(folder: Path, out: str) -> None:
-    """Train until some checkpoint is whole; then one process gets kill -9, and the other ends by itself."""
+    """Train until some checkpoint is whole; then one process gets kill -9. The other waits in NCCL, and ends all the
+    same, before parallel.timeout_minutes are over."""
     running, until = _by_two(folder, out), time.monotonic() + 200
     while len(_lines(folder, out)) < 5:
         assert time.monotonic() < until and all(process.poll() is None for process in running)
         time.sleep(0.01)
     running[1].kill()
-    assert all(process.wait(120) != 0 for process in running)
+    assert [process.wait(120) for process in running] == [2, -signal.SIGKILL]
+    assert "of the run has ended" in (folder / f"{out}-said-0.txt").read_text()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_run_that_is_killed_goes_on_to_the_same_bits_and_on_one_gpu_to_nearly_these(folder):
-    assert [process.wait(280) for process in _by_two(folder, "whole")] == [0, 0]
+    _end(folder, "whole", _by_two(folder, "whole"))
     _killed_in_the_middle(folder, "killed")
     shutil.copytree(folder / "killed", folder / "as-killed")
-    assert [process.wait(280) for process in _by_two(folder, "killed", "--resume")] == [0, 0]
+    _end(folder, "killed", _by_two(folder, "killed", "--resume"))
     (folder / "killed").rename(folder / "by-two")
     (folder / "as-killed").rename(folder / "killed")
     assert subprocess.run([*_command("killed"), "--resume"], cwd=folder, timeout=280).returncode == 0

@@ -187,6 +187,14 @@ def unanswered(error: BaseException) -> RankError:
     )
 
 
+def lost(rank: int) -> RankError:
+    """What it means to a user that a process is gone, where another one waits for it in vain."""
+    return RankError(
+        f"process {rank} of the run has ended, and others wait for it; its own words, if it had any, stand above, or "
+        "on its machine. What was saved is whole: continue with --resume."
+    )
+
+
 def of_a_collective(error: BaseException) -> bool:
     """Whether an error comes from what processes exchange, wherever that is: FSDP does it within the model's passes."""
     # Gloo's are bare RuntimeErrors, with the place in its own source.

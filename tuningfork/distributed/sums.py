@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
-_GROUPS: dict[str, dist.ProcessGroup] = {}  # by name, for an operator that a compiler knows takes no such object
+# By name, for an operator that a compiler knows takes no such object. They live as long as torch knows them: to take a
+# group down later, in a forked process even, is to wait for threads that are gone.
+_GROUPS: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, slots=True)

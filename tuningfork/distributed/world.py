@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from threading import Thread
 
 import torch
@@ -18,7 +19,8 @@ import torch.distributed as dist
 
 from tuningfork.distributed.config import ParallelConfig
 from tuningfork.distributed.layout import Layout
-from tuningfork.distributed.ranks import ONE_PROCESS, Ranks, of_a_collective, unanswered
+from tuningfork.distributed.ranks import ONE_PROCESS, Ranks, lost, of_a_collective, unanswered
+from tuningfork.distributed.watch import watched
 from tuningfork.errors import ConfigError, RankError, SaidElsewhere, TuningforkError
 
 OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -32,7 +34,9 @@ left there. Else each start has a store of its own, and the number of starts, wh
 not always to the same, must not part them."""
 ANSWER = 10.0  # seconds for what takes the store milliseconds
 FAILURES = "failures"  # how many processes have failed, in the store that all of them share
-
+GRACE = 20.0
+"""Seconds that a process has to end by itself when another one is gone. Most find out in what they exchange, and leave
+their files in order; one that waits for its GPU never does."""
 
 KEEPS = (
     "Where torchrun starts all anew on several machines, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment: "
@@ -84,18 +88,18 @@ def world(parallel: ParallelConfig, cuda: bool, always: bool = False) -> Iterato
         ) from error
     ranks = Ranks(rank, size, named["LOCAL_RANK"], named["LOCAL_WORLD_SIZE"], host=host)
     try:
-        if cuda:
-            _check_own_gpus(ranks.all(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)))
-        ranks = replace(ranks, tensor=Layout.plan(parallel, ranks).tensor)
-        yield ranks
+        with _watched(ranks, store):
+            if cuda:
+                _check_own_gpus(ranks.all(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)))
+            ranks = replace(ranks, tensor=Layout.plan(parallel, ranks).tensor)
+            yield ranks
     except SaidElsewhere:  # the one that fails counts first: the store may end with this one
         with suppress(RuntimeError):
             store.wait([FAILURES], timeout)
         raise
     except BaseException as caught:
         failure = unanswered(caught) if of_a_collective(caught) else caught
-        seconds = ANSWER + ranks.on_node  # so that one speaks, where all wait in vain
-        if not _first_to_fail(store, seconds, far=ranks.rank != ranks.on_node == 0):
+        if not _is_first_to_fail(ranks, store):
             raise SaidElsewhere() from failure
         if rank and isinstance(failure, TuningforkError):
             failure.args = (f"rank {rank}: {failure.args[0] if failure.args else ''}", *failure.args[1:])
@@ -105,6 +109,45 @@ def world(parallel: ParallelConfig, cuda: bool, always: bool = False) -> Iterato
     finally:
         if sys.exc_info()[0] is None:  # else the others may be gone already, and must not be waited for
             dist.destroy_process_group()
+
+
+@contextmanager
+def _watched(ranks: Ranks, store: dist.Store) -> Iterator[None]:
+    """End this process where another one is gone and it does not notice. Raises RankError where they do not connect."""
+    if ranks.size == 1:
+        yield
+        return
+    with ExitStack() as watch:
+        try:
+            # A connection of its own to the store: the main thread may be waiting for it through the other one.
+            end = partial(_end_without, ranks, store.clone())  # type: ignore[attr-defined]
+            watch.enter_context(watched(store, ranks.rank, ranks.size, end, GRACE))
+        except (OSError, RuntimeError) as error:
+            raise RankError(f"the processes met, and did not all connect to watch each other: {error}") from error
+        yield
+
+
+def _end_without(ranks: Ranks, store: dist.Store, number: int) -> None:
+    """End this process at once, whatever it waits for: process `number` is gone. It is a kill: what has been written
+    is whole, what waits to be is lost."""
+
+    def say() -> None:
+        if _is_first_to_fail(ranks, store, speaks_unanswered=ranks.on_node == 0):
+            print(f"tuningfork: {lost(number)}", file=sys.stderr, flush=True)
+
+    speaker = Thread(target=say, daemon=True)  # nobody may be reading on, or the other end of a pipe stands still
+    speaker.start()
+    speaker.join(2 * ANSWER + ranks.on_node)
+    os._exit(2)
+
+
+def _is_first_to_fail(ranks: Ranks, store: dist.Store, speaks_unanswered: bool = True) -> bool:
+    """Count this process among those that have failed; whether it is the first, which is the one to say why.
+
+    speaks_unanswered: what it is where the store does not answer.
+    """
+    seconds = ANSWER + ranks.on_node  # so that one speaks, where all wait in vain
+    return _first_to_fail(store, seconds, far=ranks.rank != ranks.on_node == 0, unanswered=speaks_unanswered)
 
 
 def started_together() -> bool:
@@ -155,7 +198,7 @@ def _number(name: str, absent: int | None = None) -> int:
     return int(said)
 
 
-def _first_to_fail(store: dist.Store, seconds: float, far: bool = False) -> bool:
+def _first_to_fail(store: dist.Store, seconds: float, far: bool = False, unanswered: bool = True) -> bool:
     """Whether no other process has failed before this one, as far as can be told: also where the store does not answer
     in `seconds`, which its own calls would wait for without end: the process that keeps it hangs, or its machine is
     gone. Not where it has ended, for it or its launcher has said why, unless that is `far` from here: a machine that is
@@ -172,4 +215,4 @@ def _first_to_fail(store: dist.Store, seconds: float, far: bool = False) -> bool
         asking.join(seconds)
     except KeyboardInterrupt:
         return False
-    return asking.is_alive() or count == [1] or (far and not count)
+    return unanswered if asking.is_alive() else count == [1] or (far and not count)

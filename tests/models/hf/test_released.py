@@ -16,7 +16,10 @@ from tuningfork.models.hf.export import save
 from tuningfork.models.hf.load import Loaded, load, replace_weights
 from tuningfork.models.hf.safetensors_reader import Stack, Stored
 
-LEFT_OUT = {"qwen3_next": ("1 tensor", "mtp.fc.weight"), "qwen3_5": ("2 tensors", "m")}
+LEFT_OUT = {
+    "qwen3_next": "1 tensor of the weights, mtp.*,",
+    "qwen3_5": "2 tensors of the weights, model.visual.* and mtp.*,",
+}
 
 
 @pytest.mark.parametrize("name", RELEASED)
@@ -31,7 +34,7 @@ def test_a_released_folder_is_loaded_as_transformers_loads_it(tmp_path, name, mo
         assert not loaded.notes
     else:
         [note] = loaded.notes
-        assert note.startswith(f"{found[0]} of the weights, first {found[1]}") and "an export is without them" in note
+        assert note.startswith(found) and "an export is without them" in note
 
 
 @pytest.mark.parametrize("name", RELEASED)

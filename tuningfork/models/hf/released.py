@@ -162,10 +162,10 @@ class Released:
         """In words, what of the folder no training and no export has, if there is something."""
         if not self.left_out:
             return ()
-        tensors = counted(len(self.left_out), "tensor")
+        kinds = {re.match(self.family.left_out, name)[0] for name in self.left_out}  # type: ignore[index]
         return (
-            f"{tensors} of the weights, first {self.left_out[0]}, belong to no layer of the language model; they are "
-            "not trained, and an export is without them",
+            f"{counted(len(self.left_out), 'tensor')} of the weights, {' and '.join(f'{k}*' for k in sorted(kinds))}, "
+            "belong to no layer of the language model; they are not trained, and an export is without them",
         )
 
 
