@@ -89,12 +89,20 @@ def test_weights_in_float32_beside_rows_in_bfloat16_have_gradients_of_float32(fo
     assert (gradients[0] - gradients[1]).norm() <= 1e-5 * gradients[1].norm()
 
 
-def test_a_pack_is_prepared_without_waiting_for_the_device(form):
-    layout = laid(random_forest(1), "tree").to(DEVICE).layout
+@pytest.mark.parametrize("case", [CASES[4], CASES[6]], ids=str)
+def test_neither_preparing_nor_convolving_waits_for_the_device(case, form):
+    batch = laid(random_forest(1), "tree")
+    leaves, upstream = given(Known().rows(batch), case, torch.bfloat16, "cuda")
+    batch = batch.to(DEVICE)
+
+    def passes():
+        torch.autograd.grad(convolved(form, batch, case, *leaves), leaves, upstream)
+
+    passes()  # compiles the kernels
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        form.prepare(layout)
+        passes()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -53,7 +53,7 @@ def _steps(spread: bool, family: str, tokens: int) -> tuple[list[torch.Tensor], 
 
 
 # Where embedding and head are one weight, a step of several packs adds their gradients up in another order.
-@pytest.mark.parametrize(("family", "tokens"), [("llama", 1024), ("granite", 8192)])
+@pytest.mark.parametrize(("family", "tokens"), [("llama", 1024), ("granite", 8192), ("olmo_hybrid", 1024)])
 def test_over_one_process_all_bits_are_those_of_the_plain_path(family, tokens, monkeypatch):
     plain, weights = _steps(False, family, tokens)
     for name, value in ALONE.items():
