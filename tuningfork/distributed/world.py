@@ -142,9 +142,9 @@ def _end_without(ranks: Ranks, store: dist.Store, number: int) -> None:
 
 
 def _is_first_to_fail(ranks: Ranks, store: dist.Store, speaks_unanswered: bool = True) -> bool:
-    """Count this process among those that have failed; whether it is the first, which is the one to say why.
+    """Whether this process is the one to say why the run fails: `_first_to_fail` with what its place says.
 
-    speaks_unanswered: what it is where the store does not answer.
+    speaks_unanswered: whether it is where the store does not answer.
     """
     seconds = ANSWER + ranks.on_node  # so that one speaks, where all wait in vain
     return _first_to_fail(store, seconds, far=ranks.rank != ranks.on_node == 0, unanswered=speaks_unanswered)
@@ -199,10 +199,17 @@ def _number(name: str, absent: int | None = None) -> int:
 
 
 def _first_to_fail(store: dist.Store, seconds: float, far: bool = False, unanswered: bool = True) -> bool:
-    """Whether no other process has failed before this one, as far as can be told: also where the store does not answer
-    in `seconds`, which its own calls would wait for without end: the process that keeps it hangs, or its machine is
-    gone. Not where it has ended, for it or its launcher has said why, unless that is `far` from here: a machine that is
-    lost says nothing, and what another one says is not read here. Nor where the launcher stops this one meanwhile."""
+    """Count this process among those that have failed; whether none has before it, as far as can be told.
+
+    Not where the process that keeps the store has ended, for it or its launcher has said why, unless that is `far` from
+    here: a machine that is lost says nothing, and what another one says is not read here. Nor where the launcher stops
+    this process meanwhile.
+
+    Args:
+        seconds: in which the store has to answer. Its own calls would wait without end where the process that keeps it
+            hangs, or its machine is gone.
+        unanswered: what is found where it does not.
+    """
     count: list[int] = []
 
     def ask() -> None:
