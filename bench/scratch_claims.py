@@ -185,7 +185,8 @@ ROWS = {
     "H11": Row("fp16 with a scaler", _FLOAT16),
     "H12": Row(
         "CUDA graphs",
-        (f"{_SCRATCH} graphs --models hydra-100m m7c-125m", "log: device is busy for 98.4 % of a step's wall time"),
+        (f"{_SCRATCH} graphs --models hydra-100m m7c-125m", "bench/results/2026-12-01-h200-scratch-graphs.jsonl",
+         "log: device is busy for 98.4 % of a step's wall time"),
     ),
     "H13": Row("tensor parallelism", ("tests/distributed/test_tensor.py",)),
     "H14": Row("quick start, memory watch", ("tests/test_scratch_recipes.py",)),

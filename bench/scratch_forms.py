@@ -118,10 +118,22 @@ class Pass:
         for own, other in zip(here, there, strict=True):
             own.copy_(other)
 
-    def numbers(self, found: tuple[Tensor, Tensor]) -> list[Tensor]:
-        """Copies of loss, log-probs and all gradients."""
-        gradients = [weight.grad for weight in self.work.model.parameters() if weight.grad is not None]
-        return [tensor.detach().clone() for tensor in (*found, *gradients)]
+    def numbers(self, found: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        """Copies of loss, log-probs and all gradients, by name."""
+        weights = self.work.model.named_parameters()
+        gradients = {name: weight.grad for name, weight in weights if weight.grad is not None}
+        named = {"loss": found[0], "log-probs": found[1], **gradients}
+        return {name: tensor.detach().clone() for name, tensor in named.items()}
+
+
+def changed(again: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
+    """What has other bits, and by how much: norm of the difference / norm."""
+    assert again.keys() == truth.keys()
+    return {
+        name: float((again[name] - one).float().norm() / one.float().norm())
+        for name, one in truth.items()
+        if not torch.equal(again[name], one)
+    }
 
 
 def _tensors(pack: PackedBatch) -> list[Tensor]:
@@ -143,6 +155,8 @@ def graph(name: str, tokens: int, length: int, repeats: int) -> dict[str, Any]:
     graph_tokens_s     of its replay
     equal              whether a replay's loss, log-probs and gradients have the bits of the pass, for the pack that was
                        captured and for another one that was put in its place
+    changed            what has other bits of the captured one, then of the other, and by how much: norm / norm
+    unrepeated         what has other bits when the pass runs again without a graph; empty where it is deterministic
     note               which line refuses to be captured; empty where none does
     """
     work = begin(name, tokens, length)
@@ -155,11 +169,14 @@ def graph(name: str, tokens: int, length: int, repeats: int) -> dict[str, Any]:
     with torch.cuda.stream(stream):
         for _ in range(CAPTURE_WARM_UP):
             once()
-        truths = []
+        truths: list[dict[str, Tensor]] = []
+        unrepeated: dict[str, float] = {}
         for pack in reversed(packs):  # the first is in place again behind them
             once.load(pack)
             truths.append(once.numbers(once()))
+            unrepeated |= changed(once.numbers(once()), truths[-1])
         truths.reverse()
+        line["unrepeated"] = unrepeated
         line["plain_tokens_s"] = _rate(tokens, median_ms(once, where, repeats))
         line["host_reads"] = host_reads(once)
         captured = torch.cuda.CUDAGraph()
@@ -173,14 +190,13 @@ def graph(name: str, tokens: int, length: int, repeats: int) -> dict[str, Any]:
             while cause.__context__ is not None:
                 cause = cause.__context__
             return line | {"note": f"not captured, {refusing(cause)}: {failure(cause)}"}
-        equal = []
+        line["changed"] = []
         for pack, truth in zip(packs, truths, strict=True):
             once.load(pack)
             captured.replay()
-            again = once.numbers(found)
-            equal.append(len(again) == len(truth) and all(map(torch.equal, again, truth)))
+            line["changed"].append(changed(once.numbers(found), truth))
         line["graph_tokens_s"] = _rate(tokens, median_ms(captured.replay, where, repeats))
-        return line | {"equal": all(equal)}
+        return line | {"equal": not any(line["changed"])}
 
 
 def host_reads(run: Callable[[], object]) -> str:

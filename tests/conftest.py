@@ -42,6 +42,11 @@ LONGEST = (
 one that comes last is waited for. Needs `--no-loadscope-reorder`, or the files with the most tests come first."""
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are processors: tests wait for processes of their own for an eighth of the time."""
+    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1) + 1
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.location[0], len(LONGEST)))  # others stay in their order

@@ -12,6 +12,7 @@ import pytest
 from rich.cells import cell_len
 
 import tuningfork
+from tests.repeated import slow
 from tuningfork.cli import PATIENCE, main
 
 ROOT = Path(tuningfork.__file__).parents[1]
@@ -51,7 +52,7 @@ def test_an_output_that_takes_nothing_is_said(arguments, where, said, tmp_path):
     assert done.stderr.endswith(f"tuningfork: {said}\n") or arguments.startswith("data")
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1:strict", "utf-8:strict"])
+@pytest.mark.parametrize("encoding", ["ascii", slow("latin-1:strict"), slow("utf-8:strict")])
 def test_an_output_of_another_encoding_says_what_it_can(encoding, tmp_path):
     """Names of files are in any alphabet, or in none."""
     run = tmp_path / "bücher 日本 \udcff"

@@ -311,6 +311,18 @@ def test_a_fused_optimizer_divides_gradients_by_its_scale():
     assert torch.equal(*moved)
 
 
+@lean("torch._C._set_deterministic_algorithms")
+def test_deterministic_algorithms_can_be_asked_for_without_the_compiler() -> None:
+    option = torch._inductor.config.deterministic
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch._inductor.config.deterministic == option
+    finally:
+        torch._C._set_deterministic_algorithms(False, warn_only=False)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 @lean("torch.nn.Module._forward_pre_hooks")
 def test_a_modules_hooks_can_be_looked_through():
     def hook(*_: Any) -> None: ...

@@ -18,6 +18,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from tests.distributed.worlds import free_port
+from tests.repeated import slow
 from tuningfork.commands.launch import launch
 from tuningfork.distributed.config import ParallelConfig
 from tuningfork.errors import ConfigError, RankError
@@ -221,7 +222,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [slow(signal.SIGTERM), signal.SIGINT, signal.SIGHUP])
 def test_a_signal_lets_all_processes_save(number: signal.Signals, tmp_path: Path) -> None:
     """A terminal that closes counts as the scheduler's signal, for a process that hears only that ends unsaved."""
     if signal.getsignal(number) == signal.SIG_IGN:

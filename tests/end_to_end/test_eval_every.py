@@ -17,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.end_to_end.test_resume import crash, die_in, in_child, interrupt_at
 from tests.end_to_end.workbench import Child, Job, assert_same_state, job_in, make_pairs, state_of, unequal, write_rows
+from tests.repeated import slow
 from tuningfork.objective.pairs import DPO
 from tuningfork.report.run.metrics import Evaluation, evaluation_definitions
 from tuningfork.train import checkpoint, held_out
@@ -182,7 +183,7 @@ def test_a_run_exports_its_best_step_at_once(again: Job) -> None:
     assert not (again.run / "model-step-10").exists()
 
 
-@pytest.mark.parametrize("step", [3, 4, 7, 8, 10])
+@pytest.mark.parametrize("step", [3, slow(4), slow(7), 8, slow(10)])
 def test_a_killed_run_has_the_lines_and_the_best_of_an_unbroken_one(again: Job, watched: Job, step: int) -> None:
     """kill -9 in the step after an evaluation, after a checkpoint, and between the two."""
     assert Child(again.arguments("train"), again.folder, partial(die_in, step)).wait().status == -signal.SIGKILL
@@ -215,7 +216,7 @@ def die_saving_the_best() -> None:
     checkpoint.save = dying  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("kill", [partial(die_evaluating, 3), partial(die_evaluating, 5), die_saving_the_best])
+@pytest.mark.parametrize("kill", [partial(die_evaluating, 3), slow(partial(die_evaluating, 5)), die_saving_the_best])
 def test_a_kill_around_an_evaluation_changes_nothing(again: Job, watched: Job, kill: Any) -> None:
     assert Child(again.arguments("train"), again.folder, kill).wait().status == -signal.SIGKILL
     assert in_child(again, "--resume").status == 0
@@ -245,7 +246,7 @@ def interrupt_evaluating(number: int) -> None:
     prepare.score_held_out = scoring  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, slow(signal.SIGTERM)])
 def test_ctrl_c_in_an_evaluation_breaks_it_off_and_it_is_made_on_resume(again: Job, watched: Job, number: int) -> None:
     """The step that it stands behind is saved; --resume begins with it, and ends as the unbroken run."""
     small = again.but({"pack.tokens": 256})  # several packs of held-out pairs
@@ -267,7 +268,7 @@ def interrupt_first(number: int) -> None:
     interrupt_at(held_out, "evaluate", 1, number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [slow(signal.SIGINT), signal.SIGTERM])
 def test_ctrl_c_in_the_evaluation_of_the_starting_model(again: Job, watched: Job, number: int) -> None:
     """No run has begun; the same command begins one."""
     outcome = Child(again.arguments("train"), again.folder, partial(interrupt_first, number)).wait(40)

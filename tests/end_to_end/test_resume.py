@@ -28,6 +28,7 @@ from tests.end_to_end.workbench import (
     unequal,
     write_rows,
 )
+from tests.repeated import slow
 from tuningfork.models.hf import export
 from tuningfork.report.run.writer import RunWriter
 from tuningfork.train import checkpoint, held_out, steps
@@ -144,7 +145,7 @@ def die_in(step: int) -> None:
     steps.train_step = dying  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("step, number", [(10, signal.SIGINT), (14, signal.SIGINT), (14, signal.SIGTERM)])
+@pytest.mark.parametrize("step, number", [(10, signal.SIGINT), slow(14, signal.SIGINT), (14, signal.SIGTERM)])
 def test_twenty_steps_equal_ten_then_ctrl_c_then_ten(again: Job, whole: Job, step: int, number: int) -> None:
     """G6. Ctrl-C or SIGTERM is answered at once, lets the step end, saves, says how to go on and exits with 130;
     --resume ends in the same bits."""
@@ -214,8 +215,15 @@ def interrupt_export(number: int) -> None:
     interrupt_at(export, "save", 1, number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("interrupt", [interrupt_final_evaluation, interrupt_export])
+@pytest.mark.parametrize(
+    "interrupt, number",
+    [
+        (interrupt_final_evaluation, signal.SIGINT),
+        (interrupt_export, signal.SIGTERM),
+        slow(interrupt_final_evaluation, signal.SIGTERM),
+        slow(interrupt_export, signal.SIGINT),
+    ],
+)
 def test_ctrl_c_after_the_last_step_ends_the_process_at_once(
     again: Job, whole: Job, interrupt: Callable[[int], None], number: int
 ) -> None:
@@ -231,7 +239,7 @@ def test_ctrl_c_after_the_last_step_ends_the_process_at_once(
     assert_same_end(again, whole)
 
 
-@pytest.mark.parametrize("step", [2, 11, 13])
+@pytest.mark.parametrize("step", [2, 11, slow(13)])
 def test_a_crash_costs_only_the_steps_since_the_last_checkpoint(again: Job, whole: Job, step: int) -> None:
     """Killed before the first checkpoint, within the second epoch, and right behind a checkpoint (saved every 3)."""
     outcome = Child(again.arguments("train"), again.folder, partial(die_in, step)).wait()
@@ -312,6 +320,7 @@ def test_killed_at_every_kind_of_moment_in_one_run_folder(again: Job, whole: Job
     assert_same_end(again, whole)
 
 
+@pytest.mark.slow
 def test_killed_after_random_times_in_one_run_folder(again: Job, whole: Job) -> None:
     """kill -9 at five fixed random parts of a run's duration, each followed by --resume: the same bits."""
     begun = time.monotonic()
@@ -367,7 +376,7 @@ def test_a_run_that_is_still_going_is_not_resumed_beside_itself(again: Job) -> N
     assert status == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, slow(signal.SIGTERM)])
 def test_ctrl_c_while_the_reference_is_scored_keeps_what_is_scored(again: Job, number: int) -> None:
     """Exit status 130, no traceback; the rows scored so far are in the cache, and the same command goes on."""
     again = again.but({"reference.cache": again.folder / "cache", "pack.tokens": 256})

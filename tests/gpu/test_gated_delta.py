@@ -20,6 +20,8 @@ HEADS = [
     Heads(2, 8, 2, 8),
     Heads(1, 8, 1, 40),
     Heads(1, 24, 1, 8),
+    Heads(2, 32, 2, 32),
+    Heads(1, 128, 2, 24),
 ]
 heads = pytest.mark.parametrize("heads", HEADS, ids=["-".join(map(str, one)) for one in HEADS])
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])

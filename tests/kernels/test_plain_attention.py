@@ -20,6 +20,7 @@ from tests.forests import (
     random_forest,
     ways_to_lie,
 )
+from tests.repeated import slow
 from tests.tiny import one_pack, random_examples
 from tuningfork.kernels.attention.plain import PlainAttention
 from tuningfork.records import PackedBatch, TokenExample
@@ -314,7 +315,7 @@ cases = pytest.mark.parametrize("case", CASES, ids=str)
 
 
 @cases
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, slow(1), slow(2)])
 def test_a_tree_has_the_values_and_gradients_of_its_sequences_alone(seed, case):
     """In float64; a row that is repeated in other layouts has its part of the gradient in each of them."""
     examples = random_forest(seed, depth=8, longest=200)
@@ -342,7 +343,7 @@ def test_a_tree_has_the_values_and_gradients_of_its_sequences_alone(seed, case):
 
 @cases
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, slow(1)])
 def test_a_row_has_the_same_bits_wherever_its_path_is_cut_and_whatever_lies_beside_it(seed, dtype, case):
     check_paths_decide_bits(PlainAttention, ways_to_lie(seed), case, dtype)
 

@@ -17,6 +17,7 @@ from tests.delta_rule import (
     scanned,
 )
 from tests.forests import Known, laid, paths, random_forest, stem_of_many, ways_to_lie
+from tests.repeated import slow
 from tests.tiny import one_pack, random_examples
 from tuningfork.kernels.gated_delta._chunks import CHUNK, Chunks, chains_of
 from tuningfork.kernels.gated_delta.plain import PlainGatedDelta
@@ -70,12 +71,12 @@ def test_keys_that_are_all_the_same_and_rates_of_two_are_no_trouble():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, slow(1)])
 def test_a_row_has_the_same_bits_wherever_its_path_is_cut_and_whatever_lies_beside_it(seed, dtype, threads):
     check_paths_decide_bits(PlainGatedDelta, ways_to_lie(seed), Heads(), dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.float64)])
 def test_an_answer_has_the_same_bits_shared_and_alone(dtype, threads):
     prompts = (0, 1, 63, 64, 65, 130)
     rankings = random_examples([(prompt, (1, 64, 70)) for prompt in prompts])

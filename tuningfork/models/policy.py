@@ -16,6 +16,7 @@ from tuningfork.errors import ModelError
 from tuningfork.kernels.select import Kernels, Sizes, plain, select
 from tuningfork.kernels.sums import take
 from tuningfork.models import activations, compiler
+from tuningfork.models.embedding import repeat_gradients
 from tuningfork.models.flops import FlopCounter
 from tuningfork.models.hf import attention, ccgqa, gated_delta, short_conv
 from tuningfork.models.hf.comparable import comparable
@@ -94,6 +95,7 @@ class Policy:
         gated_delta.patch(model)
         short_conv.patch(model)
         ccgqa.patch(model)
+        repeat_gradients(model)
         self._watched = watch(model, self._precision(), model.base_model if spread is None else spread.run)
 
     @classmethod

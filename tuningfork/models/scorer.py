@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tuningfork.errors import SCORING, enough_memory
+from tuningfork.models.embedding import switched_back
 from tuningfork.models.even import evenly
 from tuningfork.models.head import Head
 from tuningfork.models.policy import Policy
@@ -71,7 +72,7 @@ class Scorer:
             `(loss, logps)`: float64 scalar; float64 [A], the same bits as `score` gives. Neither has a gradient.
         """
         pack = pack.to(self.device)
-        with self._evenly():
+        with self._evenly(), switched_back():
             with phase("forward"):
                 hidden = self.policy.hidden_rows(pack, last)
             output = self.policy.output

@@ -17,6 +17,7 @@ import pytest
 
 from tests.bounds import within, without_much_memory
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
+from tests.repeated import slow
 from tuningfork.data.config import DataConfig
 from tuningfork.data.examples.values import Unusable
 from tuningfork.data.prepare import prepare_examples
@@ -85,7 +86,7 @@ def _ceiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert resource.getrlimit(resource.RLIMIT_AS) == before and signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
 
 
-@pytest.mark.parametrize("name", ENDLESS)
+@pytest.mark.parametrize("name", [name if name in {"loops", "constant power"} else slow(name) for name in ENDLESS])
 def test_a_template_that_does_not_end_for_a_row_stops_with_the_row(name: str) -> None:
     tokenizer = byte_bpe(chat_template=OF_A_ROW.format(ENDLESS[name]) + CHATML)
     with pytest.raises(DataError, match=r"^pairs.jsonl:7: the chat template does not come to an end within 1.5 s"):

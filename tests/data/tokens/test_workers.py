@@ -21,6 +21,7 @@ import pytest
 from tests.data.test_token_cache import CONFIG, ROWS, Opened, write
 from tests.data.test_token_table import told
 from tests.data.tiny_tokenizers import CHATML, byte_bpe
+from tests.repeated import slow
 from tuningfork.data.examples.row_reader import RowReader
 from tuningfork.data.token_cache import TokenTables
 from tuningfork.data.tokens import workers
@@ -105,7 +106,7 @@ def _all_begun(pool: Workers) -> bool:
     return not wait(pool._ready, timeout=120).not_done
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [slow(2), 3])
 def test_any_number_of_processes_gives_the_same(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "BATCH", 3)
     monkeypatch.setattr(Workers, "_begun", _all_begun)

@@ -15,6 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from tests.repeated import slow
 from tests.tiny import FAMILIES, VOCAB, limits_of, scorer_of, tiny_gpt_oss, tiny_model, with_form
 from tuningfork.errors import ModelError
 from tuningfork.kernels.attention.plain import PlainAttention
@@ -136,8 +137,7 @@ def with_another_window(by: int, backward: bool):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("by", [-1, 1])
-@pytest.mark.parametrize("window", [50, 512])
+@pytest.mark.parametrize("window, by", [(50, -1), (50, 1), (512, 1), slow(512, -1)])
 def test_a_window_that_is_off_by_one_is_named(window, by, backward, dtype):
     """Few rows reach beyond a long one, and of each the one key that is wrong is one of many."""
     model = tiny_model("mistral", torch.float32)
@@ -335,7 +335,7 @@ def test_compiled_graphs_that_spoil_gradients_of_weights_are_found(monkeypatch):
 
 
 @pytest.mark.filterwarnings("default")  # the compiler's own
-@pytest.mark.parametrize("attention", [Opaque, pytest.param(PlainAttention, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("attention", [Opaque, slow(PlainAttention)])
 def test_compiled_blocks_that_are_right_pass(attention):
     policy = Policy(tiny_model("llama", torch.float32), with_form("attention", attention), torch.float32)
     check = KernelCheck.begin(policy, "here", True, compiling=True)

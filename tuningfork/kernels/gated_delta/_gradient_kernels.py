@@ -134,12 +134,15 @@ def delta_state_gradients(
 
 @triton.jit(do_not_specialize=["total"])
 def delta_solve_gradient(
-    k, v, beta, gamma, inverse, states, d_fresh, x_u, x_w, d_beta, d_gamma, rows, total,
+    k, v, beta, gamma, inverse, u, w, states, d_fresh, x_u, x_w, d_mixing, d_beta, d_gamma, rows, total,
     stride_k, head_k, stride_v, head_v,
     GROUP: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_LANES: tl.constexpr, VALUE: tl.constexpr,
     COLUMNS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """X, and what the rates and decays have of it. `x_u` is the gradient of bV, `x_w` that of be^γK."""
+    """X, what the rates and decays have of it, and -X [u | w]^T, float32 [N, HEADS, CHUNK, CHUNK], in `d_mixing`.
+
+    `x_u` is the gradient of bV, `x_w` that of be^γK.
+    """
     head = tl.program_id(0)
     chunk = tl.program_id(1)
     if tl.load(rows + chunk * CHUNK) >= total:
@@ -150,17 +153,24 @@ def delta_solve_gradient(
     keys = tl.arange(0, KEY_LANES)
     solved = columns_of(inverse + entry * CHUNK * CHUNK, places, places >= 0, CHUNK, places, CHUNK)
     d_w = tl.zeros([CHUNK, KEY_LANES], tl.float32)
+    products = tl.zeros([CHUNK, CHUNK], tl.float32)
     of_beta = tl.zeros([CHUNK], tl.float32)
+    of_values = entry * CHUNK * VALUE
     for begin in range(0, VALUE, COLUMNS):
         columns = begin + tl.arange(0, COLUMNS)
-        own = tile_of(d_fresh + entry * CHUNK * VALUE, places, columns, VALUE)
+        own = tile_of(d_fresh + of_values, places, columns, VALUE)
         state = _state_on(states + entry * KEY * VALUE, keys, columns, KEY, VALUE)
         d_w += tl.dot(own, state, input_precision=PRECISION)
         x = tl.dot(solved, own, input_precision=PRECISION)
-        put_tile(x_u + entry * CHUNK * VALUE, places, columns, x, VALUE)
+        put_tile(x_u + of_values, places, columns, x, VALUE)
+        added = tile_of(u + of_values, places, columns, VALUE)
+        products += tl.dot(x.to(added.dtype), tl.trans(added), input_precision=PRECISION)
         of_beta += tl.sum(x * rows_of(v + head * head_v, at, live, stride_v, columns, VALUE), 1)
     x = -tl.dot(solved, d_w.to(solved.dtype), input_precision=PRECISION)
     put_tile(x_w + entry * CHUNK * KEY, places, keys, x, KEY)
+    removed = tile_of(w + entry * CHUNK * KEY, places, keys, KEY)
+    products += tl.dot(x.to(removed.dtype), tl.trans(removed), input_precision=PRECISION)
+    put_tile(d_mixing + entry * CHUNK * CHUNK, places, places, -products, CHUNK)
     kept = tl.exp(tl.load(gamma + entry * CHUNK + places))
     of_kept = tl.sum(x * rows_of(k + (head // GROUP) * head_k, at, live, stride_k, keys, KEY), 1) * kept
     rates = tl.load(beta + at.to(tl.int64) * HEADS + head, mask=live, other=0.0)
@@ -210,7 +220,7 @@ def delta_query_gradient(
 
 @triton.jit(do_not_specialize=["total"])
 def delta_key_gradient(
-    q, k, beta, gamma, u, w, x_u, x_w, states, d_states, fresh, grad, d_k, d_beta, d_gamma, rows, kept_from, total,
+    q, k, beta, gamma, x_w, d_mixing, states, d_states, fresh, grad, d_k, d_beta, d_gamma, rows, kept_from, total,
     stride_q, head_q, stride_k, head_k,
     GROUP: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_LANES: tl.constexpr, VALUE: tl.constexpr,
     COLUMNS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
@@ -225,7 +235,6 @@ def delta_key_gradient(
     kept = live & (at >= tl.load(kept_from + chunk))
     places = tl.arange(0, CHUNK)
     keys = tl.arange(0, KEY_LANES)
-    of_values = entry * CHUNK * VALUE
     decays = tl.load(gamma + entry * CHUNK + places)
     whole = tl.load(gamma + entry * CHUNK + CHUNK - 1)
     rates = tl.load(beta + at.to(tl.int64) * HEADS + head, mask=live, other=0.0)
@@ -239,7 +248,7 @@ def delta_key_gradient(
     of_state = tl.zeros([COLUMNS], tl.float32)
     for begin in range(0, VALUE, COLUMNS):
         columns = begin + tl.arange(0, COLUMNS)
-        added = tile_of(fresh + of_values, places, columns, VALUE)
+        added = tile_of(fresh + entry * CHUNK * VALUE, places, columns, VALUE)
         d_out = _upstream(grad, at, kept, head, columns, HEADS, VALUE)
         d_weights_on += tl.dot(added, tl.trans(d_out), input_precision=PRECISION)
         d_state = _state_on(d_states + entry * KEY * VALUE, keys, columns, KEY, VALUE)
@@ -250,26 +259,20 @@ def delta_key_gradient(
     of_handed = tl.sum(d_key * key, 1)
     d_key = tl.dot((d_weights_on * fading_on).to(query.dtype), query, d_key, input_precision=PRECISION)
 
-    # Of A. Products of gradients are needed transposed, too, and made afresh.
+    # Of A, whose gradient is needed transposed, too.
     x = tile_of(x_w + entry * CHUNK * KEY, places, keys, KEY)
-    own = tile_of(w + entry * CHUNK * KEY, places, keys, KEY)
     d_key += x * (rates * tl.exp(decays))[:, None]
-    d_mixing = tl.dot(x, tl.trans(own), input_precision=PRECISION)
-    d_mixing_on = tl.dot(own, tl.trans(x), input_precision=PRECISION)
-    for begin in range(0, VALUE, COLUMNS):
-        columns = begin + tl.arange(0, COLUMNS)
-        x_block = tile_of(x_u + of_values, places, columns, VALUE)
-        own_block = tile_of(u + of_values, places, columns, VALUE)
-        d_mixing += tl.dot(x_block, tl.trans(own_block), input_precision=PRECISION)
-        d_mixing_on += tl.dot(own_block, tl.trans(x_block), input_precision=PRECISION)
-    d_mixing = -d_mixing * fading(decays, decays, places[:, None] > places[None, :])
-    shares = d_mixing * tl.dot(key, tl.trans(key), input_precision=PRECISION)
+    d_mixing += entry * CHUNK * CHUNK
+    of_mixing = tile_of(d_mixing, places, places, CHUNK)
+    of_mixing_on = columns_of(d_mixing, places, places >= 0, CHUNK, places, CHUNK)
+    of_mixing *= fading(decays, decays, places[:, None] > places[None, :])
+    shares = of_mixing * tl.dot(key, tl.trans(key), input_precision=PRECISION)
     of_beta = tl.sum(shares, 1)
     shares *= rates[:, None]
     of_decays = tl.sum(shares, 1) - tl.sum(shares, 0) - of_handed
-    d_key = tl.dot((d_mixing * rates[:, None]).to(key.dtype), key, d_key, input_precision=PRECISION)
-    d_mixing_on = tl.where(places[None, :] > places[:, None], -d_mixing_on * fading_on * rates[None, :], 0.0)
-    d_key = tl.dot(d_mixing_on.to(key.dtype), key, d_key, input_precision=PRECISION)
+    d_key = tl.dot((of_mixing * rates[:, None]).to(key.dtype), key, d_key, input_precision=PRECISION)
+    of_mixing_on = tl.where(places[None, :] > places[:, None], of_mixing_on * fading_on * rates[None, :], 0.0)
+    d_key = tl.dot(of_mixing_on.to(key.dtype), key, d_key, input_precision=PRECISION)
     put_tile(d_k + entry * CHUNK * KEY, places, keys, d_key, KEY)
 
     sums = d_beta + entry * CHUNK + places

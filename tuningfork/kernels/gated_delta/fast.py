@@ -18,6 +18,7 @@ that has its path, and so have its gradients if the path is the only one that ha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from torch.utils.flop_counter import register_flop_formula  # private: torch.uti
 from tuningfork.kernels.gated_delta import _gradient_kernels as backward
 from tuningfork.kernels.gated_delta import _kernels as forward
 from tuningfork.kernels.gated_delta._chunks import CHUNK, Chunks, chains_of, check_gates
+from tuningfork.kernels.gated_delta._cuts import Cut, cut_of, lanes, tile
 from tuningfork.records import ForkLayout
 
 WIDEST_KEY = 128
@@ -80,64 +82,41 @@ class TritonGatedDelta(NamedTuple):
         return out
 
 
-class _Config(NamedTuple):
-    """How the kernels are cut up: columns of a state that one program has, its warps and pipeline stages; warps of a
-    chunk's kernels, and of those kernels that hold several products at a time."""
-
-    columns: int
-    walk_warps: int
-    stages: int
-    warps: int
-    many_warps: int
-
-
-def _config(key: Tensor, value: Tensor) -> _Config:
-    """Fixed by dtype and widths, never tuned at run time: tuning would change the order of addition. Chosen by what
-    fits a multiprocessor's registers and shared memory, not by measurement."""
-    columns = _lanes(value.shape[2])
-    if value.dtype.itemsize == 4:
-        # Triton 3.6 lets 8 warps read outside shared memory where a float32 product is 16 columns wide.
-        warps = 8 if min(columns, _lanes(key.shape[2])) > 16 else 4
-        return _Config(min(columns, 32), warps, 1, warps, warps)
-    if _lanes(key.shape[2]) > 64:
-        return _Config(min(columns, 64), 4, 2, 4, 8)
-    return _Config(min(columns, 64), 4, 2, 4, 4)
-
-
-def _lanes(width: int) -> int:
-    """Columns of a head in registers: matrix units take powers of two, from 16 up."""
-    return max(16, triton.next_power_of_2(width))
-
-
 class _Launch:
     """The sizes of one call, as its kernels take them."""
 
     def __init__(self, rows: Tensor, trees: Tensor, key: Tensor, value: Tensor) -> None:
-        self.total, heads, width = value.shape
-        config = _config(key, value)
-        self.chunks, self.heads = len(rows), heads
-        self.by_chunk = (heads, len(rows))
-        self.by_tree = (triton.cdiv(width, config.columns), heads, len(trees))
-        self.sizes: dict[str, Any] = {
-            "GROUP": heads // key.shape[1],
-            "HEADS": heads,
-            "KEY": key.shape[2],
-            "KEY_LANES": _lanes(key.shape[2]),
-            "CHUNK": CHUNK,
-            "PRECISION": "tf32x3"
-            if value.dtype == torch.float32
-            else "tf32",  # three products: float32 but for its last bit
-            "num_stages": 1,
-            "num_warps": config.warps,
-        }
-        self.all_sizes = {**self.sizes, "VALUE": width, "COLUMNS": config.columns}
-        self.many = {**self.all_sizes, "num_warps": config.many_warps}
-        self.walk = {**self.all_sizes, "num_warps": config.walk_warps, "num_stages": config.stages}
-        self.walk_back = {**self.walk, "num_warps": config.many_warps}
+        self.total, self.heads, self.width = value.shape
+        self.key, self.value = key, value
+        self.chunks, self.trees = len(rows), len(trees)
 
     def of_chunks(self, like: Tensor, *shape: int) -> Tensor:
         """Room for something of every chunk and head."""
         return like.new_empty(self.chunks, self.heads, *shape)
+
+    def by_chunk(self, kernel: Any, *args: Any) -> None:
+        """Run a kernel of which each program has a chunk and a head."""
+        self._run(kernel, lambda _: (self.heads, self.chunks), args)
+
+    def by_tree(self, kernel: Any, *args: Any) -> None:
+        """Run a kernel of which each program has some columns of a head's states, and goes through a tree."""
+        self._run(kernel, lambda cut: (triton.cdiv(self.width, cut.columns), self.heads, self.trees), args)
+
+    def _run(self, kernel: Any, grid: Callable[[Cut], tuple[int, ...]], args: tuple[Any, ...]) -> None:
+        cut = cut_of(kernel.fn.__name__, self.key, self.value)
+        sizes = {
+            "GROUP": self.heads // self.key.shape[1],
+            "HEADS": self.heads,
+            "KEY": self.key.shape[2],
+            "KEY_LANES": tile(self.key),
+            "VALUE": self.width,
+            "COLUMNS": cut.columns,
+            "CHUNK": CHUNK,
+            # In float32 three products: exact but for the last bit.
+            "PRECISION": "tf32x3" if self.value.dtype == torch.float32 else "tf32",
+        }
+        taken = {name: size for name, size in sizes.items() if name in kernel.arg_names}
+        kernel[grid(cut)](*args, **taken, num_warps=cut.warps, num_stages=cut.stages)
 
     def incoming_states(self, tables, k, v, beta, gamma, inverse) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """u, w, each chunk's incoming state, and v'."""
@@ -146,12 +125,13 @@ class _Launch:
         u, w, fresh = (self.of_chunks(v, CHUNK, width) for width in (dv, dk, dv))
         states = self.of_chunks(v, dk, dv)
         handed = v.new_empty(len(trees), self.heads, dk, dv, dtype=torch.float32)
-        forward.delta_apply_inverse[self.by_chunk](
-            k, v, beta, gamma, inverse, u, w, rows, self.total, *_strides(k, v), **self.all_sizes
-        )
-        forward.delta_states[self.by_tree](
-            k, u, w, gamma, states, fresh, handed, rows, chains, trees, self.total, *_strides(k), **self.walk
-        )
+        self.by_chunk(
+            forward.delta_apply_inverse, k, v, beta, gamma, inverse, u, w, rows, self.total, *_strides(k, v)
+        )  # fmt: skip
+        self.by_tree(
+            forward.delta_states,
+            k, u, w, gamma, states, fresh, handed, rows, chains, trees, self.total, *_strides(k),
+        )  # fmt: skip
         return u, w, states, fresh
 
 
@@ -178,16 +158,12 @@ def _scan(
     gamma = launch.of_chunks(decay, CHUNK)
     work, inverse = (launch.of_chunks(like, CHUNK, CHUNK) for like in (decay, v))
     forward.delta_decays[(launch.chunks,)](
-        decay, gamma, rows, launch.total, HEADS=launch.heads, LANES=_lanes(launch.heads), CHUNK=CHUNK
+        decay, gamma, rows, launch.total, HEADS=launch.heads, LANES=lanes(launch.heads), CHUNK=CHUNK
     )
-    forward.delta_solve[launch.by_chunk](
-        k, beta, gamma, work, inverse, rows, launch.total, *_strides(k), **launch.sizes
-    )
+    launch.by_chunk(forward.delta_solve, k, beta, gamma, work, inverse, rows, launch.total, *_strides(k))
     _, _, states, fresh = launch.incoming_states(tables, k, v, beta, gamma, inverse)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    forward.delta_read[launch.by_chunk](
-        q, k, gamma, states, fresh, out, rows, kept_from, launch.total, *_strides(q, k), **launch.all_sizes
-    )
+    launch.by_chunk(forward.delta_read, q, k, gamma, states, fresh, out, rows, kept_from, launch.total, *_strides(q, k))
     return out, gamma, inverse
 
 
@@ -206,27 +182,28 @@ def _scan_backward(
 
     d_fresh, x_u = (launch.of_chunks(v, CHUNK, dv) for _ in range(2))
     x_w, d_k_parts = (launch.of_chunks(v, CHUNK, dk) for _ in range(2))
-    d_states = launch.of_chunks(v, dk, dv)
+    d_states, d_mixing = launch.of_chunks(v, dk, dv), launch.of_chunks(gamma, CHUNK, CHUNK)
     handed = v.new_empty(len(trees), launch.heads, dk, dv, dtype=torch.float32)
     d_beta_parts, d_gamma = (launch.of_chunks(gamma, CHUNK) for _ in range(2))
     d_q = v.new_empty(total, launch.heads, dk)
-    backward.delta_fresh_gradient[launch.by_chunk](
-        q, k, gamma, grad, d_fresh, rows, kept_from, total, *_strides(q, k), **launch.all_sizes
-    )
-    backward.delta_state_gradients[launch.by_tree](
-        q, k, w, gamma, grad, d_states, d_fresh, handed, rows, kept_from, chains, trees, total,
-        *_strides(q, k), **launch.walk_back,
+    launch.by_chunk(backward.delta_fresh_gradient, q, k, gamma, grad, d_fresh, rows, kept_from, total, *_strides(q, k))
+    launch.by_tree(
+        backward.delta_state_gradients,
+        q, k, w, gamma, grad, d_states, d_fresh, handed, rows, kept_from, chains, trees, total, *_strides(q, k),
     )  # fmt: skip
-    backward.delta_solve_gradient[launch.by_chunk](
-        k, v, beta, gamma, inverse, states, d_fresh, x_u, x_w, d_beta_parts, d_gamma, rows, total,
-        *_strides(k, v), **launch.many,
+    launch.by_chunk(
+        backward.delta_solve_gradient,
+        k, v, beta, gamma, inverse, u, w, states, d_fresh, x_u, x_w, d_mixing, d_beta_parts, d_gamma, rows, total,
+        *_strides(k, v),
     )  # fmt: skip
-    backward.delta_query_gradient[launch.by_chunk](
-        q, k, gamma, states, fresh, grad, d_q, d_gamma, rows, kept_from, total, *_strides(q, k), **launch.many
-    )
-    backward.delta_key_gradient[launch.by_chunk](
-        q, k, beta, gamma, u, w, x_u, x_w, states, d_states, fresh, grad, d_k_parts, d_beta_parts, d_gamma,
-        rows, kept_from, total, *_strides(q, k), **launch.many,
+    launch.by_chunk(
+        backward.delta_query_gradient,
+        q, k, gamma, states, fresh, grad, d_q, d_gamma, rows, kept_from, total, *_strides(q, k),
+    )  # fmt: skip
+    launch.by_chunk(
+        backward.delta_key_gradient,
+        q, k, beta, gamma, x_w, d_mixing, states, d_states, fresh, grad, d_k_parts, d_beta_parts, d_gamma,
+        rows, kept_from, total, *_strides(q, k),
     )  # fmt: skip
 
     def summed(parts: Tensor, like: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -235,7 +212,7 @@ def _scan_backward(
         heads, width = like.shape[1], parts.shape[3]
         backward.delta_sum_places[(heads, triton.cdiv(total, 32))](
             parts, beta if scale is None else scale, out, starts, places, total, HEADS=heads,
-            GROUP=launch.heads // heads, HAS_SCALE=scale is not None, WIDTH=width, LANES=_lanes(width), ROWS=32,
+            GROUP=launch.heads // heads, HAS_SCALE=scale is not None, WIDTH=width, LANES=lanes(width), ROWS=32,
             CHUNK=CHUNK,
         )  # fmt: skip
         return out
