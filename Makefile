@@ -1,4 +1,4 @@
-# make demo    the main job on a real small model, from nothing          make test    all tests that need no GPU, 10 min
+# make demo    the main job on a real small model, from nothing          make test    all tests that need no GPU, 14 min
 # make check   style, types                                              make clean   remove what these made
 # make scratch-demo    models from nothing learn Python's standard library byte by byte, on a CPU
 PYTHON ?= python3
