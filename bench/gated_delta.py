@@ -38,7 +38,7 @@ from tuningfork.data.packing.tree import grow
 from tuningfork.kernels.gated_delta._chunks import CHUNK, Chunks
 from tuningfork.kernels.gated_delta.plain import PlainGatedDelta
 from tuningfork.kernels.select import select
-from tuningfork.records import ROOT, ForkLayout, Segment
+from tuningfork.records import ROOT, ForkLayout, PackedBatch, Segment
 
 Scan = Callable[..., Tensor]
 COLUMNS = {
@@ -164,6 +164,14 @@ def runs(layout: ForkLayout, shape: Shape, forked: bool) -> dict[str, Callable[[
     return found
 
 
+def batches(tokens: int, pairs: int) -> dict[str, PackedBatch]:
+    """A pack by its layout, as the top of this file says, chosen from so many pairs of the yardstick."""
+    packs = Layouts.of(yardstick(pairs), tokens)
+    document = [example.alone()[0] for example in random_pairs([(0, tokens, 1)], vocabulary=1000)]
+    alone = lay(document, grow(document, "none").of([0]), tokens)
+    return {"shared": packs.shared, "unshared": packs.unshared, "document": alone}
+
+
 def main(argv: list[str] | None = None) -> None:
     where = device()
     small = where.type == "cpu"
@@ -175,12 +183,10 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--repeats", type=int, default=1 if small else 20)
     args = options.parse_args(argv)
 
-    packs = Layouts.of(yardstick(args.pairs), args.tokens)
-    document = [example.alone()[0] for example in random_pairs([(0, args.tokens, 1)], vocabulary=1000)]
-    alone = lay(document, grow(document, "none").of([0]), args.tokens)
+    packs = batches(args.tokens, args.pairs)
     lines: list[dict[str, Any]] = []
     for shape in map(Shape.parse, args.shapes):
-        for name, batch in {"shared": packs.shared, "unshared": packs.unshared, "document": alone}.items():
+        for name, batch in packs.items():
             layout = batch.to(where).layout
             given = random_rows(len(batch.input_ids), shape, where)
             scanned = CHUNK * int((Chunks.of(layout).number >= 0).sum())

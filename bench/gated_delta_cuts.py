@@ -26,14 +26,11 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from bench.attention import Layouts
-from bench.gated_delta import Scan, Shape, random_rows
+from bench.gated_delta import Scan, Shape, batches, random_rows
 from bench.output import device, emit, environment, failure, parser, table
-from bench.shapes import random_pairs, yardstick
-from tuningfork.data.packing.layout import lay
-from tuningfork.data.packing.tree import grow
 from tuningfork.kernels.gated_delta._cuts import CUTS, Cut, cut_of
 from tuningfork.kernels.gated_delta.fast import TritonGatedDelta
+from tuningfork.records import PackedBatch
 
 IN_USE = dict(CUTS)
 COLUMNS = (64, 128)  # of 32 some are computed wrongly, and one ends all other work on the card: see docs/log.md
@@ -66,7 +63,7 @@ def in_use(kernel: str, cut: Cut) -> Iterator[None]:
 class Pass:
     """A forward and backward pass of the scan over one layout."""
 
-    def __init__(self, shape: Shape, batch: Any) -> None:
+    def __init__(self, shape: Shape, batch: PackedBatch) -> None:
         where = device()
         *self.leaves, self.gradient = random_rows(len(batch.input_ids), shape, where)
         self.scan: Scan = TritonGatedDelta.prepare(batch.to(where).layout).scan
@@ -95,10 +92,8 @@ class Pass:
 
 
 def passes(shape: Shape, tokens: int, pairs: int) -> dict[str, Pass]:
-    packs = Layouts.of(yardstick(pairs), tokens)
-    document = [example.alone()[0] for example in random_pairs([(0, tokens, 1)], vocabulary=1000)]
-    alone = lay(document, grow(document, "none").of([0]), tokens)
-    return {"shared": Pass(shape, packs.shared), "document": Pass(shape, alone)}
+    packs = batches(tokens, pairs)
+    return {layout: Pass(shape, packs[layout]) for layout in ("shared", "document")}
 
 
 def compile_share(share: int, shares: int, shape: Shape) -> None:

@@ -7,6 +7,6 @@ from typing import Any
 import pytest
 
 
-def slow(*values: Any) -> Any:
-    """One case of a parametrized test, marked as slow."""
-    return pytest.param(*values, marks=pytest.mark.slow)
+def slow(*values: Any, id: str | None = None) -> Any:
+    """One case of a parametrized test, marked as slow; `id` as pytest.param has it."""
+    return pytest.param(*values, marks=pytest.mark.slow, id=id)

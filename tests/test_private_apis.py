@@ -6,6 +6,7 @@ docs/private_apis.md lists what is meant; a comment `# private: NAME` marks each
 from __future__ import annotations
 
 import ast
+import copy
 import datetime
 import errno
 import importlib
@@ -330,6 +331,13 @@ def test_a_modules_hooks_can_be_looked_through():
     module = nn.Identity()
     module.register_forward_pre_hook(hook, with_kwargs=True)
     assert list(module._forward_pre_hooks.values()) == [hook]
+
+
+@lean("torch.nn.Module._forward_hooks")
+def test_a_modules_hooks_behind_it_can_be_looked_through_and_go_with_a_copy():
+    module = nn.Identity()
+    module.register_forward_hook(list)
+    assert list(module._forward_hooks.values()) == list(copy.deepcopy(module)._forward_hooks.values()) == [list]
 
 
 @lean("torch.nn.modules.dropout._DropoutNd")

@@ -84,15 +84,16 @@ def steps_of(
 @pytest.mark.parametrize(
     ("family", "layout", "size"),  # untied, tied
     [
-        *[
-            ("llama", "FSDP", 2),
-            ("llama", "FSDP", 4),
-            slow("llama", "HSDP", 4),
-            ("llama", "DDP", 4),
-            ("llama", "kept", 2),
-        ],
-        *[slow("granite", "FSDP", 2), ("granite", "FSDP", 4), ("granite", "HSDP", 4)],
-        *[slow("granite", "DDP", 4), slow("granite", "kept", 2)],
+        ("llama", "FSDP", 2),
+        ("llama", "FSDP", 4),
+        ("llama", "DDP", 4),
+        ("llama", "kept", 2),
+        slow("llama", "HSDP", 4),
+        ("granite", "FSDP", 4),
+        ("granite", "HSDP", 4),
+        slow("granite", "FSDP", 2),
+        slow("granite", "DDP", 4),
+        slow("granite", "kept", 2),
     ],
 )
 def test_steps_are_those_of_one_process(family: str, layout: str, size: int) -> None:

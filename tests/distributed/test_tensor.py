@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from tests.distributed.test_sharding import steps_of
 from tests.distributed.worlds import together
 from tests.graphs import graphs_of
+from tests.repeated import slow
 from tests.tiny import CCGQA, FAMILIES, HYBRIDS, SHORT_CONVS, SPARSE, one_pack, random_examples, scorer_of, tiny_model
 from tuningfork.distributed.layout import Layout
 from tuningfork.distributed.parallelize import parallelize
@@ -56,8 +57,8 @@ LAYOUTS = [
     pytest.param({"tensor": 2}, CASES, id="tensor"),
     pytest.param({"tensor": 2, "shard": 2}, SOME, id="tensor, shard"),
     pytest.param({"tensor": 2, "replicate": 2}, SOME[2:], id="tensor, replicate"),
-    pytest.param({"tensor": 2, "shard": 2}, CASES, id="tensor, shard, all", marks=pytest.mark.slow),
-    pytest.param({"tensor": 2, "replicate": 2}, CASES, id="tensor, replicate, all", marks=pytest.mark.slow),
+    slow({"tensor": 2, "shard": 2}, CASES, id="tensor, shard, all"),
+    slow({"tensor": 2, "replicate": 2}, CASES, id="tensor, replicate, all"),
 ]
 
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 _DEEPEST = 8  # steps of a module behind the look-up itself: scales, masks, casts, sums over processes
-_MARK = "tuningfork.repeatable"
-_hooked: WeakSet[nn.Module] = WeakSet()
 
 
 def repeat_gradients(model: nn.Module) -> None:
@@ -25,9 +22,9 @@ def repeat_gradients(model: nn.Module) -> None:
     anyway. What asks is one switch of the process, so what other threads begin meanwhile sees it, too.
     """
     for module in model.modules():
-        if isinstance(module, nn.Embedding) and module not in _hooked:
+        # private: torch.nn.Module._forward_hooks
+        if isinstance(module, nn.Embedding) and _repeat_gradient not in module._forward_hooks.values():
             module.register_forward_hook(_repeat_gradient)
-            _hooked.add(module)
 
 
 @contextmanager
@@ -52,11 +49,8 @@ def _switch(asked: bool, warn_only: bool) -> None:
 
 def _repeat_gradient(_module: nn.Module, _args: Any, embedded: Tensor) -> None:
     node = _look_up(embedded.grad_fn, _DEEPEST)
-    if (
-        node is None or _MARK in node.metadata
-    ):  # no gradient is asked for; or a copy of a module has copies of its hooks
+    if node is None:  # no gradient is asked for
         return
-    node.metadata[_MARK] = True
     before: list[tuple[bool, bool]] = []
 
     def ask(_gradients: Any) -> None:

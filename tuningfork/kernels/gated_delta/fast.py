@@ -89,6 +89,16 @@ class _Launch:
         self.total, self.heads, self.width = value.shape
         self.key, self.value = key, value
         self.chunks, self.trees = len(rows), len(trees)
+        self.sizes = {
+            "GROUP": self.heads // key.shape[1],
+            "HEADS": self.heads,
+            "KEY": key.shape[2],
+            "KEY_LANES": tile(key),
+            "VALUE": self.width,
+            "CHUNK": CHUNK,
+            # In float32 three products: exact but for the last bit.
+            "PRECISION": "tf32x3" if value.dtype == torch.float32 else "tf32",
+        }
 
     def of_chunks(self, like: Tensor, *shape: int) -> Tensor:
         """Room for something of every chunk and head."""
@@ -104,17 +114,7 @@ class _Launch:
 
     def _run(self, kernel: Any, grid: Callable[[Cut], tuple[int, ...]], args: tuple[Any, ...]) -> None:
         cut = cut_of(kernel.fn.__name__, self.key, self.value)
-        sizes = {
-            "GROUP": self.heads // self.key.shape[1],
-            "HEADS": self.heads,
-            "KEY": self.key.shape[2],
-            "KEY_LANES": tile(self.key),
-            "VALUE": self.width,
-            "COLUMNS": cut.columns,
-            "CHUNK": CHUNK,
-            # In float32 three products: exact but for the last bit.
-            "PRECISION": "tf32x3" if self.value.dtype == torch.float32 else "tf32",
-        }
+        sizes = {**self.sizes, "COLUMNS": cut.columns}
         taken = {name: size for name, size in sizes.items() if name in kernel.arg_names}
         kernel[grid(cut)](*args, **taken, num_warps=cut.warps, num_stages=cut.stages)
 
